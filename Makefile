@@ -1,0 +1,55 @@
+# Everything here needs Python 3.11 or newer and make; the first run of a target creates .venv and installs what it needs.
+#
+#   make demo       watch a model train
+#   make test       the whole test suite, docs and docstrings included
+#   make help       the rest
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+DEMO   := examples/01_functional_api.py
+ARGS   ?=
+
+export PYTHONHASHSEED := 0
+
+.PHONY: help demo test lint format bench docs examples clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.ready-all ## train a small model and show it learning (ARGS="--steps 500")
+	@$(BIN)/python $(DEMO) $(ARGS)
+
+test: $(VENV)/.ready-dev ## run every test (ARGS="tests/core -k partition")
+	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -q -n auto $(ARGS)
+
+lint: $(VENV)/.ready-dev ## ruff and pyright
+	@$(BIN)/ruff check --quiet . && $(BIN)/pyright --warnings
+
+format: $(VENV)/.ready-dev ## apply what ruff can fix by itself
+	@$(BIN)/ruff check --quiet --fix .
+
+bench: $(VENV)/.ready-dev ## one table of ratios against hand-written JAX and peers (ARGS="--quick --only train_step")
+	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m benchmarks $(ARGS)
+
+docs: $(VENV)/.ready-dev ## build the guide into site/, warnings are errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+examples: $(VENV)/.ready-dev ## run every example at a small setting and print its final metric
+	@$(BIN)/python examples/run_all.py $(ARGS)
+
+clean: ## remove everything these targets made
+	rm -rf $(VENV) site dist build .pytest_cache .ruff_cache .hypothesis benchmarks/results examples/output
+	find nnx tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# .ready-X says that the extras X of pyproject.toml are installed; it is older than pyproject.toml when they may not be.
+$(VENV)/.ready-%: pyproject.toml | $(BIN)/python
+	@echo "installing nnx[$*] into $(VENV) ..."
+	@$(PIP) install --editable ".[$*]"
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "NNX needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@$(PYTHON) -m venv $(VENV)

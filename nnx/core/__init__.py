@@ -1,0 +1,1 @@
+"""What a Module is. See README.md in this folder."""

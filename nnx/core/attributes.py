@@ -1,0 +1,252 @@
+"""What assigning to an attribute means: which kind it becomes, and which changes are structural."""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from nnx.core.errors import CAPTURES_MODULE, INCOMPATIBLE_CONTAINER, MODULE_INTO_VARIABLE, NOT_DATA
+from nnx.core.graph import TREE_SPEC, fresh
+from nnx.core.info import MODULE, NODE, STATIC, TREE, Absent, ModuleBase, forget_flat_forms
+from nnx.core.refs import Ref
+from nnx.core.repr import short
+from nnx.core.statics import find_captured_module
+from nnx.core.variables import Container, ContainerMetadata, Node, Spec, Static
+
+# Sorts of value, by type; found once per type
+_CONTAINER, _REF, _MODULE, _ARRAY, _ATOM, _PLAIN, _OTHER = range(7)
+
+_ATOMS = (int, float, complex, bool, str, bytes, type(None), type, np.dtype, types.BuiltinFunctionType)
+_NUMBERS = (int, float, complex, np.generic)
+_sorts: dict[type, int] = {list: _PLAIN, tuple: _PLAIN, dict: _PLAIN}
+_node_types: tuple[type, ...] = (jax.Array, jax.core.Tracer, jax.ShapeDtypeStruct, np.ndarray)
+
+wrappers: dict[type, Callable[[Any], Any]] = {}
+"""What a plain list, tuple or dict of Modules becomes; filled by containers."""
+
+
+def register_node_type(cls: type) -> None:
+    """Makes values of a type nodes: assigned to a Module or Pytree attribute, they are data."""
+    global _node_types
+    if not isinstance(cls, type):
+        raise TypeError(f"nnx.register_node_type takes a class, got {short(cls)}.")
+    _node_types = (*_node_types, cls)
+    _sorts.pop(cls, None)
+
+
+def is_node(value: Any) -> bool:
+    """Whether a value is data by its type: arrays, tracers, `ShapeDtypeStruct`s, registered types, Node containers."""
+    return _sort(value) == _ARRAY or isinstance(value, Node)
+
+
+def _sort(value: Any) -> int:
+    cls = type(value)
+    sort = _sorts.get(cls)
+    if sort is None:
+        if isinstance(value, Container):
+            sort = _CONTAINER
+        elif isinstance(value, Ref):
+            sort = _REF
+        elif isinstance(value, ModuleBase):
+            sort = _MODULE
+        elif isinstance(value, _node_types):
+            sort = _ARRAY
+        elif cls in _ATOMS:
+            sort = _ATOM
+        else:
+            sort = _OTHER
+        _sorts[cls] = sort
+    return sort
+
+
+def assign(module: Any, name: str, value: Any) -> None:
+    """Sets an attribute; the trace level has been checked.
+
+    Raises:
+      ValueError: the value does not fit the attribute, or cannot be an attribute.
+    """
+    info = module._nnx_info
+    old = info.kinds.get(name)
+    sort = _sort(value)
+    if type(old) is Spec:
+        _assign_to_variable(module, name, old, sort, value)
+    elif old is NODE and sort == _ARRAY:
+        module.__dict__[name] = value
+    elif type(old) is Ref and sort != _REF:
+        _refuse_module(module, name, old._spec, sort, value)
+        old.write(value)
+    else:
+        kind, value = decide(module, name, sort, value)
+        place(module, name, kind, value)
+
+
+def _assign_to_variable(module: Any, name: str, spec: Spec, sort: int, value: Any) -> None:
+    if sort == _REF:
+        place(module, name, value, value)
+        return
+    if sort == _CONTAINER:
+        if value._spec is not spec:
+            where = f"attribute {name!r} of {type(module).__name__}"
+            raise ValueError(INCOMPATIBLE_CONTAINER.format(where=where, old=spec, new=value._spec))
+        value = fresh(value.value)
+    else:
+        _refuse_module(module, name, spec, sort, value)
+    if spec.type is Static:
+        _refuse_captured(module, name, value)
+        module._nnx_info.changed()
+    elif spec.on_set is not None:
+        value = spec.on_set(value, spec.metadata)
+    module.__dict__[name] = value
+
+
+def _refuse_module(module: Any, name: str, spec: Spec, sort: int, value: Any) -> None:
+    if sort == _MODULE or (sort == _PLAIN and holds_modules(value)):
+        owner, text = type(module).__name__, type(value).__name__
+        raise ValueError(MODULE_INTO_VARIABLE.format(value=text, name=name, owner=owner, kind=spec.type.__name__))
+
+
+def decide(module: Any, name: str, sort: int, value: Any) -> tuple[Any, Any]:
+    """The kind an attribute gets from this value, and what is stored."""
+    if sort == _ATOM:
+        return STATIC, value
+    if sort == _ARRAY:
+        return NODE, value
+    if sort == _MODULE:
+        return MODULE, value
+    if sort == _REF:
+        return value, value
+    if sort == _CONTAINER:
+        spec = value._spec
+        if spec.type is Static:
+            _refuse_captured(module, name, value.value)
+            return spec, value.value
+        inner = fresh(value.value)
+        return spec, inner if spec.on_set is None else spec.on_set(inner, spec.metadata)
+    if isinstance(value, ContainerMetadata):
+        raise ValueError(
+            f"Cannot assign attribute {name!r} of {type(module).__name__}: an initialiser with metadata gives a value "
+            f"to be wrapped. Say what it is: nnx.Param({name}_init(...))."
+        )
+    if sort == _PLAIN and holds_modules(value):
+        return MODULE, wrappers[type(value)](value)
+    if _is_data(module, name, value):
+        return TREE, value
+    _refuse_captured(module, name, value)
+    return STATIC, value
+
+
+def place(module: Any, name: str, kind: Any, value: Any) -> None:
+    """Stores a value of a decided kind; notes a structural change if it is one."""
+    info, values = module._nnx_info, module.__dict__
+    old = info.kinds.get(name)
+    if old is kind and kind in (NODE, TREE):
+        values[name] = value
+        return
+    if old is kind and (kind is STATIC or kind is MODULE):
+        before = values[name]
+        if before is value:
+            return
+        if kind is STATIC and type(before) is type(value) and _sort(value) == _ATOM and _same_atom(before, value):
+            return
+    if type(kind) is Ref:
+        kind.attach(module, name)
+        value = kind.__dict__["value"]
+    if type(old) is Ref:
+        old.detach(module, name)
+        if old is kind:
+            kind.attach(module, name)
+    info.kinds[name] = kind
+    values[name] = value
+    info.changed()
+    if old is MODULE:
+        forget_flat_forms()
+
+
+def _same_atom(before: Any, value: Any) -> bool:
+    return before == value and not isinstance(value, (float, complex))
+
+
+def holds_modules(value: Any) -> bool:
+    """Whether a plain list, tuple or dict holds Modules, containers or Refs, at any depth of plain containers."""
+    stack, seen = [value], set()
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        for inner in item.values() if type(item) is dict else item:
+            sort = _sort(inner)
+            if sort in (_MODULE, _CONTAINER, _REF):
+                return True
+            if sort == _PLAIN:
+                stack.append(inner)
+    return False
+
+
+def _is_data(module: Any, name: str, value: Any) -> bool:
+    """Whether a value is a pytree that holds arrays.
+
+    Raises:
+      ValueError: it is, but holds something JAX cannot take.
+    """
+    try:
+        leaves = jax.tree.leaves(value)
+    except (TypeError, ValueError):  # a dict whose keys cannot be sorted is no pytree
+        return False
+    if len(leaves) == 1 and leaves[0] is value:
+        return False
+    if not any(_sort(leaf) == _ARRAY for leaf in leaves):
+        return False
+    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+        if _sort(leaf) != _ARRAY and not isinstance(leaf, _NUMBERS):
+            route = f"{name}{jax.tree_util.keystr(path)}"
+            owner, kind = type(module).__name__, type(value).__name__
+            raise ValueError(NOT_DATA.format(name=name, owner=owner, kind=kind, route=route, leaf=short(leaf)))
+    return True
+
+
+def _refuse_captured(module: Any, name: str, value: Any) -> None:
+    if _sort(value) == _ATOM:
+        return
+    found = find_captured_module(value)
+    if found is not None:
+        captured, route = found
+        text = CAPTURES_MODULE.format(
+            name=name, owner=type(module).__name__, value=short(value), route=f"{type(captured).__name__}: {route}"
+        )
+        raise ValueError(text)
+
+
+def settle(module: Any) -> None:
+    """After the constructor: lists and dicts that have come to hold Modules or arrays get the kind that fits."""
+    kinds, values = module._nnx_info.kinds, module.__dict__
+    filled = [name for name, kind in kinds.items() if kind is STATIC and type(values[name]) in wrappers]
+    for name in filled:
+        value = values[name]
+        if value:
+            kind, settled = decide(module, name, _PLAIN, value)
+            if kind is not STATIC:
+                place(module, name, kind, settled)
+
+
+def variable_of(module: Any, name: str) -> Any:
+    """The container behind an attribute: its type and metadata with the current value.
+
+    Raises:
+      AttributeError: there is no such attribute.
+      ValueError: it is a submodule or a static value.
+    """
+    info = module._nnx_info
+    kind = info.kinds.get(name)
+    if type(kind) is Ref:
+        return kind.variable
+    if type(kind) is Spec:
+        return kind.box(module.__dict__[name])
+    if kind is NODE or kind is TREE:
+        return TREE_SPEC.box(module.__dict__[name])
+    if kind is None or type(kind) is Absent:
+        getattr(module, name)  # explains what is missing
+    what = "a submodule" if kind is MODULE else "a static attribute"
+    raise ValueError(f"{name!r} of {type(module).__name__} is {what}, not a variable.")

@@ -1,0 +1,216 @@
+"""Containers of Modules: `Dict` and `Sequence`, real mutable collections that are Modules themselves."""
+
+import functools
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
+from typing import Any, TypeVar, overload
+
+from nnx.core.attributes import assign, holds_modules, wrappers
+from nnx.core.errors import BAD_KEY
+from nnx.core.info import segment_of
+from nnx.core.module import Module
+from nnx.core.refs import Ref
+from nnx.core.updates import check_level, remove
+from nnx.core.variables import Spec
+
+T = TypeVar("T")
+
+
+class Dict(Module, MutableMapping[str, Any]):
+    """A mapping of Modules (and any other values) by name; keys are also attributes.
+
+    >>> heads = nnx.Dict(cat=jnp.sin, dog=jnp.cos)
+    >>> sorted(heads), heads.cat is heads["cat"]
+    (['cat', 'dog'], True)
+    """
+
+    def __init__(self, items: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), /, **more: Any):
+        for key, value in {**dict(items), **more}.items():
+            self[key] = value
+
+    def __getitem__(self, key: str) -> Any:
+        name = self._stored(key)
+        if name not in self._nnx_info.kinds:
+            raise KeyError(key)
+        return getattr(self, name)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._nnx_set_item(self._nnx_attribute_name(key), value)
+
+    def __delitem__(self, key: str) -> None:
+        name = self._stored(key)
+        if name not in self._nnx_info.kinds:
+            raise KeyError(key)
+        check_level(self, f"deleting {key!r}")
+        remove(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([segment_of(name) for name in self._nnx_info.sorted_names()])
+
+    def __len__(self) -> int:
+        return len(self._nnx_info.kinds)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and bool(key) and self._stored(key) in self._nnx_info.kinds
+
+    def _stored(self, key: Any) -> str:
+        return self._nnx_attribute_name(key) if isinstance(key, str) and key else ""
+
+    @classmethod
+    def _nnx_attribute_name(cls, segment: Any) -> str:
+        if not isinstance(segment, str) or not segment or "/" in segment:
+            raise ValueError(BAD_KEY.format(key=segment))
+        return f"/{segment}" if hasattr(cls, segment) else segment
+
+    @classmethod
+    def _nnx_reserves(cls, name: str) -> bool:
+        return hasattr(Dict, name)
+
+    def _nnx_set_item(self, name: str, value: Any) -> None:
+        if name.startswith("/"):
+            check_level(self, f"setting {name[1:]!r}")
+            assign(self, name, value)
+        else:
+            setattr(self, name, value)
+
+    __hash__ = Module.__hash__
+    __eq__ = Module.__eq__
+
+
+class Sequence(Module, MutableSequence[Any]):
+    """A list of Modules (and any other values). Calling it runs the items in order.
+
+    A tuple that an item returns becomes the positional arguments of the next, a dict the keyword arguments; `ctx` goes
+    to the items that accept it.
+
+    >>> model = nnx.Sequence([jnp.sin, jnp.cos])
+    >>> len(model), float(model(0.0))
+    (2, 1.0)
+    """
+
+    def __init__(self, items: Iterable[Any] = ()):
+        for i, item in enumerate(items):
+            setattr(self, str(i), item)
+
+    def __len__(self) -> int:
+        numbers = [int(name) for name in self._nnx_info.kinds if name.isdecimal()]
+        return max(numbers) + 1 if numbers else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [getattr(self, str(i)) for i in range(*index.indices(len(self)))]
+        return getattr(self, str(self._position(index)))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(index, slice):
+            items = self._raw_items()
+            items[index] = list(value)
+            self._replace_all(items)
+        else:
+            setattr(self, str(self._position(index)), value)
+
+    def __delitem__(self, index: Any) -> None:
+        items = self._raw_items()
+        del items[index if isinstance(index, slice) else self._position(index)]
+        self._replace_all(items)
+
+    def insert(self, index: int, value: Any) -> None:
+        """Puts a value before position `index`."""
+        items = self._raw_items()
+        if index >= len(items):
+            setattr(self, str(len(items)), value)
+            return
+        items.insert(index, value)
+        self._replace_all(items)
+
+    def reverse(self) -> None:
+        """Turns the order of the items around."""
+        self._replace_all(self._raw_items()[::-1])
+
+    def _position(self, index: Any) -> int:
+        try:
+            position = index.__index__()
+        except AttributeError:
+            raise TypeError(f"{type(self).__name__} indices must be integers or slices, got {index!r}") from None
+        length = len(self)
+        if position < 0:
+            position += length
+        if not 0 <= position < length:
+            raise IndexError(f"index {index} is out of range for {type(self).__name__} of length {length}")
+        return position
+
+    def _raw_items(self) -> list[Any]:
+        """The items with their containers, so that moving an item keeps its type."""
+        return [_with_kind(self, str(i)) for i in range(len(self))]
+
+    def _replace_all(self, items: list[Any]) -> None:
+        check_level(self, "changing the items")
+        for i in range(len(self)):
+            remove(self, str(i))
+        for i, item in enumerate(items):
+            setattr(self, str(i), item)
+
+    def __call__(self, *args: Any, ctx: Any = None, **kwargs: Any) -> Any:
+        """Runs the items in order."""
+        out: Any = args[0] if len(args) == 1 and not kwargs else None
+        for i in range(len(self)):
+            item = self[i]
+            if not callable(item):
+                raise TypeError(f"Item {i} of {type(self).__name__} is not callable: {item!r}")
+            if i:
+                args, kwargs = (out, {}) if isinstance(out, tuple) else ((), out) if isinstance(out, dict) else ((out,), {})
+            extra = {"ctx": ctx} if ctx is not None and "ctx" not in kwargs and accepts_ctx(item) else {}
+            out = item(*args, **kwargs, **extra)
+        return out if len(self) or out is not None else args
+
+    __hash__ = Module.__hash__
+    __eq__ = Module.__eq__
+
+
+def _with_kind(module: Module, name: str) -> Any:
+    kind = module._nnx_info.kinds.get(name)
+    if isinstance(kind, Ref):
+        return kind
+    value = getattr(module, name)
+    return kind.box(value) if isinstance(kind, Spec) else value
+
+
+def accepts_ctx(function: Any) -> bool:
+    """Whether a callable takes a keyword argument `ctx`."""
+    return _takes_ctx(type(function).__call__ if isinstance(function, Module) else function)
+
+
+@functools.lru_cache(maxsize=1024)
+def _takes_ctx(function: Any) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(p.name == "ctx" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def from_plain(value: Any) -> Any:
+    """The Sequence or Dict of a plain list, tuple or dict; plain containers inside that hold Modules follow suit."""
+    root = _empty(value)
+    todo = [(root, value)]
+    while todo:  # no recursion: lists may nest deeply
+        module, container = todo.pop()
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, item in items:
+            name = module._nnx_attribute_name(key if isinstance(container, dict) else str(key))
+            if type(item) in wrappers and holds_modules(item):
+                todo.append((_empty(item), item))
+                item = todo[-1][0]
+            module._nnx_set_item(name, item)
+    return root
+
+
+def _empty(value: Any) -> Any:
+    return Dict() if isinstance(value, dict) else Sequence()
+
+
+wrappers.update({list: from_plain, tuple: from_plain, dict: from_plain})

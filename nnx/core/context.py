@@ -1,0 +1,211 @@
+"""Context: where randomness and run-time flags travel.
+
+A *stream* is a key and a counter: each `make_rng` folds the next count into the key. To *fork* a stream is to spend one
+count on the key of a new stream, so that parent and fork never produce the same key.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx.core.errors import CONTEXT_AT_OTHER_LEVEL, TraceContextError
+from nnx.core.repr import short
+from nnx.core.statics import Frozen
+from nnx.core.trace import current_level
+
+RngFilter = Any
+"""What selects streams: None, `...`, a name, `f(name) -> bool`, a sequence of these, or a mapping `{filter: bool}`."""
+
+BAD_SEED = """The stream {name!r} was given {value}: a stream is seeded by an int, a typed key (jax.random.key(0)) or a \
+legacy uint32 key (jax.random.PRNGKey(0))."""
+
+
+class Stream:
+    """A key and the number of keys drawn from it."""
+
+    __slots__ = ("key", "count")
+
+    def __init__(self, key: Any, count: Any = 0):
+        self.key = key
+        self.count = count
+
+    def next(self) -> Any:
+        key = jax.random.fold_in(self.key, self.count)
+        self.count += 1
+        return key
+
+
+class Context:
+    """Named random streams and flags, for one trace level. Made by `nnx.context`."""
+
+    __slots__ = ("_streams", "_flags", "_level", "__weakref__")
+
+    def __init__(self, streams: dict[str, Stream], flags: Mapping[str, Any]):
+        self._streams = streams
+        self._flags = dict(flags)
+        self._level = current_level()
+
+    def make_rng(self, name: str) -> Any:
+        """A new key from a stream, different every time.
+
+        Raises:
+          ValueError: there is no such stream.
+          TraceContextError: the Context was made at another trace level.
+        """
+        self.check_level(name)
+        stream = self._streams.get(name)
+        if stream is None:
+            known = ", ".join(map(repr, self._streams)) or "none"
+            raise ValueError(
+                f"Unknown Rng Stream: {name}. The streams of this Context are: {known}. "
+                f"Give it a seed where the Context is made: nnx.context(..., {name}=0)."
+            )
+        return stream.next()
+
+    def check_level(self, name: str) -> None:
+        level = current_level()
+        if self._level is not level and self._level != level:
+            raise TraceContextError(CONTEXT_AT_OTHER_LEVEL.format(name=name))
+
+    def has_rng(self, name: str) -> bool:
+        """Whether there is a stream with this name."""
+        return name in self._streams
+
+    def has_flag(self, name: str) -> bool:
+        """Whether the flag is set, to whatever value."""
+        return name in self._flags
+
+    def get_flag(self, name: str, default: Any = None) -> Any:
+        """The value of a flag."""
+        return self._flags.get(name, default)
+
+    @property
+    def flags(self) -> Mapping[str, Any]:
+        """All flags."""
+        return dict(self._flags)
+
+    def copy(self, *, flags: Mapping[str, Any] | None = None) -> "Context":
+        """A Context that shares the streams; `flags` are added to its own."""
+        self.check_level("...")
+        return Context(self._streams, {**self._flags, **(flags or {})})
+
+    def fork(self) -> "Context":
+        """An independent Context at this level, with the same flags."""
+        return self.partition().merge()
+
+    def partition(self) -> "PureContext":
+        """A fork as `(keys, ctxdef)`, which can pass through any JAX transform."""
+        self.check_level("...")
+        keys = {name: stream.next() for name, stream in self._streams.items()}
+        return PureContext(keys, ContextDef(self._flags, tuple(keys)))
+
+    def split(self, n: int, filter: RngFilter = ...) -> "PureContext":
+        """A fork in which each stream the filter selects has `n` keys, stacked; for a manual vmap or scan."""
+        if not isinstance(n, (int, np.integer)) or n < 1:
+            raise ValueError(f"ctx.split(n) makes n keys per stream, so n is a positive int; got {n!r}.")
+        keys, ctxdef = self.partition()
+        selects = rng_predicate(filter)
+        return PureContext({k: jax.random.split(key, n) if selects(k) else key for k, key in keys.items()}, ctxdef)
+
+    def __reduce__(self) -> Any:
+        return (Context, (self._streams, self._flags))
+
+    def __repr__(self) -> str:
+        streams = [f"{name}: {stream.count} drawn" for name, stream in self._streams.items()]
+        flags = [f"{name}={value!r}" for name, value in self._flags.items()]
+        return f"Context({', '.join([*streams, *flags])})"
+
+
+class ContextDef:
+    """The static half of a Context: its flags and the names of its streams. Hashable, a pytree without leaves."""
+
+    __slots__ = ("_flags", "streams")
+
+    def __init__(self, flags: Mapping[str, Any], streams: tuple[str, ...]):
+        self._flags = Frozen(dict(flags))
+        self.streams = streams
+
+    def merge(self, keys: Mapping[str, Any]) -> Context:
+        """A Context with these keys as its streams."""
+        return Context({name: Stream(key) for name, key in keys.items()}, self._flags.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ContextDef) and self.streams == other.streams and self._flags == other._flags
+
+    def __hash__(self) -> int:
+        return hash((self._flags, self.streams))
+
+    def __repr__(self) -> str:
+        return f"ContextDef(streams={self.streams!r}, flags={self._flags.value!r})"
+
+
+jax.tree_util.register_static(ContextDef)
+
+
+class PureContext(NamedTuple):
+    """A Context as the pair of its keys and its ContextDef, which any JAX API can take."""
+
+    keys: dict[str, Any]
+    ctxdef: ContextDef
+
+    def merge(self) -> Context:
+        """A Context with these keys as its streams."""
+        return self.ctxdef.merge(self.keys)
+
+
+def context(params: Any = None, *, flags: Mapping[str, Any] | None = None, **rngs: Any) -> Context:
+    """Makes a Context.
+
+    Args:
+      params: the seed of the stream "params".
+      flags: run-time flags, e.g. `{"deterministic": True}`.
+      **rngs: the seeds of further streams. A seed is an int, a typed key, or a legacy uint32 key.
+
+    >>> ctx = nnx.context(0, dropout=1, flags={"deterministic": False})
+    >>> key = ctx.make_rng("dropout")
+    """
+    seeds = rngs if params is None else {"params": params, **rngs}
+    return Context({name: Stream(_to_key(name, seed)) for name, seed in seeds.items()}, flags or {})
+
+
+def _to_key(name: str, seed: Any) -> Any:
+    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
+        return jax.random.key(int(seed))
+    if isinstance(seed, (jax.Array, np.ndarray)):
+        if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+            if seed.shape == ():
+                return seed
+        elif seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer):
+            return jax.random.key(seed)
+        elif seed.shape in ((2,), (4,)) and seed.dtype == jnp.uint32:
+            return seed
+    raise TypeError(BAD_SEED.format(name=name, value=short(seed)))
+
+
+def rng_predicate(filter: RngFilter) -> Callable[[str], bool]:
+    """The predicate on stream names an RNG filter stands for.
+
+    Raises:
+      TypeError: it is no RNG filter.
+    """
+    if filter is None:
+        return lambda name: False
+    if filter is ...:
+        return lambda name: True
+    if isinstance(filter, str):
+        return lambda name: name == filter
+    if isinstance(filter, Mapping):
+        cases = [(rng_predicate(inner), bool(answer)) for inner, answer in filter.items()]
+        return lambda name: next((answer for predicate, answer in cases if predicate(name)), False)
+    if isinstance(filter, Sequence) or isinstance(filter, (set, frozenset)):
+        predicates = [rng_predicate(inner) for inner in filter]
+        return lambda name: any(predicate(name) for predicate in predicates)
+    if callable(filter):
+        return filter
+    raise TypeError(
+        f"Invalid RNG filter {short(filter)}: it is None, `...`, a stream's name, a function f(name) -> bool, a "
+        "sequence of these, or a mapping {filter: bool}."
+    )

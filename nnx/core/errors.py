@@ -1,0 +1,72 @@
+"""The errors of the module system, and the texts that more than one place raises.
+
+A text says what was passed, where, why it fails and what to write instead.
+"""
+
+
+class TraceContextError(Exception):
+    """A Module, Ref or Context was used at another trace level than the one it was made in."""
+
+
+MUTATE_AT_OTHER_LEVEL = """Cannot mutate Module from different trace level: {action} of {owner}.
+The Module was made outside the JAX transform that is running now (or inside one that has ended), so the change would be \
+lost or would leak a tracer. Pass the Module to the function as an argument and use the lifted transform (nnx.jit, \
+nnx.grad, nnx.scan, ...), which writes the change back; with a raw JAX transform, use partition() and merge()."""
+
+REF_AT_OTHER_LEVEL = """Cannot use Ref from a different trace level: {action}.
+The Ref was made outside the JAX transform that is running now. Attach it where it was made, and pass the Modules that \
+hold it to the lifted transform as arguments: they stay tied inside."""
+
+CONTEXT_AT_OTHER_LEVEL = """Cannot use Context from a different trace level: make_rng({name!r}) was called inside a JAX \
+transform on a Context made outside it (or the reverse).
+A function that captures the Context, as in
+
+    nnx.grad(lambda m: loss(m(x, ctx=ctx)))(m)
+
+would draw the same key on every call. Pass it as an argument of the lifted transform instead:
+
+    def f(m, ctx): ...
+    nnx.grad(f)(m, ctx)
+
+Under a raw JAX transform pass `ctx.partition()` and call `.merge()` on it inside."""
+
+MODULE_TO_RAW_JAX = """A Module ({name}) was passed to a JAX function that takes arrays and pytrees. A Module is neither: \
+its updates would be lost.
+Use the lifted transform (nnx.jit, nnx.grad, nnx.vmap, ...), which takes Modules anywhere in its arguments, or split it \
+by hand: `state, moduledef = module.partition()`, pass `state`, and `moduledef.merge(state)` inside."""
+
+RESERVED_NAME = """Cannot assign attribute {name!r} of {owner}: it is the name of a method of nnx.Module, which it \
+would hide. Choose another name (or keep the value in an nnx.Dict, where any key is an item)."""
+
+CAPTURES_MODULE = """Cannot assign attribute {name!r} of {owner}: the value, {value}, holds a Module ({route}).
+As a static value it would be a copy frozen into compiled functions, out of reach of partition, updates and gradients. \
+Assign the Module itself to an attribute, or pass it as an argument when you call; a bound method of a Module in the \
+same graph may be stored as it is."""
+
+STATIC_HOLDS_STATE = """The static attribute {path!r} has come to hold {what} ({route}).
+A list or dict is looked at when it is assigned (and when __init__ returns); what is put into it later is not seen by \
+partition, updates and gradients. Assign the filled container again (`module.{name} = [...]`), or use nnx.Sequence / \
+nnx.Dict from the start."""
+
+FOREIGN_METHOD = """The static attribute {path!r} is a bound method of a Module ({method}) that is not part of this \
+graph. Its state could not be split or updated with the rest. Make that Module an attribute (a submodule) as well, or \
+store the plain function."""
+
+NOT_DATA = """Cannot assign attribute {name!r} of {owner}: the {kind} holds arrays, so it is data, but the leaf at \
+{route} is {leaf}, which JAX cannot take.
+Keep that part in an attribute of its own (as a static value), or wrap the whole in nnx.Static if no array in it ever \
+changes."""
+
+MODULE_INTO_VARIABLE = """Cannot assign a Module ({value}) to attribute {name!r} of {owner}: it is a variable of type \
+{kind}. Delete the attribute first, or use another name."""
+
+INCOMPATIBLE_CONTAINER = """Cannot replace value from incompatible container: {where} is {old}, got {new}. The type and \
+the metadata must agree; pass the bare value to keep them, or delete the attribute first to change them."""
+
+NO_STATE_GIVEN = """{owner} has no value for {name!r}: no state was given for it when the Module was merged or rebuilt \
+(it is a {kind}). Merge with a State that has the path, or add it with update_state()."""
+
+UNKNOWN_PATH = """Cannot update {path!r}: {reason}. Nothing was changed.
+The paths of this Module are those of `module.get_state()`; a new variable can be added to any existing Module."""
+
+BAD_KEY = """{key!r} cannot be a key of nnx.Dict: keys are path segments, so they must be non-empty strings without '/'."""

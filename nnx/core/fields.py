@@ -1,0 +1,115 @@
+"""Dataclass Modules: fields that say how what the constructor received is kept."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform, overload
+
+from nnx.core.refs import Ref
+from nnx.core.variables import Container, Node, Param, Static, Variable
+
+T = TypeVar("T")
+
+_WRAP = "nnx.wrap"  # the key in a field's metadata
+
+NO_DEFAULT: Any = dataclasses.MISSING
+
+
+def field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, **kwargs: Any) -> Any:
+    """A dataclass field; like `dataclasses.field`, but a default may be an array or a container."""
+    return _field(None, default, default_factory, kwargs)
+
+
+def node_field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, **kwargs: Any) -> Any:
+    """A field kept as data, whatever its type."""
+    return _field(_wrapper(Node), default, default_factory, kwargs)
+
+
+def static_field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, **kwargs: Any) -> Any:
+    """A field kept as a static value, whatever its type."""
+    return _field(_wrapper(Static), default, default_factory, kwargs)
+
+
+def param_field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, sharding: Any = None, **kwargs: Any) -> Any:
+    """A field kept as an `nnx.Param`."""
+    return _field(_wrapper(Param, sharding=sharding), default, default_factory, kwargs)
+
+
+def var_field(
+    variable_type: type[Variable],
+    default: Any = NO_DEFAULT,
+    *,
+    default_factory: Any = NO_DEFAULT,
+    sharding: Any = None,
+    metadata: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """A field kept as a Variable of the given type; `metadata` are the Variable's own."""
+    wrap = _wrapper(variable_type, sharding=sharding, **(metadata or {}))
+    return _field(wrap, default, default_factory, kwargs)
+
+
+def _wrapper(cls: type[Container], **metadata: Any) -> Callable[[Any], Any]:
+    return lambda value: value if isinstance(value, Ref) else cls(value, **metadata)
+
+
+def _field(wrap: Any, default: Any, default_factory: Any, kwargs: dict[str, Any]) -> Any:
+    if default is not NO_DEFAULT:
+        # by a factory, so that the class keeps no attribute that a missing value would fall back to
+        def default_factory() -> Any:
+            return default
+
+    return dataclasses.field(default_factory=default_factory, metadata={_WRAP: wrap}, **kwargs)
+
+
+@overload
+def dataclass(cls: type[T], /) -> type[T]: ...
+@overload
+def dataclass(
+    *, init: bool = True, repr: bool = False, frozen: bool = False, kw_only: bool = False
+) -> Callable[[type[T]], type[T]]: ...
+@dataclass_transform(eq_default=False, field_specifiers=(field, node_field, static_field, param_field, var_field))
+def dataclass(cls: Any = None, /, *, init: bool = True, repr: bool = False, frozen: bool = False, kw_only: bool = False) -> Any:
+    """Makes a Module or Pytree class a dataclass, compared by identity.
+
+    Args:
+      frozen: forbid assignment to fields after construction; `update_state` and transforms still write.
+
+    >>> @nnx.dataclass
+    ... class Linear(nnx.Module):
+    ...     kernel: jax.Array = nnx.param_field()
+    ...     name: str = "linear"
+    >>> Linear(jnp.ones((2, 3)))
+    Linear(
+      kernel: Param(float32[2,3])
+      name: 'linear'
+    )
+    """
+
+    def decorate(cls: Any) -> Any:
+        cls = dataclasses.dataclass(init=init, repr=repr, eq=False, kw_only=kw_only)(cls)
+        cls._nnx_frozen = frozen
+        return cls
+
+    return decorate if cls is None else decorate(cls)
+
+
+def prepare_dataclass(cls: Any) -> None:
+    """Once per class, before its first instance: how its fields wrap, and no containers left on the class.
+
+    A container or Ref on the class, a field's default, would be found where an instance has no value.
+    """
+    if "_nnx_fields" in cls.__dict__ or not dataclasses.is_dataclass(cls):
+        return
+    fields = dataclasses.fields(cls)
+    cls._nnx_fields = {f.name: f.metadata[_WRAP] for f in fields if f.metadata.get(_WRAP) is not None}
+    for f in fields:
+        for base in cls.__mro__:
+            if isinstance(base.__dict__.get(f.name), (Container, Ref)):
+                delattr(base, f.name)
+
+
+def constructor_signature(cls: type) -> inspect.Signature:
+    """The signature of a class as `__init__` says it, whatever its metaclass."""
+    signature = inspect.signature(cls.__init__)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])

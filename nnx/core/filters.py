@@ -1,0 +1,229 @@
+"""Filters: small descriptions of which part of a State is meant, and the predicates they stand for.
+
+A *predicate* is `f(path, value) -> bool`, where `value` is the container or the bare array at that path.
+"""
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
+from types import EllipsisType
+from typing import Any as AnyValue
+from typing import TypeVar
+
+import jax
+import numpy as np
+
+from nnx.core.repr import short
+from nnx.core.variables import Variable, known_collections
+
+Predicate = Callable[[str, AnyValue], bool]
+Filter = type | str | EllipsisType | None | Predicate | Sequence["Filter"]
+"""What may stand for a part of a State: a type, a collection name, `...`, None, a predicate, or several of these."""
+
+S = TypeVar("S")
+
+NON_EXHAUSTIVE = """Non-exhaustive filters, got a non-empty remainder: {paths}.
+Every node must match one of the filters {filters}. Add a filter for these, or `...` as the last one for all the rest."""
+
+ELLIPSIS_NOT_LAST = "Ellipsis `...` can only be used as the last filter, got it at position {at} of {filters}."
+
+NOT_A_FILTER = """Invalid filter {value}: a filter is a type (nnx.Param), a collection name ("params"), `...`, None, a \
+function f(path, value) -> bool, a tuple or list of filters, or one of nnx.Not, nnx.All, nnx.Any, nnx.OfType, \
+nnx.PathMatches, nnx.buffers."""
+
+UNKNOWN_COLLECTION = """Unknown collection {name!r} as a filter.{hint} No Variable type has that name; the known ones \
+are: {known}. To filter by path, use nnx.PathMatches({name!r})."""
+
+
+class Matcher:
+    """Base of the filters that are objects: equal when they were made alike, so that they may be static values."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), repr(self)))
+
+
+class OfType(Matcher):
+    """Matches nodes that are instances of a type."""
+
+    def __init__(self, type: type):
+        self.type = type
+
+    def __call__(self, path: str, value: AnyValue) -> bool:
+        return isinstance(value, self.type)
+
+    def __repr__(self) -> str:
+        return f"OfType({self.type.__name__})"
+
+
+class InCollection(Matcher):
+    """Matches Variables of the collection with this name, and of its subclasses."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __call__(self, path: str, value: AnyValue) -> bool:
+        return isinstance(value, Variable) and any(
+            getattr(cls, "collection", None) == self.name for cls in type(value).__mro__
+        )
+
+    def __repr__(self) -> str:
+        return repr(self.name)
+
+
+class PathMatches(Matcher):
+    """Matches paths by glob: `*` within a segment, `**` for any number of segments, none included.
+
+    >>> match = nnx.PathMatches("encoder/**/kernel")
+    >>> match("encoder/kernel", None), match("encoder/a/b/kernel", None), match("decoder/kernel", None)
+    (True, True, False)
+    """
+
+    def __init__(self, pattern: str):
+        if not isinstance(pattern, str):
+            raise TypeError(f'nnx.PathMatches takes a glob such as "encoder/**/kernel", got {short(pattern)}.')
+        self.pattern = pattern
+        self._segments = pattern.split("/")
+
+    def __call__(self, path: str, value: AnyValue) -> bool:
+        return _matches(self._segments, path.split("/"))
+
+    def __repr__(self) -> str:
+        return f"PathMatches({self.pattern!r})"
+
+
+class Not(Matcher):
+    """Matches what its filter does not."""
+
+    def __init__(self, filter: Filter):
+        self.filter = filter
+        self._predicate = to_predicate(filter)
+
+    def __call__(self, path: str, value: AnyValue) -> bool:
+        return not self._predicate(path, value)
+
+    def __repr__(self) -> str:
+        return f"Not({describe(self.filter)})"
+
+
+class All(Matcher):
+    """Matches what all of its filters match."""
+
+    def __init__(self, *filters: Filter):
+        self.filters = filters
+        self._predicates = [to_predicate(f) for f in filters]
+
+    def __call__(self, path: str, value: AnyValue) -> bool:
+        return all(predicate(path, value) for predicate in self._predicates)
+
+    def __repr__(self) -> str:
+        return f"All({', '.join(map(describe, self.filters))})"
+
+
+class Any(Matcher):
+    """Matches what any of its filters matches."""
+
+    def __init__(self, *filters: Filter):
+        self.filters = filters
+        self._predicates = [to_predicate(f) for f in filters]
+
+    def __call__(self, path: str, value: AnyValue) -> bool:
+        return any(predicate(path, value) for predicate in self._predicates)
+
+    def __repr__(self) -> str:
+        return f"Any({', '.join(map(describe, self.filters))})"
+
+
+def buffers(path: str, value: AnyValue) -> bool:
+    """The filter of bare arrays: nodes that are a `jax.Array` or `np.ndarray` and in no container."""
+    return isinstance(value, (jax.Array, np.ndarray))
+
+
+def everything(path: str, value: AnyValue) -> bool:
+    return True
+
+
+def nothing(path: str, value: AnyValue) -> bool:
+    return False
+
+
+def to_predicate(filter: AnyValue) -> Predicate:
+    """The predicate a filter stands for.
+
+    Raises:
+      TypeError: it is no filter.
+      ValueError: it is a string, but no Variable type has that collection name.
+    """
+    if filter is ...:
+        return everything
+    if filter is None:
+        return nothing
+    if isinstance(filter, str):
+        _check_collection(filter)
+        return InCollection(filter)
+    if isinstance(filter, type):
+        return OfType(filter)
+    if isinstance(filter, (tuple, list)):
+        return Any(*filter)
+    if callable(filter) and not hasattr(filter, "_nnx_info"):
+        return filter
+    raise TypeError(NOT_A_FILTER.format(value=f"{short(filter)} of type {type(filter).__name__}"))
+
+
+def to_predicates(filters: Sequence[AnyValue]) -> list[Predicate]:
+    for at, filter in enumerate(filters[:-1]):
+        if filter is ...:
+            raise ValueError(ELLIPSIS_NOT_LAST.format(at=at, filters=describe(filters)))
+    return [to_predicate(filter) for filter in filters]
+
+
+def classify(items: Iterable[tuple[str, AnyValue]], filters: Sequence[AnyValue], exhaustive: bool) -> list[int]:
+    """For each item the index of the first filter that matches, or -1.
+
+    Raises:
+      ValueError: `exhaustive`, and something matches no filter.
+    """
+    predicates = list(enumerate(to_predicates(filters)))
+    found, rest = [], []
+    for path, value in items:
+        for i, predicate in predicates:
+            if predicate(path, value):
+                found.append(i)
+                break
+        else:
+            found.append(-1)
+            rest.append(path)
+    if rest and exhaustive:
+        shown = ", ".join(rest[:10]) + (f" and {len(rest) - 10} more" if len(rest) > 10 else "")
+        raise ValueError(NON_EXHAUSTIVE.format(paths=shown, filters=describe(filters)))
+    return found
+
+
+def describe(filter: AnyValue) -> str:
+    """A filter as it was written."""
+    if filter is ...:
+        return "..."
+    if isinstance(filter, type):
+        return filter.__name__
+    if isinstance(filter, (tuple, list)):
+        return f"({', '.join(map(describe, filter))})"
+    return getattr(filter, "__name__", None) or repr(filter)
+
+
+def _check_collection(name: str) -> None:
+    known = known_collections()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(UNKNOWN_COLLECTION.format(name=name, hint=hint, known=", ".join(known)))
+
+
+def _matches(pattern: list[str], path: list[str]) -> bool:
+    if not pattern:
+        return not path
+    head, rest = pattern[0], pattern[1:]
+    if head == "**":
+        return any(_matches(rest, path[i:]) for i in range(len(path) + 1))
+    return bool(path) and fnmatch.fnmatchcase(path[0], head) and _matches(rest, path[1:])

@@ -1,0 +1,150 @@
+"""What a Module knows of itself, beside its values: the kinds of its attributes, its version, its trace level.
+
+The values sit raw in the instance `__dict__`; the *kind* of each attribute sits here under the same name:
+
+- a `Spec` (see variables): a variable of that type and metadata
+- a `Ref` (see variables): a variable whose cell is shared
+- `NODE`: a bare array; `TREE`: a pytree of arrays; `MODULE`: a submodule; `STATIC`: anything else
+- an `Absent`: a variable for which no state was given
+
+A change of kinds, static values or submodules is *structural*: it raises the Module's version and replaces the global
+stamp, so that cached flat forms can tell in one comparison that nothing anywhere has changed.
+"""
+
+import weakref
+from typing import Any
+
+from nnx.core.trace import current_level
+
+
+class Kind:
+    """A marker for the kinds of attribute that need no data of their own."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> str:
+        return self.name.upper()
+
+
+NODE = Kind("node")
+TREE = Kind("tree")
+MODULE = Kind("module")
+STATIC = Kind("static")
+
+
+class Absent:
+    """The kind of a variable that is part of the structure but was given no state."""
+
+    __slots__ = ("spec",)
+
+    def __init__(self, spec: Any):
+        self.spec = spec
+
+
+class Structure:
+    """The global stamp: a fresh object at every structural change anywhere."""
+
+    __slots__ = ("stamp",)
+
+    def __init__(self) -> None:
+        self.stamp = object()
+
+
+STRUCTURE = Structure()
+
+_flat_holders: "weakref.WeakSet[ModuleInfo]" = weakref.WeakSet()
+
+
+class Version:
+    """How often the structure of one object has changed; apart from it, so that a cache can watch and not own."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def changed(self) -> None:
+        self.count += 1
+        STRUCTURE.stamp = object()
+
+
+class ModuleInfo:
+    """The private half of a Module."""
+
+    __slots__ = ("kinds", "level", "version", "flat", "order", "constructing", "__weakref__")
+
+    def __init__(self, kinds: dict[str, Any], level: Any):
+        self.kinds = kinds
+        self.level = level
+        self.version = Version()
+        self.flat: Any = None  # the cached flat form of the graph that starts here
+        self.order: list[str] | None = None  # attribute names in path order
+        self.constructing = False
+
+    def changed(self) -> None:
+        """Notes a structural change."""
+        self.flat = None
+        self.order = None
+        self.version.changed()
+
+    def remember(self, flat: Any) -> None:
+        self.flat = flat
+        _flat_holders.add(self)
+
+    def sorted_names(self) -> list[str]:
+        order = self.order
+        if order is None:
+            order = self.order = sorted(self.kinds, key=segment_order)
+        return order
+
+
+def forget_flat_forms() -> None:
+    """Drops every cached flat form: one of them may be the last thing that keeps a removed submodule alive."""
+    for info in list(_flat_holders):
+        info.flat = None
+    _flat_holders.clear()
+
+
+class ModuleBase:
+    """The layout of a Module: an instance `__dict__` for values and one slot for the rest."""
+
+    __slots__ = ("_nnx_info", "__dict__", "__weakref__")
+    _nnx_info: ModuleInfo
+    _nnx_holds_state = True
+
+
+def new_module(cls: type, kinds: dict[str, Any], level: Any = None) -> Any:
+    """An instance of `cls` with the given kinds and no values; no constructor runs."""
+    module = object.__new__(cls)
+    _set_info(module, ModuleInfo(kinds, current_level() if level is None else level))
+    return module
+
+
+_set_info = ModuleBase.__dict__["_nnx_info"].__set__
+
+
+# Names in __dict__ and segments of paths are the same, but for items of a Dict whose key is also the name of something
+# on the class: those are stored under "/key", where attribute access does not find them.
+
+
+def segment_of(name: str) -> str:
+    return name[1:] if name[0] == "/" else name
+
+
+def segment_order(name: str) -> tuple[int, int, str]:
+    """Sorts path segments: numbers by value, then names."""
+    segment = segment_of(name)
+    if segment.isdecimal() and segment.isascii():
+        return (0, int(segment), segment)
+    return (1, 0, segment)
+
+
+def join(prefix: str, name: str) -> str:
+    segment = segment_of(name)
+    return f"{prefix}/{segment}" if prefix else segment

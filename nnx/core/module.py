@@ -1,0 +1,423 @@
+"""Module: a plain mutable Python object whose state can be split off and put back.
+
+Values sit raw in the instance `__dict__`; see info for what is kept beside them, attributes for what an assignment means,
+graph for how a Module is walked.
+"""
+
+import abc
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import numpy as np
+
+from nnx.core.attributes import assign, settle, variable_of
+from nnx.core.errors import MODULE_TO_RAW_JAX, NO_STATE_GIVEN, RESERVED_NAME
+from nnx.core.fields import constructor_signature, prepare_dataclass
+from nnx.core.filters import classify
+from nnx.core.graph import flat_of, module_path, number_modules
+from nnx.core.info import MODULE, Absent, ModuleBase, new_module
+from nnx.core.moduledef import ModuleDef
+from nnx.core.proxies import Access
+from nnx.core.pure import Pure
+from nnx.core.refs import Ref
+from nnx.core.repr import article, module_repr, short
+from nnx.core.state import Layout, State, path_order
+from nnx.core.trace import current_level
+from nnx.core.updates import check_level, pop, remove, resolve, stored_name, to_states, update
+from nnx.core.variables import Spec, Variable
+
+M = TypeVar("M", bound="Module")
+Self = TypeVar("Self", bound="Module")
+
+
+class ModuleType(abc.ABCMeta):
+    """The metaclass of Modules: looks over the attributes once the constructor has returned."""
+
+    def __call__(cls: type[M], *args: Any, **kwargs: Any) -> M:  # type: ignore[misc]
+        prepare_dataclass(cls)
+        module = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(module, Module):
+            if dataclasses.is_dataclass(cls):
+                _adopt_fields(module)
+            settle(module)
+            module._nnx_info.constructing = False
+        return module
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        return constructor_signature(cls)
+
+
+class Module(ModuleBase, metaclass=ModuleType):
+    """The base of all Modules.
+
+    Assigning to an attribute decides its kind: a container makes a variable, which reads back as the raw value; an array
+    is a node; a Module is a submodule; lists and dicts of Modules become `nnx.Sequence` and `nnx.Dict`; pytrees of
+    arrays are data; anything else is static.
+
+    >>> class Scale(nnx.Module):
+    ...     def __init__(self, features):
+    ...         self.features = features
+    ...         self.scale = nnx.Param(jnp.ones(features))
+    ...     def __call__(self, x):
+    ...         return x * self.scale
+    >>> model = Scale(3)
+    >>> state, moduledef = model.partition()
+    >>> state
+    State({
+      'scale': Param(float32[3]),
+    })
+    """
+
+    __slots__ = ()
+    _nnx_fields: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # how a dataclass wraps what a field received
+    _nnx_frozen: ClassVar[bool] = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        module = new_module(cls, {})
+        module._nnx_info.constructing = True
+        return module
+
+    # Attributes
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        info = self._nnx_info
+        if info.level is not current_level():
+            check_level(self, f"setting {name!r}")
+        on_class = getattr(type(self), name, None)
+        if on_class is not None or name[:2] == "__":
+            if name in _RESERVED or self._nnx_reserves(name):
+                raise AttributeError(RESERVED_NAME.format(name=name, owner=type(self).__name__))
+            if name[:2] == "__" or hasattr(type(on_class), "__set__"):
+                object.__setattr__(self, name, value)
+                return
+        if self._nnx_frozen and not info.constructing:
+            raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+        if name in self._nnx_fields and name not in info.kinds:
+            value = self._nnx_fields[name](value)
+        assign(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        check_level(self, f"deleting {name!r}")
+        if name not in self._nnx_info.kinds:
+            object.__delattr__(self, name)
+            return
+        if self._nnx_frozen:
+            raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+        remove(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        # reached only when the attribute is not there: say why
+        if hasattr(type(self), name):  # a property that raised AttributeError itself: let that one be seen
+            return object.__getattribute__(self, name)
+        if name != "_nnx_info":
+            kind = self._nnx_info.kinds.get(name)
+            if type(kind) is Absent:
+                text = NO_STATE_GIVEN.format(owner=type(self).__name__, name=name, kind=kind.spec)
+                raise AttributeError(text, name=name, obj=self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    @classmethod
+    def _nnx_attribute_name(cls, segment: str) -> str:
+        """The name under which what a path calls `segment` is stored in the instance dict."""
+        if segment in _RESERVED:
+            raise ValueError(RESERVED_NAME.format(name=segment, owner=cls.__name__))
+        return segment
+
+    @classmethod
+    def _nnx_reserves(cls, name: str) -> bool:
+        return False
+
+    @property
+    def __jax_array__(self) -> Any:
+        raise ValueError(MODULE_TO_RAW_JAX.format(name=type(self).__name__))
+
+    # Splitting
+
+    def partition(self, *filters: Any) -> Pure[Any]:
+        """`(state, moduledef)`; with several filters `((state1, state2, ...), moduledef)`.
+
+        Args:
+          *filters: the first that matches takes a node, and every node must match one.
+
+        Raises:
+          ValueError: a node matches no filter.
+        """
+        flat = flat_of(self)
+        moduledef = ModuleDef(flat.key, flat.statics)
+        if not filters:
+            return Pure(flat.state(), moduledef)
+        return Pure(flat.state().partition(*filters), moduledef)
+
+    def get_state(self) -> State:
+        """All state, as one State."""
+        return flat_of(self).state()
+
+    def get_module_def(self) -> ModuleDef:
+        """The static half."""
+        flat = flat_of(self)
+        return ModuleDef(flat.key, flat.statics)
+
+    def filter(self, *filters: Any) -> Any:
+        """The State that matches; one per filter. What matches none is left out."""
+        if not filters:
+            raise ValueError("filter needs at least one filter, e.g. model.filter(nnx.Param); see get_state() for all.")
+        flat = flat_of(self)
+        leaves, paths = flat.leaves(), flat.key.layout.paths
+        found = classify(zip(paths, leaves, strict=True), filters, exhaustive=False)
+        states = []
+        for which in range(len(filters)):
+            chosen = [i for i, group in enumerate(found) if group == which]
+            states.append(State.from_layout(Layout.of(tuple([paths[i] for i in chosen])), [leaves[i] for i in chosen]))
+        return states[0] if len(states) == 1 else tuple(states)
+
+    def pop_state(self, *filters: Any) -> Any:
+        """Removes what matches from the Module and returns it; one State per filter.
+
+        Raises:
+          ValueError: no filter was given.
+        """
+        return pop(self, filters)
+
+    def update_state(self, *updates: Any) -> None:
+        """Writes States (or tuples of them, a Pure, or a Module of the same type) into this Module.
+
+        Values are updated, new variables added. If anything does not fit, nothing is changed.
+        """
+        for u in updates:
+            if isinstance(u, Module) and type(u) is not type(self):
+                raise ValueError(
+                    f"update_state takes a Module of the same type, {type(self).__name__}, got {type(u).__name__}. "
+                    "To copy what fits, pass the part of its state that does: other.filter(...)."
+                )
+        update(self, *to_states(updates))
+
+    def clone(self: Self, copy_arrays: bool = False) -> Self:
+        """An independent copy with the same sharing.
+
+        Args:
+          copy_arrays: also copy the buffers of jax Arrays, so that one copy may be donated.
+        """
+        flat = flat_of(self)
+        copied = (jax.Array, np.ndarray) if copy_arrays else np.ndarray  # numpy arrays can change in place
+        leaves = [_copy_arrays(leaf, copied) for leaf in flat.leaves()]
+        return ModuleDef(flat.key, flat.statics).merge(State.from_layout(flat.key.layout, leaves))
+
+    @property
+    def apply(self) -> Access:
+        """Runs on a copy: `out, new_module = model.apply(x)`, `model.apply.encoder.layers[0](x)`."""
+
+        def run(call: Callable[[Any], Any]) -> Any:
+            module = self.clone()
+            return call(module), module
+
+        return Access(run)
+
+    # Looking around
+
+    def modules(self) -> Iterator["Module"]:
+        """Every distinct Module, this one included, depth first."""
+        for _, module in self.named_modules():
+            yield module
+
+    def named_modules(self) -> Iterator[tuple[str, "Module"]]:
+        """Like `modules`, with the canonical path of each; the root's is `""`."""
+        modules, parents, _, _ = number_modules((self,))
+        named = [(module_path(parents, i), module) for i, module in enumerate(modules)]
+        root, *rest = named
+        yield root
+        yield from sorted(rest, key=lambda item: path_order(item[0]))
+
+    def for_each(self, module_type: type, fn: Callable[[Any], Any]) -> None:
+        """Calls `fn` on every distinct instance of a type in this Module, itself included."""
+        for module in list(self.modules()):
+            if isinstance(module, module_type):
+                fn(module)
+
+    def variable(self, name: str) -> Any:
+        """The container behind an attribute: its Variable type and metadata, with the current value."""
+        return variable_of(self, stored_name(self, name))
+
+    def collections(self) -> set[str]:
+        """The names of the collections present."""
+        return {kind.type.collection for kind in flat_of(self).key.kinds if _is_variable(kind)}
+
+    def mutable_state_dict(self) -> "dict[str, MutableLeaf]":
+        """`{path: leaf}`, where `leaf.value` reads and writes the Module and other attributes read the metadata."""
+        return {path: MutableLeaf(self, path) for path in flat_of(self).key.layout.paths}
+
+    def get_path(self, path: str) -> Any:
+        """What is at a path: a Module, the value of a variable, or a static value. `""` is the Module itself.
+
+        Raises:
+          ValueError: there is nothing at the path.
+        """
+        if path == "":
+            return self
+        owner, name = resolve(self, path)
+        if name not in owner._nnx_info.kinds:
+            raise ValueError(f"There is nothing at {path!r}: {type(owner).__name__} has no attribute {name!r}.")
+        return owner.__dict__[name] if name in owner.__dict__ else getattr(owner, name)
+
+    def set_path(self, path: str, value: Any) -> None:
+        """Assigns to the attribute at a path, as `setattr` on its owner would."""
+        if path == "":
+            raise ValueError("The path '' is the Module itself, which cannot be replaced from inside.")
+        owner, name = resolve(self, path)
+        owner._nnx_set_item(name, value)
+
+    def _nnx_set_item(self, name: str, value: Any) -> None:
+        setattr(self, name, value)
+
+    def sow(self, variable_type: type[Variable], name: str, value: Any) -> None:
+        """Appends a value to the tuple held in a variable of that type, making it on first use.
+
+        Raises:
+          ValueError: the attribute exists and is no variable, of another type, or no tuple.
+        """
+        kind = self._nnx_info.kinds.get(name)
+        if kind is None or type(kind) is Absent:
+            setattr(self, name, variable_type((value,)))
+            return
+        spec = kind._spec if isinstance(kind, Ref) else kind
+        owner = type(self).__name__
+        before = self.__dict__[name]
+        if not _is_variable(spec):
+            raise ValueError(f"Expected {name!r} of {owner} to be a Variable, got {short(before)}.")
+        if spec.type is not variable_type:
+            raise ValueError(
+                f"Expected {name!r} of {owner} to be of type {variable_type.__name__!r}, got {article(repr(spec))}."
+            )
+        if not isinstance(before, tuple):
+            raise ValueError(f"Expected {name!r} of {owner} to be a tuple, got {short(before)}: sow() appends to tuples.")
+        setattr(self, name, (*before, value))
+
+    def __repr__(self) -> str:
+        return module_repr(self)
+
+    # Copying
+
+    def __copy__(self: Self) -> Self:
+        return _shallow_copy(self)
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        return _deep_copy(self, memo)
+
+    def __getstate__(self) -> Any:
+        kinds = self._nnx_info.kinds
+        return kinds, {name: self.__dict__[name] for name in kinds if name in self.__dict__}
+
+    def __setstate__(self, state: Any) -> None:
+        kinds, values = state
+        info = self._nnx_info
+        info.level = current_level()
+        for name, kind in kinds.items():
+            info.kinds[name] = kind
+            if type(kind) is Ref:
+                kind.attach(self, name)
+        self.__dict__.update(values)
+        info.changed()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (_unpickled, (type(self),), self.__getstate__())
+
+
+_RESERVED = frozenset(name for name in vars(Module) if not name.startswith("_"))
+
+
+def _unpickled(cls: type) -> Any:
+    return new_module(cls, {})
+
+
+def _is_variable(kind: Any) -> bool:
+    return type(kind) is Spec and issubclass(kind.type, Variable)
+
+
+def _copy_arrays(leaf: Any, types: Any) -> Any:
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, types) else x, leaf)
+
+
+def _adopt_fields(module: Any) -> None:
+    """Gives fields their kinds where a frozen dataclass's constructor wrote behind `__setattr__`."""
+    kinds, values = module._nnx_info.kinds, module.__dict__
+    for field in dataclasses.fields(module):
+        if field.name in values and field.name not in kinds:
+            value = values.pop(field.name)
+            if field.name in module._nnx_fields:
+                value = module._nnx_fields[field.name](value)
+            assign(module, field.name, value)
+
+
+def _shallow_copy(module: Any) -> Any:
+    copied = new_module(type(module), {})
+    for name, kind in module._nnx_info.kinds.items():
+        if type(kind) is Ref:
+            kind.attach(copied, name)
+        copied._nnx_info.kinds[name] = kind
+        if name in module.__dict__:
+            copied.__dict__[name] = module.__dict__[name]
+    return copied
+
+
+def _deep_copy(root: Any, memo: dict[int, Any]) -> Any:
+    """Copies the whole graph at once, so that depth does not matter; `memo` keeps sharing with what lies outside."""
+    modules, _, _, _ = number_modules((root,))
+    new = [module for module in modules if id(module) not in memo]
+    for module in new:
+        memo[id(module)] = new_module(type(module), {})
+    for module in new:
+        copied = memo[id(module)]
+        for name, kind in module._nnx_info.kinds.items():
+            value = module.__dict__.get(name)
+            if kind is MODULE:
+                value = memo[id(value)]
+            elif type(kind) is Ref:
+                kind = copy.deepcopy(kind, memo)
+                kind.attach(copied, name)
+                value = kind.__dict__["value"]
+            else:
+                value = copy.deepcopy(value, memo)
+            copied._nnx_info.kinds[name] = kind
+            if type(kind) is not Absent:
+                copied.__dict__[name] = value
+    return memo[id(root)]
+
+
+class MutableLeaf:
+    """One entry of `Module.mutable_state_dict()`: `value` reads and writes the Module, the rest are its metadata."""
+
+    __slots__ = ("_root", "_path")
+
+    def __init__(self, root: Module, path: str):
+        object.__setattr__(self, "_root", root)
+        object.__setattr__(self, "_path", path)
+
+    @property
+    def value(self) -> Any:
+        return self._root.get_path(self._path)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._root.set_path(self._path, value)
+
+    @property
+    def variable(self) -> Any:
+        """The container: its type and metadata, with the current value."""
+        owner, name = resolve(self._root, self._path)
+        return variable_of(owner, name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.variable, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "value":
+            raise AttributeError(f"Metadata do not change: only `.value` of {self._path!r} can be set, not {name!r}.")
+        self._root.set_path(self._path, value)
+
+    def __repr__(self) -> str:
+        return f"MutableLeaf({self._path!r}, {self.variable!r})"
+

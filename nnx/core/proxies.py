@@ -1,0 +1,39 @@
+"""Access proxies: follow any chain of attributes and items, then call what is there."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Access:
+    """A place in a Module that does not exist yet: `.attr` and `[key]` go further, a call runs.
+
+    Args:
+      run: receives `call(module)` and decides on which Module to run it and what to return.
+    """
+
+    __slots__ = ("_run", "_steps")
+
+    def __init__(self, run: Callable[[Callable[[Any], Any]], Any], steps: tuple[tuple[bool, Any], ...] = ()):
+        self._run = run
+        self._steps = steps
+
+    def __getattr__(self, name: str) -> "Access":
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        return Access(self._run, (*self._steps, (True, name)))
+
+    def __getitem__(self, key: Any) -> "Access":
+        return Access(self._run, (*self._steps, (False, key)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def call(module: Any) -> Any:
+            target = module
+            for is_attribute, key in self._steps:
+                target = getattr(target, key) if is_attribute else target[key]
+            return target(*args, **kwargs)
+
+        return self._run(call)
+
+    def __repr__(self) -> str:
+        chain = "".join(f".{key}" if is_attribute else f"[{key!r}]" for is_attribute, key in self._steps)
+        return f"<access {chain or 'the Module'}>"

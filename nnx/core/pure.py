@@ -1,0 +1,76 @@
+"""Pure: a Module as the pair of its States and its ModuleDef, which any JAX API can take."""
+
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from nnx.core.filters import describe
+from nnx.core.proxies import Access
+from nnx.core.state import State
+from nnx.core.updates import to_states
+
+if TYPE_CHECKING:
+    from nnx.core.moduledef import ModuleDef
+
+M = TypeVar("M")
+
+
+class Pure(NamedTuple, Generic[M]):
+    """The `(states, moduledef)` tuple of a Module, as a pytree.
+
+    `states` is one State, or a tuple of them, as `partition` was asked.
+
+    >>> pure = nnx.Sequence([jnp.sin]).partition()
+    >>> states, moduledef = pure
+    >>> module = pure.merge()
+    """
+
+    states: Any
+    moduledef: "ModuleDef"
+
+    def merge(self) -> M:
+        """A new Module from this structure and these States."""
+        return self.moduledef.merge(*_tuple(self.states))
+
+    @property
+    def apply(self) -> Access:
+        """A proxy of the Module; a call gives `(out, Pure)`, with one State."""
+        return self.moduledef.apply(*_tuple(self.states))
+
+    @property
+    def call(self) -> Access:
+        """Like `apply`, but a call gives only the output."""
+        return Access(lambda call: call(self.merge()))
+
+    def get_state(self) -> State:
+        """All States in one."""
+        return State.merge(*_tuple(self.states))
+
+    def filter(self, *filters: Any) -> Any:
+        """One State per filter; what matches none is left out."""
+        return self.get_state().filter(*filters)
+
+    def partition(self, *filters: Any) -> "Pure[M]":
+        """The same Module with its State split by the filters; everything must match."""
+        return Pure(self.get_state().partition(*filters), self.moduledef)
+
+    def pop_state(self, *filters: Any) -> tuple[Any, "Pure[M]"]:
+        """`(states, rest)`: what matches the filters, and a Pure without it."""
+        if not filters:
+            raise ValueError(
+                "pop_state needs at least one filter that says what to take out, e.g. pop_state(nnx.Intermediate); "
+                f"got {describe(filters)}."
+            )
+        state = self.get_state()
+        taken = state.filter(*filters)
+        return taken, Pure(state - State.merge(*_tuple(taken)), self.moduledef)
+
+    def update_state(self, *updates: Any) -> "Pure[M]":
+        """A new Pure in which the updates (States, tuples of them, a Pure or a Module) win."""
+        return Pure(State.merge(self.get_state(), *to_states(updates)), self.moduledef)
+
+
+PureModule = Pure
+"""The annotation of a Module in pure form: `nnx.PureModule[MyModule]`."""
+
+
+def _tuple(states: Any) -> tuple[State, ...]:
+    return (states,) if isinstance(states, State) else tuple(states)

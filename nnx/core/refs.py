@@ -1,0 +1,119 @@
+"""Shared Variables: a `Ref` is one cell that several attributes, of one Module or of many, have in common.
+
+The value sits in the `__dict__` of every owner (and in the Ref's own), so that reading stays Python's attribute lookup;
+a write goes to all of them. Owners are held weakly: `(weak reference to the Module, attribute name)`.
+"""
+
+import weakref
+from typing import Any
+
+from nnx.core.errors import INCOMPATIBLE_CONTAINER, REF_AT_OTHER_LEVEL, TraceContextError
+from nnx.core.info import ModuleBase, Version
+from nnx.core.repr import short
+from nnx.core.trace import current_level, same_level
+from nnx.core.variables import Container, Node, Spec
+
+
+class Ref:
+    """One cell for several attributes: tied weights.
+
+    Args:
+      container: the Variable to share.
+
+    >>> class Tied(nnx.Module):
+    ...     def __init__(self):
+    ...         table = nnx.Ref(nnx.Param(jnp.ones((3, 2))))
+    ...         self.embed, self.head = table, table
+    >>> list(Tied().get_state())
+    ['embed']
+    """
+
+    __slots__ = ("_spec", "_level", "_owners", "version", "__dict__", "__weakref__")
+    _nnx_holds_state = True
+
+    def __init__(self, container: Any):
+        if isinstance(container, Ref):
+            raise TypeError("nnx.Ref takes a Variable, got a Ref. Assign the same Ref to every attribute that shares it.")
+        if not isinstance(container, Node):
+            raise TypeError(
+                f"nnx.Ref shares a Variable or Node, got {short(container)}. Say what it is: nnx.Ref(nnx.Param(x))."
+            )
+        self._bind(container._spec, container.value, current_level())
+
+    def _bind(self, spec: Spec, value: Any, level: Any) -> None:
+        self._spec = spec
+        self._level = level
+        self._owners: list[tuple[weakref.ref[Any], str]] = []
+        self.version = Version()
+        self.__dict__["value"] = value
+
+    @classmethod
+    def rebuilt(cls, spec: Spec, value: Any, level: Any) -> "Ref":
+        ref = object.__new__(cls)
+        ref._bind(spec, value, level)
+        return ref
+
+    def owners(self) -> list[tuple[Any, str]]:
+        """The Modules that hold this Ref now, each with the attribute name."""
+        found = [(owner(), name) for owner, name in self._owners]
+        return [(owner, name) for owner, name in found if owner is not None]
+
+    def attach(self, owner: ModuleBase, name: str) -> None:
+        self.check_level(f"attaching it to {name!r} of {type(owner).__name__}")
+        self._owners = [(o, n) for o, n in self._owners if o() is not None]
+        self._owners.append((weakref.ref(owner), name))
+        self.version.changed()
+
+    def detach(self, owner: ModuleBase, name: str) -> None:
+        self._owners = [(o, n) for o, n in self._owners if o() is not None and not (o() is owner and n == name)]
+        self.version.changed()
+
+    def check_level(self, action: str) -> None:
+        if not same_level(self._level):
+            raise TraceContextError(REF_AT_OTHER_LEVEL.format(action=action))
+
+    def write(self, value: Any) -> None:
+        """Writes a raw value, or that of an equivalent container, to every owner."""
+        self.check_level("writing to it")
+        spec = self._spec
+        if isinstance(value, Container):
+            if value._spec is not spec:
+                raise ValueError(INCOMPATIBLE_CONTAINER.format(where="the Ref", old=spec, new=value._spec))
+            value = value.value
+        if spec.on_set is not None:
+            value = spec.on_set(value, spec.metadata)
+        for owner, name in self.owners():
+            owner.__dict__[name] = value
+        self.__dict__["value"] = value
+
+    def targets(self) -> list[tuple[dict[str, Any], str]]:
+        """Every `(dict, name)` a write must reach."""
+        return [(self.__dict__, "value"), *((owner.__dict__, name) for owner, name in self.owners())]
+
+    @property
+    def variable(self) -> Any:
+        """The shared container: its type and metadata with the current value."""
+        return self._spec.box(self.__dict__["value"])
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and name in self._spec.metadata:
+            return self._spec.metadata[name]
+        raise AttributeError(f"'Ref' has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "value":
+            self.write(value)
+        elif name in Ref.__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            raise AttributeError(f"'Ref' has no attribute {name!r} to set; write `ref.value = ...`.")
+
+    def __repr__(self) -> str:
+        return f"Ref({self.variable!r})"
+
+    def __reduce__(self) -> Any:
+        return (_unpickle, (self._spec, self.__dict__["value"]))
+
+
+def _unpickle(spec: Spec, value: Any) -> Ref:
+    return Ref.rebuilt(spec, value, current_level())

@@ -1,0 +1,241 @@
+"""State: a flat, typed, immutable mapping from paths to leaves.
+
+A *path* joins attribute names by `/`. A *leaf* is a Variable or Node, or a bare array. A *layout* is the tuple of paths
+of a State, interned with what is computed from it once: a State is then a layout and a list of leaves.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Union
+
+import jax
+
+from nnx.core.filters import classify
+from nnx.core.info import segment_order
+from nnx.core.repr import short
+from nnx.core.variables import values_equal
+
+
+class Layout:
+    """The paths of a State in order; equal layouts are one object."""
+
+    __slots__ = ("paths", "index", "_keys", "__weakref__")
+
+    paths: tuple[str, ...]
+    index: dict[str, int]
+    _keys: list[Any] | None
+
+    @staticmethod
+    def of(paths: tuple[str, ...]) -> "Layout":
+        """The layout of paths that are in order already."""
+        layout = _layouts.get(paths)
+        if layout is None:
+            layout = Layout()
+            layout.paths = paths
+            layout.index = {path: i for i, path in enumerate(paths)}
+            layout._keys = None
+            layout = _layouts.setdefault(paths, layout)
+        return layout
+
+    def keys(self) -> list[Any]:
+        keys = self._keys
+        if keys is None:
+            keys = self._keys = [jax.tree_util.DictKey(path) for path in self.paths]
+        return keys
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(self.paths)}]"
+
+    def __reduce__(self) -> Any:
+        return (Layout.of, (self.paths,))
+
+
+_layouts: "weakref.WeakValueDictionary[tuple[str, ...], Layout]" = weakref.WeakValueDictionary()
+
+
+def path_order(path: str) -> list[tuple[int, int, str]]:
+    """Sorts paths by segments, all-digit segments as numbers."""
+    return [segment_order(segment) if segment else (-1, 0, "") for segment in path.split("/")]
+
+
+class State(Mapping[str, Any]):
+    """An immutable mapping from path to leaf, sorted by path; a pytree.
+
+    Args:
+      items: a mapping, or pairs, of path and leaf.
+
+    >>> state = nnx.State({"b": jnp.ones(2), "a/w": nnx.Param(jnp.zeros(3))})
+    >>> list(state)
+    ['a/w', 'b']
+    >>> state["a", "w"]
+    Param(float32[3])
+    """
+
+    __slots__ = ("_layout", "_leaves", "__weakref__")
+
+    _layout: Layout
+    _leaves: Sequence[Any]
+
+    def __init__(self, items: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()):
+        leaves = dict(items)
+        for path in leaves:
+            if not isinstance(path, str):
+                raise TypeError(f"The paths of a State are strings such as 'encoder/kernel', got {path!r}.")
+        paths = tuple(sorted(leaves, key=path_order))
+        self._layout = Layout.of(paths)
+        self._leaves = [leaves[path] for path in paths]
+
+    @staticmethod
+    def from_layout(layout: Layout, leaves: Sequence[Any]) -> "State":
+        state = _new(State)
+        state._layout = layout
+        state._leaves = leaves
+        return state
+
+    # Mapping
+
+    def __getitem__(self, path: str | tuple[str, ...]) -> Any:
+        if isinstance(path, tuple):
+            path = "/".join(map(str, path))
+        try:
+            return self._leaves[self._layout.index[path]]
+        except KeyError:
+            raise KeyError(f"{path!r} is not in the State; its paths are {_listing(self._layout.paths)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layout.paths)
+
+    def __len__(self) -> int:
+        return len(self._layout.paths)
+
+    def __contains__(self, path: object) -> bool:
+        if isinstance(path, tuple):
+            path = "/".join(map(str, path))
+        return path in self._layout.index
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, State):
+            return NotImplemented
+        return self._layout is other._layout and all(map(values_equal, self._leaves, other._leaves))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    # Algebra
+
+    def __or__(self, other: "State") -> "State":
+        """Both, and where a path is in both, the right one."""
+        if not isinstance(other, State):
+            return NotImplemented
+        return State({**dict(self.items()), **dict(other.items())})
+
+    def __sub__(self, other: "State") -> "State":
+        """What is at paths that `other` does not have."""
+        if not isinstance(other, State):
+            return NotImplemented
+        return self._select([i for i, path in enumerate(self._layout.paths) if path not in other])
+
+    @staticmethod
+    def merge(*states: "State") -> "State":
+        """All of the States in one; later ones win."""
+        merged: dict[str, Any] = {}
+        for state in states:
+            if not isinstance(state, State):
+                raise TypeError(f"State.merge takes States, got {type(state).__name__}.")
+            merged.update(zip(state._layout.paths, state._leaves, strict=True))
+        return State(merged)
+
+    def partition(self, *filters: Any) -> "State | tuple[State, ...]":
+        """One State per filter; the first match wins, and everything must match.
+
+        Raises:
+          ValueError: something matches no filter.
+        """
+        return self._split(filters, exhaustive=True)
+
+    def filter(self, *filters: Any) -> "State | tuple[State, ...]":
+        """One State per filter; what matches none is left out."""
+        return self._split(filters, exhaustive=False)
+
+    def _split(self, filters: tuple[Any, ...], exhaustive: bool) -> "State | tuple[State, ...]":
+        found = classify(zip(self._layout.paths, self._leaves, strict=True), filters or (...,), exhaustive)
+        states = tuple(
+            self._select([i for i, group in enumerate(found) if group == which]) for which in range(len(filters) or 1)
+        )
+        return states[0] if len(states) == 1 else states
+
+    def _select(self, indices: list[int]) -> "State":
+        paths = self._layout.paths
+        if len(indices) == len(paths):
+            return self
+        return State.from_layout(Layout.of(tuple([paths[i] for i in indices])), [self._leaves[i] for i in indices])
+
+    def map(self, fn: Callable[[str, Any], Any]) -> "State":
+        """A State with `fn(path, leaf)` in the place of each leaf."""
+        return State.from_layout(self._layout, list(map(fn, self._layout.paths, self._leaves)))
+
+    # Nested dicts
+
+    def to_nested(self) -> dict[str, Any]:
+        """The same leaves in plain nested dicts, one level per segment."""
+        nested: dict[str, Any] = {}
+        for path, leaf in self.items():
+            *parents, last = path.split("/")
+            inner = nested
+            for segment in parents:
+                inner = inner.setdefault(segment, {})
+            inner[last] = leaf
+        return nested
+
+    @staticmethod
+    def from_nested(nested: Mapping[str, Any]) -> "State":
+        """A State from nested dicts; whatever is no dict is a leaf."""
+        leaves: dict[str, Any] = {}
+        stack: list[tuple[str, Mapping[str, Any]]] = [("", nested)]
+        while stack:
+            prefix, inner = stack.pop()
+            for key, value in inner.items():
+                if not isinstance(key, str) or not key or "/" in key:
+                    raise ValueError(f"Keys are path segments: non-empty strings without '/', got {key!r}.")
+                path = f"{prefix}/{key}" if prefix else key
+                if isinstance(value, dict):
+                    stack.append((path, value))
+                else:
+                    leaves[path] = value
+        return State(leaves)
+
+    def __repr__(self) -> str:
+        if not self:
+            return "State({})"
+        lines = [f"  {path!r}: {short(leaf)}," for path, leaf in self.items()]
+        return "\n".join(["State({", *lines, "})"])
+
+    def __reduce__(self) -> Any:
+        return (State.from_layout, (self._layout, list(self._leaves)))
+
+
+_new = object.__new__
+
+
+def _listing(paths: Sequence[str]) -> str:
+    return ", ".join(map(repr, paths[:12])) + (f" and {len(paths) - 12} more" if len(paths) > 12 else "")
+
+
+def _flatten(state: State) -> tuple[Sequence[Any], Layout]:
+    return state._leaves, state._layout
+
+
+def _flatten_with_keys(state: State) -> tuple[list[Any], Layout]:
+    return list(zip(state._layout.keys(), state._leaves, strict=True)), state._layout
+
+
+def _unflatten(layout: Layout, leaves: Any) -> State:
+    state = _new(State)
+    state._layout = layout
+    state._leaves = leaves
+    return state
+
+
+jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
+
+States = Union[State, tuple[State, ...]]
+"""What partition and filter give: one State, or one per filter."""

@@ -1,0 +1,187 @@
+"""Writing State into Modules, and taking it out of them: all or nothing."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from nnx.core.errors import INCOMPATIBLE_CONTAINER, MUTATE_AT_OTHER_LEVEL, UNKNOWN_PATH, TraceContextError
+from nnx.core.filters import classify
+from nnx.core.graph import TREE_SPEC, Flat, flat_of, fresh, is_static, number_modules
+from nnx.core.info import MODULE, NODE, TREE, Absent, ModuleBase, forget_flat_forms, join
+from nnx.core.refs import Ref
+from nnx.core.repr import short
+from nnx.core.state import State
+from nnx.core.trace import current_level
+from nnx.core.variables import Container, Spec
+
+
+def check_level(module: Any, action: str) -> None:
+    """Raises TraceContextError if `module` was made at another trace level."""
+    level = current_level()
+    if module._nnx_info.level is not level and module._nnx_info.level != level:
+        raise TraceContextError(MUTATE_AT_OTHER_LEVEL.format(action=action, owner=type(module).__name__))
+
+
+def check_levels(modules: Iterable[Any], action: str) -> None:
+    level = current_level()
+    for module in modules:
+        if module._nnx_info.level is not level:
+            check_level(module, action)
+
+
+def update(root: Any, *states: State) -> None:
+    """Writes the leaves of the States into the graph; later ones win. Nothing is changed if any of them does not fit."""
+    flat = flat_of(root)
+    check_levels(_owners(flat), "update_state")
+    writes: list[tuple[int, Any]] = []
+    additions: list[tuple[Any, str, Any, Any]] = []
+    kinds = flat.key.kinds
+    for state in states:
+        for i, path, leaf in zip(flat.indices(state._layout), state._layout.paths, state._leaves, strict=True):
+            if i >= 0:
+                writes.append((i, _fitting_value(kinds[i], leaf, path)))
+            else:
+                owner, name = resolve(root, path)
+                additions.append((owner, name, *_addition(owner, name, leaf, path)))
+    for i, value in writes:
+        flat.write(i, value)
+    for owner, name, kind, value in additions:
+        _add(owner, name, kind, value)
+
+
+def to_states(updates: Iterable[Any]) -> list[State]:
+    """The States that updates stand for: States, tuples of them, Pures and Modules."""
+    states: list[State] = []
+    for update in updates:
+        if isinstance(update, State):
+            states.append(update)
+        elif isinstance(update, ModuleBase):
+            states.append(flat_of(update).state())
+        elif hasattr(update, "moduledef"):
+            states.append(update.get_state())
+        elif isinstance(update, (tuple, list)):
+            states.extend(to_states(update))
+        else:
+            raise TypeError(
+                f"An update is a State, a tuple of States, a Pure, or a Module of the same type; got {short(update)}."
+            )
+    return states
+
+
+def _owners(flat: Flat) -> list[Any]:
+    return [module for module in (weak() for weak in flat.modules) if module is not None]
+
+
+def _fitting_value(kind: Any, leaf: Any, path: str) -> Any:
+    if isinstance(leaf, Container):
+        spec = leaf._spec
+        if spec is not kind and not (spec is TREE_SPEC and (kind is TREE or kind is NODE)):
+            raise ValueError(INCOMPATIBLE_CONTAINER.format(where=repr(path), old=_kind_text(kind), new=spec))
+        leaf = leaf.value
+    elif isinstance(leaf, ModuleBase):
+        reason = f"the new value is a Module ({type(leaf).__name__}), not data"
+        raise ValueError(UNKNOWN_PATH.format(path=path, reason=reason))
+    value = fresh(leaf)
+    if type(kind) is Spec and kind.on_set is not None:
+        value = kind.on_set(value, kind.metadata)
+    return value
+
+
+def _kind_text(kind: Any) -> str:
+    return {NODE: "a bare array", TREE: "a pytree of arrays"}.get(kind) or repr(kind)
+
+
+def resolve(root: Any, path: str) -> tuple[Any, str]:
+    """The Module a path leads into, and the name of the attribute there (which need not exist)."""
+    *parents, last = path.split("/")
+    module, so_far = root, ""
+    for segment in parents:
+        name = stored_name(module, segment)
+        so_far = join(so_far, segment)
+        if module._nnx_info.kinds.get(name) is not MODULE:
+            raise ValueError(UNKNOWN_PATH.format(path=path, reason=f"there is no Module at {so_far!r}"))
+        module = module.__dict__[name]
+    if not last:
+        raise ValueError(UNKNOWN_PATH.format(path=path, reason="the last segment of the path is empty"))
+    return module, stored_name(module, last)
+
+
+def stored_name(module: Any, segment: str) -> str:
+    """The name under which a Module stores what a path calls `segment`."""
+    mangled = f"/{segment}"
+    return mangled if mangled in module._nnx_info.kinds else segment
+
+
+def _addition(owner: Any, name: str, leaf: Any, path: str) -> tuple[Any, Any]:
+    """The kind and value with which a leaf enters at a path that is no canonical one."""
+    kind = owner._nnx_info.kinds.get(name)
+    if type(kind) is Ref:
+        return kind, _fitting_value(kind._spec, leaf, path)
+    if kind is MODULE or is_static(kind):
+        what = "a submodule" if kind is MODULE else "a static attribute"
+        raise ValueError(UNKNOWN_PATH.format(path=path, reason=f"it is {what} of {type(owner).__name__}, not a variable"))
+    if kind is not None and type(kind) is not Absent:  # a second way to a shared Module
+        return kind, _fitting_value(kind, leaf, path)
+    if isinstance(leaf, Container):
+        if is_static(leaf._spec):
+            raise ValueError(UNKNOWN_PATH.format(path=path, reason="nnx.Static is no state"))
+        spec = TREE if leaf._spec is TREE_SPEC and type(kind) is Absent and kind.spec is TREE else leaf._spec
+        return spec, _fitting_value(spec, leaf, path)
+    if type(kind) is Absent:
+        return kind.spec, _fitting_value(kind.spec, leaf, path)
+    new_kind = NODE if fresh(leaf) is leaf else TREE
+    return new_kind, _fitting_value(new_kind, leaf, path)
+
+
+def _add(owner: Any, name: str, kind: Any, value: Any) -> None:
+    info = owner._nnx_info
+    if type(kind) is Ref:
+        kind.write(value)
+        return
+    if info.kinds.get(name) is not kind:
+        name = name if name in info.kinds else type(owner)._nnx_attribute_name(name)
+        info.kinds[name] = kind
+        info.changed()
+    owner.__dict__[name] = value
+
+
+def pop(root: Any, filters: Sequence[Any]) -> Any:
+    """Removes what matches the filters from the graph and returns it: one State, or one per filter."""
+    if not filters:
+        raise ValueError(
+            "pop_state needs at least one filter that says what to remove, e.g. pop_state(nnx.Intermediate); "
+            "`...` removes everything."
+        )
+    flat = flat_of(root)
+    paths, leaves = flat.key.layout.paths, flat.leaves()
+    found = classify(zip(paths, leaves, strict=True), filters, exhaustive=False)
+    modules, _, _, _ = number_modules((root,))
+    taken = [i for i, group in enumerate(found) if group >= 0]
+    check_levels([modules[flat.key.cells[i][0]] for i in taken] or [root], "pop_state")
+    refs = {}
+    for i in taken:
+        at, name, _ = flat.key.cells[i]
+        kind = modules[at]._nnx_info.kinds[name]
+        if type(kind) is Ref:
+            refs[id(kind)] = kind
+        else:
+            remove(modules[at], name)
+    for ref in refs.values():
+        for owner, name in ref.owners():
+            if any(owner is module for module in modules):
+                remove(owner, name)
+    states = tuple(
+        State({paths[i]: leaves[i] for i in taken if found[i] == which}) for which in range(len(filters))
+    )
+    return states[0] if len(states) == 1 else states
+
+
+def remove(module: Any, name: str) -> None:
+    """Takes an attribute away, whatever its kind; its Module's level has been checked."""
+    info = module._nnx_info
+    kind = info.kinds.pop(name)
+    module.__dict__.pop(name, None)
+    if type(kind) is Ref:
+        kind.detach(module, name)
+    info.changed()
+    if kind is MODULE:
+        forget_flat_forms()

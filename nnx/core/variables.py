@@ -1,0 +1,414 @@
+"""Containers: one value plus metadata. Variables are the containers that belong to a collection.
+
+A *spec* is the type and metadata of a container without its value. Specs are interned: two containers are equivalent
+exactly when their specs are one object. A Module stores the raw value in its `__dict__` and the spec beside it; a State
+holds containers. *Collections* are the names of Variable types, so that a string can stand for a type.
+"""
+
+import copyreg
+import re
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import jax
+import numpy as np
+
+from nnx.core.errors import INCOMPATIBLE_CONTAINER
+from nnx.core.repr import short
+from nnx.core.statics import Frozen, freeze
+
+T = TypeVar("T")
+
+
+class Spec:
+    """Type and metadata of a container; equal specs are one object.
+
+    A metadata entry `on_set` is called as `on_set(value, metadata)` on every value assigned to such a variable, and
+    when its Module is rebuilt inside a transform; what it returns is stored.
+    """
+
+    __slots__ = ("type", "metadata", "on_set", "__weakref__")
+
+    type: "type[Container]"
+    metadata: Mapping[str, Any]
+    on_set: Callable[[Any, Mapping[str, Any]], Any] | None
+
+    @staticmethod
+    def of(cls: "type[Container]", metadata: dict[str, Any]) -> "Spec":
+        key = (cls, tuple([(name, freeze(metadata[name])) for name in sorted(metadata)]))
+        spec = _specs.get(key)
+        if spec is None:
+            spec = Spec()
+            spec.type = cls
+            spec.metadata = types.MappingProxyType(dict(metadata))
+            spec.on_set = metadata.get("on_set")
+            spec = _specs.setdefault(key, spec)
+        return spec
+
+    def box(self, value: Any) -> Any:
+        """A container of this spec around `value`, as it is."""
+        container = _new(self.type)
+        _set_value(container, value)
+        _set_spec(container, self)
+        return container
+
+    def __repr__(self) -> str:
+        given = [f"{k}={v!r}" for k, v in self.metadata.items() if v is not None]
+        return f"{self.type.__name__}({', '.join(given)})"
+
+    def __reduce__(self) -> Any:
+        return (Spec.of, (self.type, dict(self.metadata)))
+
+
+_specs: "weakref.WeakValueDictionary[Any, Spec]" = weakref.WeakValueDictionary()
+_new = object.__new__
+
+
+class ContainerMetadata(Generic[T]):
+    """What an initialiser returns to attach metadata to the Variable its value goes into."""
+
+    __slots__ = ("value", "metadata")
+
+    def __init__(self, value: T, metadata: Mapping[str, Any]):
+        self.value = value
+        self.metadata = dict(metadata)
+
+    def __repr__(self) -> str:
+        return f"ContainerMetadata({short(self.value)}, {self.metadata})"
+
+
+class Container(Generic[T]):
+    """Base of everything that wraps one value plus metadata. Containers do not change: see `replace`."""
+
+    __slots__ = ("value", "_spec")
+    _nnx_holds_state: ClassVar[bool] = True  # must not hide in a static value
+
+    value: T
+    _spec: Spec
+
+    if TYPE_CHECKING:  # to a type checker `Param(x)` has the type of `x`: that is what the attribute reads back as
+
+        def __new__(cls, value: T, *args: Any, **metadata: Any) -> T: ...
+
+    def __init__(self, value: T, **metadata: Any):
+        if isinstance(value, (Container, ContainerMetadata)):
+            if isinstance(value, Container) and type(value) is not type(self):
+                raise ValueError(_wrong_wrap(value, type(self)))
+            inner = value._spec.metadata if isinstance(value, Container) else value.metadata
+            given = {k: v for k, v in metadata.items() if v is not None}
+            metadata = {**metadata, **inner, **given}
+            value = value.value
+        _set_value(self, value)
+        _set_spec(self, Spec.of(type(self), metadata))
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """All metadata, as a read-only mapping."""
+        return self._spec.metadata
+
+    def replace(self, value: Any = ..., **metadata: Any) -> Any:
+        """A copy with another value, other metadata, or both.
+
+        Raises:
+          ValueError: `value` is a container that is not equivalent, or a key is not among the metadata.
+        """
+        spec = self._spec
+        unknown = sorted(set(metadata) - set(spec.metadata))
+        if unknown:
+            known = ", ".join(spec.metadata) or "none"
+            raise ValueError(f"Unknown metadata key {unknown[0]!r} for {spec!r}. Its metadata are: {known}.")
+        if isinstance(value, Container):
+            if value._spec is not spec:
+                raise ValueError(INCOMPATIBLE_CONTAINER.format(where="the container", old=spec, new=value._spec))
+            value = value.value
+        if metadata:
+            spec = Spec.of(spec.type, {**spec.metadata, **metadata})
+        return spec.box(self.value if value is ... else value)
+
+    def is_equivalent(self, other: Any) -> bool:
+        """Whether type and metadata agree; the values may differ."""
+        return isinstance(other, Container) and other._spec is self._spec
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            try:
+                return self._spec.metadata[name]
+            except KeyError:
+                pass
+        raise AttributeError(f"{type(self).__name__!r} has no attribute or metadata {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{type(self).__name__} does not change: use `.replace({name}=...)` for a changed copy.")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__} does not change: {name!r} cannot be deleted.")
+
+    def __eq__(self, other: Any) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Container) and other._spec is self._spec and values_equal(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash(self._spec)
+
+    def __repr__(self) -> str:
+        given = [f"{k}={v!r}" for k, v in self._spec.metadata.items() if v is not None]
+        return f"{type(self).__name__}({', '.join([short(self.value), *given])})"
+
+    def __reduce__(self) -> Any:
+        return (_rebox, (self._spec, self.value))
+
+    def __copy__(self) -> Any:
+        return self._spec.box(self.value)
+
+
+_set_value = Container.__dict__["value"].__set__
+_set_spec = Container.__dict__["_spec"].__set__
+
+
+def _rebox(spec: Spec, value: Any) -> Any:
+    return spec.box(value)
+
+
+def _wrong_wrap(container: Container, cls: type) -> str:
+    return (
+        f"{container!r} of type {type(container).__name__!r} is not compatible with return type {cls.__name__!r}. "
+        f"A container keeps its type; to change it, wrap its value: {cls.__name__}(container.value)."
+    )
+
+
+def values_equal(a: Any, b: Any) -> bool:
+    """Whether two pytrees have the same structure and equal leaves, arrays compared with shape and dtype."""
+    if a is b:
+        return True
+    a_leaves, a_def = jax.tree.flatten(a)
+    b_leaves, b_def = jax.tree.flatten(b)
+    return a_def == b_def and all(map(_leaves_equal, a_leaves, b_leaves))
+
+
+def _leaves_equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    a_shape, b_shape = getattr(a, "shape", None), getattr(b, "shape", None)
+    if a_shape is None or b_shape is None:
+        return a_shape is b_shape and type(a) is type(b) and bool(a == b)
+    if a_shape != b_shape or a.dtype != b.dtype:
+        return False
+    if isinstance(a, jax.ShapeDtypeStruct) or isinstance(b, jax.ShapeDtypeStruct):
+        return type(a) is type(b)
+    if jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    return bool(np.array_equal(np.asarray(a), np.asarray(b)))
+
+
+def _flatten(container: Container) -> tuple[tuple[Any], Spec]:
+    return (container.value,), container._spec
+
+
+def _flatten_with_keys(container: Container) -> Any:
+    return ((_VALUE_KEY, container.value),), container._spec
+
+
+def _unflatten(spec: Spec, children: Any) -> Any:
+    container = _new(spec.type)
+    _set_value(container, children[0])
+    _set_spec(container, spec)
+    return container
+
+
+_VALUE_KEY = jax.tree_util.GetAttrKey("value")
+
+
+def register_container(cls: type) -> None:
+    """Makes a container type a pytree with one child, `.value`, and its spec as auxiliary data."""
+    jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, _unflatten, _flatten)
+
+
+class Node(Container[T]):
+    """A container whose value is pytree data."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        register_container(cls)
+
+
+class TreeNode(Node[T]):
+    """The container of plain data inside an `nnx.Pytree`."""
+
+    __slots__ = ()
+
+
+class Variable(Node[T]):
+    """A Node that belongs to a collection. Subclass it freely to make collections of your own.
+
+    Args:
+      value: an array or any pytree of arrays, or what an initialiser wrapped by `with_metadata` returned.
+      sharding: logical axis names, one per dimension, or a `PartitionSpec`.
+      **metadata: anything else; each is an attribute of the container.
+
+    A subclass may set `collection`, its name as a filter; else it is the class name in snake_case.
+
+    >>> class Count(nnx.Variable): pass
+    >>> Count.collection
+    'count'
+    """
+
+    __slots__ = ()
+    collection: ClassVar[str] = "variable"
+
+    def __init__(self, value: T, sharding: Any = None, **metadata: Any):
+        if isinstance(sharding, list):
+            sharding = tuple(sharding)
+        super().__init__(value, sharding=sharding, **metadata)
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if "collection" not in cls.__dict__:
+            cls.collection = _snake_case(cls.__name__)
+        _register_collection(cls)
+
+
+_collections: "dict[str, list[weakref.ref[type[Variable]]]]" = {}
+
+
+def _register_collection(cls: type[Variable]) -> None:
+    _collections.setdefault(cls.collection, []).append(weakref.ref(cls))
+
+
+def collection_type(name: str) -> type[Variable] | None:
+    """The first Variable type of this collection name that is still alive."""
+    return next((cls for cls in (weak() for weak in _collections.get(name, ())) if cls is not None), None)
+
+
+_register_collection(Variable)
+register_container(Node)
+
+
+class Param(Variable[T]):
+    """A parameter: what an optimizer trains."""
+
+    __slots__ = ()
+    collection = "params"
+
+
+class BatchStat(Variable[T]):
+    """Running statistics of normalisation layers."""
+
+    __slots__ = ()
+    collection = "batch_stats"
+
+
+class Cache(Variable[T]):
+    """What a layer remembers between calls, e.g. keys and values while decoding."""
+
+    __slots__ = ()
+    collection = "cache"
+
+
+class Intermediate(Variable[T]):
+    """A value a layer lets out on the side; see `Module.sow`."""
+
+    __slots__ = ()
+    collection = "intermediates"
+
+
+class Static(Container[T]):
+    """A container that is no data: a pytree without leaves, hashed by its value."""
+
+    __slots__ = ()
+    _nnx_holds_state = False
+
+    def __hash__(self) -> int:
+        return hash((type(self), freeze(self.value)))
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Static) and freeze(self.value) == freeze(other.value)
+
+
+jax.tree_util.register_pytree_node(
+    Static, lambda static: ((), Frozen(static.value)), lambda frozen, _: Static(frozen.value)
+)
+
+
+def with_metadata(initializer: Callable[..., Any], **metadata: Any) -> Callable[..., Any]:
+    """Wraps an initialiser so that its result carries metadata into the Variable.
+
+    >>> init = nnx.with_metadata(jax.nn.initializers.zeros, sharding=("din", "dout"))
+    >>> nnx.Param(init(jax.random.key(0), (2, 3))).sharding
+    ('din', 'dout')
+    """
+
+    def wrapped(*args: Any, **kwargs: Any) -> ContainerMetadata[Any]:
+        value = initializer(*args, **kwargs)
+        if isinstance(value, ContainerMetadata):
+            return ContainerMetadata(value.value, {**value.metadata, **metadata})
+        return ContainerMetadata(value, metadata)
+
+    return wrapped
+
+
+def with_partitioning(initializer: Callable[..., Any], sharding: Any, **metadata: Any) -> Callable[..., Any]:
+    """`with_metadata(initializer, sharding=sharding)`."""
+    return with_metadata(initializer, sharding=sharding, **metadata)
+
+
+# Collections by name
+
+
+class OnDemandType(type):
+    """The metaclass of Variable types made from a name alone; they pickle as that name."""
+
+
+copyreg.pickle(OnDemandType, lambda cls: (variable_type, (cls.collection,)))
+
+
+def variable_type(name: str) -> type[Variable]:
+    """The Variable type of a collection, made on demand if no class has that name."""
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"A collection is named by a non-empty string, got {name!r}.")
+    cls = collection_type(name)
+    if cls is None:
+        title = "".join(part.capitalize() for part in re.split(r"\W|_", name)) or name
+        cls = OnDemandType(title, (Variable,), {"collection": name, "__module__": __name__, "__slots__": ()})
+        _on_demand[name] = cls
+    return cls
+
+
+_on_demand: dict[str, type[Variable]] = {}  # keeps them alive: a name means one type for the life of the process
+
+
+def known_collections() -> list[str]:
+    return sorted(name for name in _collections if collection_type(name) is not None)
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def var(collection: str, value: T, sharding: Any = None, **metadata: Any) -> T:
+    """A Variable of the collection with this name.
+
+    >>> count = nnx.var("counts", 0)
+    >>> type(count).collection
+    'counts'
+    """
+    return variable_type(collection)(value, sharding, **metadata)
+
+
+def param(value: T, sharding: Any = None, **metadata: Any) -> T:
+    """`nnx.Param(value, sharding, **metadata)`."""
+    return Param(value, sharding, **metadata)
+
+
+def node(value: T, **metadata: Any) -> T:
+    """`nnx.Node(value, **metadata)`."""
+    return Node(value, **metadata)
+
+
+def static(value: T) -> T:
+    """`nnx.Static(value)`."""
+    return Static(value)

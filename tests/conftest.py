@@ -1,0 +1,30 @@
+"""What every test shares: a deterministic hypothesis profile and a few small fixtures."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "nnx",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("nnx")
+
+
+@pytest.fixture
+def without_garbage_collector() -> Iterator[None]:
+    """Runs the test with the cyclic garbage collector switched off, after one full collection."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,353 @@
+"""Context: random streams and run-time flags, passed explicitly."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnx
+
+
+def data(key):
+    """The numbers of a key, typed or legacy, as a tuple."""
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.key_data(key)
+    return tuple(np.asarray(key).ravel().tolist())
+
+
+def draw(ctx, name="params", n=1):
+    return [data(ctx.make_rng(name)) for _ in range(n)]
+
+
+# making one
+
+
+def test_the_first_argument_is_the_params_stream():
+    ctx = nnx.context(0)
+    assert ctx.has_rng("params")
+    assert draw(ctx) == draw(nnx.context(params=0))
+
+
+def test_a_context_is_a_context():
+    assert isinstance(nnx.context(0), nnx.Context)
+
+
+def test_streams_and_flags_by_name():
+    ctx = nnx.context(0, dropout=1, flags={"deterministic": True})
+    assert ctx.has_rng("params") and ctx.has_rng("dropout")
+    assert not ctx.has_rng("noise")
+    assert ctx.has_flag("deterministic")
+    assert not ctx.has_flag("other")
+    assert ctx.get_flag("deterministic") is True
+    assert ctx.get_flag("other") is None
+    assert ctx.get_flag("other", 3) == 3
+    assert ctx.get_flag("other", default=4) == 4
+
+
+def test_a_false_flag_is_there():
+    ctx = nnx.context(flags={"deterministic": False})
+    assert ctx.has_flag("deterministic")
+    assert ctx.get_flag("deterministic", True) is False
+
+
+def test_an_empty_context():
+    ctx = nnx.context()
+    assert not ctx.has_rng("params")
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        3,
+        np.int64(3),
+        np.int32(3),
+        np.uint32(3),
+        jax.random.key(3),
+    ],
+    ids=["int", "int64", "int32", "uint32", "typed key"],
+)
+def test_a_stream_is_given_as_a_seed_or_a_key(seed):
+    assert draw(nnx.context(seed), n=2) == draw(nnx.context(3), n=2)
+
+
+def test_a_legacy_key_works():
+    first, second = draw(nnx.context(jax.random.PRNGKey(3)), n=2)
+    assert first != second
+    assert draw(nnx.context(jax.random.PRNGKey(3)), n=2) == [first, second]
+    assert draw(nnx.context(np.asarray(jax.random.PRNGKey(3))), n=1) == [first]
+
+
+def test_int_seeds_make_typed_keys():
+    key = nnx.context(0).make_rng("params")
+    assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    assert key.shape == ()
+    jax.random.normal(key, (2,))
+
+
+def test_keys_of_a_legacy_stream_can_be_used():
+    jax.random.normal(nnx.context(jax.random.PRNGKey(0)).make_rng("params"), (2,))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [1.5, "seed", [0], None, object(), jnp.ones(2), jnp.ones(3, jnp.uint32), jax.random.split(jax.random.key(0), 2)],
+    ids=["float", "str", "list", "None", "object", "float array", "short key", "stacked keys"],
+)
+def test_anything_else_is_a_type_error_naming_the_stream(bad):
+    with pytest.raises(TypeError, match="dropout"):
+        nnx.context(0, dropout=bad)
+
+
+def test_a_bad_params_stream_is_named():
+    with pytest.raises(TypeError, match="params"):
+        nnx.context("seed")
+
+
+# drawing keys
+
+
+def test_make_rng_returns_a_new_key_every_time_deterministically():
+    keys = draw(nnx.context(0), n=20)
+    assert len(set(keys)) == 20
+    assert draw(nnx.context(0), n=20) == keys
+    assert draw(nnx.context(1), n=1)[0] not in keys
+
+
+def test_streams_are_independent_of_each_other():
+    ctx = nnx.context(0, dropout=1)
+    draw(ctx, "dropout", 5)
+    assert draw(ctx, "params") == draw(nnx.context(0))
+
+
+def test_an_unknown_stream_is_an_error_listing_those_there_are():
+    ctx = nnx.context(0, dropout=1)
+    with pytest.raises(ValueError, match="Unknown Rng Stream: noise") as error:
+        ctx.make_rng("noise")
+    assert "params" in str(error.value) and "dropout" in str(error.value)
+    assert draw(ctx) == draw(nnx.context(0))
+
+
+def test_copy_shares_the_streams():
+    ctx = nnx.context(0, flags={"a": 1})
+    twin = ctx.copy()
+    assert twin is not ctx
+    assert twin.get_flag("a") == 1
+    keys = draw(ctx) + draw(twin) + draw(ctx) + draw(twin)
+    assert keys == draw(nnx.context(0), n=4)
+
+
+# forks
+
+
+def test_partition_gives_keys_and_contextdef():
+    pure = nnx.context(0, dropout=1, flags={"deterministic": True}).partition()
+    assert isinstance(pure, nnx.PureContext)
+    keys, ctxdef = pure
+    again = ctxdef.merge(keys)
+    assert isinstance(again, nnx.Context)
+    assert again.has_rng("params") and again.has_rng("dropout")
+    assert again.get_flag("deterministic") is True
+    assert isinstance(nnx.context(0).partition().merge(), nnx.Context)
+
+
+def test_a_pure_context_is_a_pytree_whose_leaves_are_data():
+    pure = nnx.context(0, dropout=1).partition()
+    leaves, treedef = jax.tree.flatten(pure)
+    assert leaves
+    assert all(isinstance(leaf, jax.Array | np.ndarray | np.generic | int) for leaf in leaves)
+    again = jax.tree.unflatten(treedef, leaves)
+    assert isinstance(again, nnx.PureContext)
+    assert draw(again.merge()) == draw(pure.merge())
+
+
+def test_parent_and_forks_never_produce_the_same_key():
+    ctx = nnx.context(0)
+    keys = []
+    forks = []
+    for _ in range(4):
+        keys += draw(ctx, n=2)
+        forks.append(ctx.partition().merge())
+        forks.append(ctx.fork())
+        keys += draw(ctx, n=2)
+    for fork in forks:
+        keys += draw(fork, n=5)
+        inner = fork.fork()
+        keys += draw(inner, n=3) + draw(fork, n=3)
+    assert len(set(keys)) == len(keys)
+
+
+def test_forking_is_deterministic():
+    def run():
+        ctx = nnx.context(0)
+        fork = ctx.fork()
+        return draw(fork, n=2) + draw(ctx, n=2) + draw(ctx.partition().merge(), n=2)
+
+    assert run() == run()
+
+
+def test_a_fork_is_independent_at_this_level():
+    ctx = nnx.context(0, flags={"a": 1})
+    fork = ctx.fork()
+    assert fork.get_flag("a") == 1
+    reference = nnx.context(0)
+    reference.fork()
+    draw(fork, n=5)
+    assert draw(ctx, n=3) == draw(reference, n=3)
+
+
+def test_a_new_fork_never_recompiles():
+    traces = []
+
+    @jax.jit
+    def run(pure):
+        traces.append(1)
+        return jax.random.key_data(pure.merge().make_rng("params"))
+
+    ctx = nnx.context(0)
+    seen = set()
+    for i in range(5):
+        draw(ctx, n=i)
+        seen.add(data(run(ctx.partition())))
+    seen.add(data(run(nnx.context(17).partition())))
+    assert len(traces) == 1
+    assert len(seen) == 6
+
+
+def test_contextdefs_are_hashable_and_comparable():
+    def make(**kwargs):
+        return nnx.context(0, **kwargs).partition()[1]
+
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    assert make(flags={"a": 1}) != make(flags={"a": 2})
+    assert make(flags={"a": 1}) != make(flags={"a": True})
+    assert jax.tree.leaves(make()) == []
+    assert jax.tree.structure(nnx.context(0, dropout=1).partition()) != jax.tree.structure(nnx.context(0).partition())
+
+
+def test_keys_drawn_inside_a_transform_equal_those_drawn_outside():
+    pure = nnx.context(0).partition()
+    inside = jax.jit(lambda p: jax.random.key_data(p.merge().make_rng("params")))(pure)
+    assert data(inside) == draw(pure.merge())[0]
+
+
+# split
+
+
+def stacked_keys(split):
+    """All leaves of a split that are stacked keys."""
+    return [leaf for leaf in jax.tree.leaves(split) if getattr(leaf, "ndim", 0) >= 1]
+
+
+def test_split_gives_stacked_keys_for_manual_vmap():
+    ctx = nnx.context(0, dropout=1)
+    split = ctx.split(3)
+    leaves = jax.tree.leaves(split)
+    assert leaves
+    assert all(leaf.shape[0] == 3 for leaf in stacked_keys(split))
+
+
+def test_the_parent_of_a_split_goes_on_with_fresh_keys():
+    ctx = nnx.context(0)
+    before = draw(ctx, n=2)
+    ctx.split(3)
+    after = draw(ctx, n=2)
+    assert len(set(before + after)) == 4
+
+
+@pytest.mark.parametrize("bad", [0.5, "3", -1])
+def test_a_split_into_nonsense_is_an_error(bad):
+    with pytest.raises((TypeError, ValueError)):
+        nnx.context(0).split(bad)
+
+
+# trace levels
+
+
+MESSAGE = "Cannot use Context from a different trace level"
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [jax.jit, jax.vmap, lambda f: jax.grad(lambda x: f(x).sum()), lambda f: lambda x: jax.lax.map(f, x)],
+    ids=["jit", "vmap", "grad", "map"],
+)
+@pytest.mark.parametrize(
+    "use", [lambda c: c.make_rng("params"), lambda c: c.partition(), lambda c: c.fork(), lambda c: c.split(2)]
+)
+def test_use_at_another_trace_level_is_an_error_that_shows_the_way(transform, use):
+    ctx = nnx.context(0)
+
+    def f(x):
+        use(ctx)
+        return x * 1.0
+
+    with pytest.raises(nnx.TraceContextError, match=MESSAGE) as error:
+        transform(f)(jnp.ones(2))
+    assert "f(m, ctx)" in str(error.value)
+    assert draw(ctx) == draw(nnx.context(0))
+
+
+def test_a_context_made_inside_cannot_be_used_outside():
+    leaked = []
+
+    @jax.jit
+    def f(x):
+        leaked.append(nnx.context(0))
+        return x
+
+    f(1.0)
+    with pytest.raises(nnx.TraceContextError, match=MESSAGE):
+        leaked[0].make_rng("params")
+
+
+def test_flags_may_be_read_at_any_level():
+    ctx = nnx.context(flags={"deterministic": True})
+
+    @jax.jit
+    def f(x):
+        return x + 1 if ctx.get_flag("deterministic") else x
+
+    assert f(1.0) == 2.0
+
+
+def test_a_context_merged_inside_may_be_used_inside():
+    @jax.jit
+    def f(pure):
+        ctx = pure.merge()
+        return jax.random.normal(ctx.make_rng("params")) + jax.random.normal(ctx.fork().make_rng("params"))
+
+    assert jnp.isfinite(f(nnx.context(0).partition()))
+
+
+# Python
+
+
+def test_contexts_survive_copying_and_pickling():
+    ctx = nnx.context(0, flags={"a": 1})
+    draw(ctx)
+    expected = draw(copy.deepcopy(ctx), n=2)
+    again = pickle.loads(pickle.dumps(ctx))
+    assert again.get_flag("a") == 1
+    assert draw(again, n=2) == expected
+    assert draw(ctx, n=2) == expected
+
+
+def test_a_context_prints_its_streams_and_flags():
+    text = repr(nnx.context(0, dropout=1, flags={"deterministic": True}))
+    for word in ("Context", "params", "dropout", "deterministic"):
+        assert word in text
+
+
+def test_many_draws_forks_and_splits_give_no_key_twice():
+    ctx = nnx.context(0)
+    keys = []
+    for _ in range(5):
+        keys += draw(ctx, n=3)
+        keys += draw(ctx.fork(), n=3)
+        keys += draw(ctx.copy(), n=2)
+        keys += draw(ctx.partition().merge(), n=3)
+    assert len(keys) == len(set(keys))

@@ -1,0 +1,317 @@
+"""``nnx.Pytree``: immutable records whose fields are leaves or static."""
+
+import pickle
+import types
+from typing import Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnx
+
+T = TypeVar("T")
+
+
+class Record(nnx.Pytree):
+    def __init__(self, x, y, name="r"):
+        self.x = nnx.TreeNode(x)
+        self.y = y
+        self.name = name
+
+
+def key_paths(tree):
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def test_fields_holding_containers_or_nodes_are_leaves_and_the_others_static():
+    record = Record(1, jnp.ones(2), "a")
+    assert record.x == 1
+    assert isinstance(record.y, jax.Array)
+    assert record.name == "a"
+    leaves = jax.tree.leaves(record)
+    assert len(leaves) == 2
+    assert leaves[0] == 1
+    assert jax.tree.structure(Record(2, jnp.zeros(3), "a")) == jax.tree.structure(record)
+    assert jax.tree.structure(Record(1, jnp.ones(2), "b")) != jax.tree.structure(record)
+
+
+@pytest.mark.parametrize("container", [nnx.Node, nnx.Param, nnx.Variable, nnx.TreeNode])
+def test_attributes_unbox_and_mapping_boxes_again(container):
+    class Holds(nnx.Pytree):
+        def __init__(self, x):
+            self.x = container(x)
+
+    record = jax.tree.map(lambda x: x + 1, Holds(3))
+    assert type(record) is Holds
+    assert record.x == 4
+    assert jax.tree.map(lambda x: x + 1, record).x == 5
+
+
+def test_metadata_of_a_container_are_kept():
+    class Holds(nnx.Pytree):
+        def __init__(self, x):
+            self.x = nnx.Param(x, ("a",))
+
+    structure = jax.tree.structure(Holds(1))
+    assert "a" in str(structure) or structure == jax.tree.structure(Holds(2))
+    containers = jax.tree.leaves(Holds(1), is_leaf=lambda x: isinstance(x, nnx.Param))
+    assert containers == [nnx.Param(1, ("a",))]
+
+
+def test_a_pytree_in_a_pytree():
+    outer = Record(Record(1, jnp.ones(1)), jnp.ones(1))
+    assert len(jax.tree.leaves(outer)) == 3
+    assert jax.tree.map(lambda x: x * 2, outer).x.x == 2
+
+
+def test_a_pytree_is_a_node_by_itself():
+    class Outer(nnx.Pytree):
+        def __init__(self, inner):
+            self.inner = inner
+
+    assert len(jax.tree.leaves(Outer(Record(1, jnp.ones(1))))) == 2
+
+
+def test_it_travels_through_jit():
+    record = jax.jit(lambda r: r.replace(y=r.y * 2))(Record(1, jnp.ones(2)))
+    assert type(record) is Record
+    np.testing.assert_array_equal(record.y, [2, 2])
+    assert record.name == "r"
+
+
+def test_replace_returns_a_changed_copy():
+    before = Record(1, jnp.ones(2))
+    after = before.replace(x=5, name="new")
+    assert (after.x, after.name) == (5, "new")
+    assert (before.x, before.name) == (1, "r")
+    assert jax.tree.leaves(after)[0] == 5
+
+
+def test_replace_of_unknown_fields_is_an_error_naming_them():
+    with pytest.raises(ValueError, match="Trying to replace unknown fields") as error:
+        Record(1, jnp.ones(2)).replace(z=1, x=2)
+    assert "z" in str(error.value)
+
+
+def test_assignment_after_init_is_an_error():
+    record = Record(1, jnp.ones(2))
+    for name in ("x", "name", "new"):
+        with pytest.raises(AttributeError, match="is immutable, trying to update field") as error:
+            setattr(record, name, 2)
+        assert name in str(error.value)
+        assert "Record" in str(error.value)
+    assert record.x == 1
+
+
+def test_a_mutable_pytree_allows_assignment_but_no_new_fields():
+    class Mutable(nnx.Pytree, mutable=True):
+        def __init__(self, x):
+            self.x = nnx.Node(x)
+            self.n = 1
+
+    record = Mutable(1)
+    record.x = 5
+    record.n = 2
+    assert (record.x, record.n) == (5, 2)
+    assert jax.tree.leaves(record) == [5]
+    with pytest.raises(AttributeError, match="Cannot add new fields to") as error:
+        record.new = 1
+    assert "new" in str(error.value) or "Mutable" in str(error.value)
+    again = jax.tree.map(lambda x: x + 1, record)
+    again.x = 9
+    assert record.x == 5
+
+
+def test_mutability_is_inherited():
+    class Mutable(nnx.Pytree, mutable=True):
+        def __init__(self):
+            self.x = nnx.Node(1)
+
+    class Derived(Mutable):
+        pass
+
+    record = Derived()
+    record.x = 2
+    assert record.x == 2
+
+
+def test_it_works_with_nnx_dataclass():
+    @nnx.dataclass
+    class Data(nnx.Pytree):
+        x: int = nnx.node_field()
+        y: jax.Array
+        n: int = nnx.static_field(default=3)
+        w: float = nnx.param_field(1.0)
+
+    record = Data(1, jnp.ones(2))
+    assert (record.x, record.n, record.w) == (1, 3, 1.0)
+    assert len(jax.tree.leaves(record)) == 3
+    assert record.replace(n=4).n == 4
+    with pytest.raises(AttributeError, match="is immutable, trying to update field"):
+        record.x = 2
+    assert jax.tree.map(lambda x: x, record).n == 3
+
+
+def test_it_works_with_inheritance():
+    class Derived(Record):
+        def __init__(self, x, y, z):
+            super().__init__(x, y)
+            self.z = nnx.Node(z)
+
+    record = Derived(1, jnp.ones(1), 3)
+    assert len(jax.tree.leaves(record)) == 3
+    assert jax.tree.map(lambda x: x * 2, record).z == 6
+    with pytest.raises(AttributeError, match="is immutable, trying to update field"):
+        record.z = 1
+
+
+def test_it_works_with_generics():
+    class Box(nnx.Pytree, Generic[T]):
+        def __init__(self, x: T):
+            self.x = nnx.Node(x)
+
+    record = Box[int](3)
+    assert type(record) is Box
+    assert jax.tree.leaves(record) == [3]
+
+
+def test_it_works_with_a_custom_new():
+    class Custom(nnx.Pytree):
+        def __new__(cls, x):
+            self = super().__new__(cls)
+            cls.made = getattr(cls, "made", 0) + 1
+            return self
+
+        def __init__(self, x):
+            self.x = nnx.Node(x)
+
+    record = Custom(3)
+    assert Custom.made == 1
+    assert jax.tree.map(lambda x: x + 1, record).x == 4
+    assert jax.tree.leaves(record) == [3]
+
+
+def test_key_paths():
+    assert key_paths(Record(1, jnp.ones(1)))[0] == ".x.value"
+    assert ".y" in key_paths(Record(1, jnp.ones(1)))[1]
+
+
+def test_field_order_does_not_depend_on_assignment_order():
+    class Ordered(nnx.Pytree):
+        def __init__(self, names):
+            for name in names:
+                setattr(self, name, nnx.Node(name))
+
+    first, second = Ordered("abc"), Ordered("cab")
+    assert jax.tree.leaves(first) == jax.tree.leaves(second) == ["a", "b", "c"]
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+
+
+def test_it_survives_pickling():
+    record = pickle.loads(pickle.dumps(Record(1, np.ones(2))))
+    assert type(record) is Record
+    assert record.x == 1
+    assert len(jax.tree.leaves(record)) == 2
+    with pytest.raises(AttributeError, match="is immutable, trying to update field"):
+        record.x = 2
+
+
+def test_it_prints_readably():
+    text = repr(Record(1, jnp.ones((2, 3)), "a"))
+    assert "Record" in text and "x" in text and "name" in text
+    assert "float32" in text
+
+
+def test_a_pytree_on_a_module_is_data():
+    m = nnx.Module()
+    m.record = Record(1, jnp.ones(1))
+    assert list(m.get_state()) == ["record"]
+    assert len(jax.tree.leaves(m.get_state())) == 2
+    assert type(m.partition().merge().record) is Record
+
+
+def test_jax_may_put_any_leaf_into_it():
+    structure = jax.tree.structure(Record(1, jnp.ones(1)))
+    for leaf in (None, object(), "text", 0):
+        assert jax.tree.unflatten(structure, [leaf, leaf]).x is leaf
+
+
+# node types
+
+
+class Payload:
+    def __init__(self, x):
+        self.x = x
+
+
+def test_registering_a_node_type_opens_the_set():
+    jax.tree_util.register_pytree_node(Payload, lambda p: ((p.x,), None), lambda _, xs: Payload(*xs))
+
+    class Holds(nnx.Pytree):
+        def __init__(self, x):
+            self.x = x
+
+    assert not nnx.is_node(Payload(1))
+    assert jax.tree.leaves(Holds(Payload(1))) == []
+    nnx.register_node_type(Payload)
+    assert nnx.is_node(Payload(1))
+    assert jax.tree.leaves(Holds(Payload(1))) == [1]
+
+
+# flax serialization
+
+
+def test_flax_serialization_works_on_it():
+    serialization = pytest.importorskip("flax.serialization")
+    record = Record(np.ones(2), np.zeros(3), "a")
+    saved = serialization.to_state_dict(record)
+    restored = serialization.from_state_dict(Record(np.zeros(2), np.ones(3), "a"), saved)
+    assert type(restored) is Record
+    np.testing.assert_array_equal(restored.x, [1, 1])
+    np.testing.assert_array_equal(restored.y, [0, 0, 0])
+    assert restored.name == "a"
+
+
+def test_flax_bytes_round_trip():
+    serialization = pytest.importorskip("flax.serialization")
+    record = Record(np.ones(2), np.zeros(3))
+    restored = serialization.from_bytes(Record(np.zeros(2), np.ones(3)), serialization.to_bytes(record))
+    np.testing.assert_array_equal(restored.x, [1, 1])
+
+
+def test_flax_serialization_reports_missing_and_unknown_fields():
+    serialization = pytest.importorskip("flax.serialization")
+    record = Record(np.ones(2), np.zeros(3))
+    saved = serialization.to_state_dict(record)
+    without = {name: value for name, value in saved.items() if name != "x"}
+    with pytest.raises(ValueError, match="Missing field") as error:
+        serialization.from_state_dict(record, without)
+    assert "x" in str(error.value)
+    with pytest.raises(ValueError, match="Unknown field") as error:
+        serialization.from_state_dict(record, saved | {"strange": 1})
+    assert "strange" in str(error.value)
+
+
+def test_static_fields_may_hold_unhashable_values():
+    class Holds(nnx.Pytree):
+        def __init__(self, sizes):
+            self.sizes = sizes
+            self.x = nnx.Node(1)
+
+    traces = []
+
+    @jax.jit
+    def run(record):
+        traces.append(record.sizes)
+        return record.x + len(record.sizes)
+
+    assert run(Holds([1, 2])) == 3
+    assert run(Holds([1, 2])) == 3
+    assert run(Holds([1])) == 2
+    assert len(traces) == 2
+
+
+def test_a_namespace_of_arrays_is_no_node_unless_registered():
+    assert not nnx.is_node(types.SimpleNamespace(x=jnp.ones(1)))

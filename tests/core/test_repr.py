@@ -1,0 +1,110 @@
+"""``repr`` of a Module: an indented tree, arrays as shape and dtype."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import nnx
+
+
+class Linear(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.full((2, 3), 0.123), ("in", "out"))
+        self.mode = "fast"
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.first = Linear()
+        self.second = self.first
+        self.layers = [Linear() for _ in range(11)]
+        self.host = np.full((4,), 7.25)
+
+
+def test_it_is_an_indented_tree():
+    lines = repr(Model()).splitlines()
+    assert lines[0].startswith("Model(")
+    first = next(line for line in lines if "first" in line)
+    inner = next(line for line in lines if "w" in line and "Param" in line)
+
+    def indent(line):
+        return len(line) - len(line.lstrip())
+
+    assert indent(lines[0]) == 0
+    assert 0 < indent(first) < indent(inner)
+    assert "Linear(" in first
+
+
+def test_variables_show_type_shape_dtype_and_metadata_and_statics_show_their_value():
+    text = repr(Linear())
+    assert "Param" in text
+    assert "2, 3" in text or "2,3" in text
+    assert "float32" in text
+    assert "'in'" in text
+    assert "'fast'" in text
+
+
+def test_arrays_print_as_shape_and_dtype_not_as_numbers():
+    text = repr(Model())
+    assert "0.123" not in text
+    assert "7.25" not in text
+    assert "float64" in text
+
+
+def test_a_shared_submodule_prints_as_its_name_the_second_time():
+    lines = repr(Model()).splitlines()
+    second = next(line for line in lines if "second" in line)
+    assert "Linear(...)" in second
+
+
+def test_a_cycle_prints_as_its_name_the_second_time():
+    m = Linear()
+    m.me = m
+    m.child = Linear()
+    m.child.parent = m
+    text = repr(m)
+    assert text.count("Linear(...)") == 2
+
+
+def test_items_are_in_numeric_order():
+    text = repr(Model())
+    positions = [text.index(f"{marker}") for marker in ("first", "host", "layers", "second")]
+    assert positions == sorted(positions)
+    keys = [line.strip().split(":")[0].split("=")[0] for line in repr(nnx.Sequence([1.5] * 12)).splitlines()]
+    numbers = [int(key.strip("'\"[]() ")) for key in keys if key.strip("'\"[]() ").isdigit()]
+    assert numbers in (list(range(12)), [])
+
+
+def test_a_module_without_attributes_prints_on_one_line():
+    assert repr(nnx.Module()) == "Module()"
+
+
+def test_repr_works_inside_a_transform():
+    @jax.jit
+    def f(x):
+        m = Linear()
+        m.w = x
+        text = repr(m)
+        assert "Param" in text and "2, 3" in text.replace("2,3", "2, 3")
+        return x
+
+    f(jnp.ones((2, 3)))
+
+
+def test_repr_of_shapes_deleted_arrays_keys_and_big_statics():
+    m = nnx.Module()
+    m.shape = jax.ShapeDtypeStruct((2,), jnp.float32)
+    m.key = jax.random.key(0)
+    m.deleted = jnp.ones(3)
+    m.deleted.delete()
+    m.f = lambda x: x
+    m.tree = {"k": jnp.full((2,), 0.5)}
+    text = repr(m)
+    assert "0.5" not in text
+    for name in ("shape", "key", "deleted", "f", "tree"):
+        assert name in text
+
+
+def test_str_is_repr():
+    m = Linear()
+    assert str(m) == repr(m)

@@ -1,0 +1,43 @@
+"""Every `python` block in the README and the docs runs, the blocks of a file one after the other in one namespace."""
+
+import pathlib
+import re
+import sys
+import textwrap
+import types
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# A fence may be indented (inside a list or a tab); it ends at a fence of the same indentation.
+FENCE = re.compile(r"^(?P<indent>[ \t]*)```python[^\n]*\n(?P<code>.*?)^(?P=indent)```[ \t]*$", re.MULTILINE | re.DOTALL)
+
+
+def python_blocks(text: str) -> list[tuple[int, str]]:
+    """The line each block starts at, and its code."""
+    return [
+        (text.count("\n", 0, match.start("code")), textwrap.dedent(match["code"])) for match in FENCE.finditer(text)
+    ]
+
+
+PAGES_WITH_CODE = [page for page in PAGES if python_blocks(page.read_text())]
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_blocks_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)  # what a block saves does not end up in the project
+    module = types.ModuleType("page_" + re.sub(r"\W", "_", str(page.relative_to(ROOT))))
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # so that its classes can be pickled
+    for line, code in python_blocks(page.read_text()):
+        padded = "\n" * line + code  # a traceback then names the line of the page
+        exec(compile(padded, str(page), "exec"), module.__dict__)
+
+
+def test_the_readme_has_code():
+    assert ROOT / "README.md" in PAGES_WITH_CODE
+
+
+def test_blocks_are_found_with_their_lines_and_without_indentation():
+    page = "a\n\n```python\nx = 1\n```\n- b\n    ```python\n    y = 2\n    if y:\n        x = y\n    ```\n```sh\n```\n"
+    assert python_blocks(page) == [(3, "x = 1\n"), (7, "y = 2\nif y:\n    x = y\n")]
