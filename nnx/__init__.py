@@ -47,4 +47,15 @@ from nnx.core.variables import var as var
 from nnx.core.variables import with_metadata as with_metadata
 from nnx.core.variables import with_partitioning as with_partitioning
 
+# transforms: JAX transforms, lifted
+from nnx.transforms.autodiff import hessian as hessian
+from nnx.transforms.autodiff import jacfwd as jacfwd
+from nnx.transforms.autodiff import jacrev as jacrev
+from nnx.transforms.autodiff import jvp as jvp
+from nnx.transforms.autodiff import linearize as linearize
+from nnx.transforms.autodiff import vjp as vjp
+from nnx.transforms.grad import grad as grad
+from nnx.transforms.grad import value_and_grad as value_and_grad
+from nnx.transforms.jit import jit as jit
+
 __version__ = "0.1.0"

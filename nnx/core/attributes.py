@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from nnx.core.errors import CAPTURES_MODULE, INCOMPATIBLE_CONTAINER, MODULE_INTO_VARIABLE, NOT_DATA

@@ -73,8 +73,8 @@ class Dict(Module, MutableMapping[str, Any]):
         else:
             setattr(self, name, value)
 
-    __hash__ = Module.__hash__
-    __eq__ = Module.__eq__
+    __hash__ = Module.__hash__  # pyright: ignore[reportAssignmentType]  (a Mapping has none, a Module its identity)
+    __eq__ = Module.__eq__  # pyright: ignore[reportAssignmentType]
 
 
 class Sequence(Module, MutableSequence[Any]):
@@ -161,8 +161,12 @@ class Sequence(Module, MutableSequence[Any]):
             item = self[i]
             if not callable(item):
                 raise TypeError(f"Item {i} of {type(self).__name__} is not callable: {item!r}")
-            if i:
-                args, kwargs = (out, {}) if isinstance(out, tuple) else ((), out) if isinstance(out, dict) else ((out,), {})
+            if i and isinstance(out, tuple):
+                args, kwargs = out, {}
+            elif i and isinstance(out, dict):
+                args, kwargs = (), out
+            elif i:
+                args, kwargs = (out,), {}
             extra = {"ctx": ctx} if ctx is not None and "ctx" not in kwargs and accepts_ctx(item) else {}
             out = item(*args, **kwargs, **extra)
         return out if len(self) or out is not None else args

@@ -5,7 +5,7 @@ count on the key of a new stream, so that parent and fork never produce the same
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ from nnx.core.trace import current_level
 RngFilter = Any
 """What selects streams: None, `...`, a name, `f(name) -> bool`, a sequence of these, or a mapping `{filter: bool}`."""
 
-BAD_SEED = """The stream {name!r} was given {value}: a stream is seeded by an int, a typed key (jax.random.key(0)) or a \
-legacy uint32 key (jax.random.PRNGKey(0))."""
+BAD_SEED = """The stream {name!r} was given {value}: a stream is seeded by an int, a typed key (jax.random.key(0)) or \
+a legacy uint32 key (jax.random.PRNGKey(0))."""
 
 
 class Stream:
@@ -41,14 +41,15 @@ class Stream:
 class Context:
     """Named random streams and flags, for one trace level. Made by `nnx.context`."""
 
-    __slots__ = ("_streams", "_flags", "_level", "__weakref__")
+    __slots__ = ("_streams", "_flags", "_level", "_def", "__weakref__")
 
     def __init__(self, streams: dict[str, Stream], flags: Mapping[str, Any]):
         self._streams = streams
         self._flags = dict(flags)
         self._level = current_level()
+        self._def: ContextDef | None = None
 
-    def make_rng(self, name: str) -> Any:
+    def make_rng(self, name: str) -> jax.Array:
         """A new key from a stream, different every time.
 
         Raises:
@@ -99,8 +100,22 @@ class Context:
     def partition(self) -> "PureContext":
         """A fork as `(keys, ctxdef)`, which can pass through any JAX transform."""
         self.check_level("...")
-        keys = {name: stream.next() for name, stream in self._streams.items()}
-        return PureContext(keys, ContextDef(self._flags, tuple(keys)))
+        return PureContext({name: stream.next() for name, stream in self._streams.items()}, self.definition())
+
+    def definition(self) -> "ContextDef":
+        """The static half, made once: flags do not change."""
+        if self._def is None:
+            self._def = ContextDef(self._flags, tuple(self._streams))
+        return self._def
+
+    def fork_data(self) -> list[tuple[Any, Any]]:
+        """A fork as data: key and count of each stream, to be folded later by `ContextDef.from_fork`."""
+        self.check_level("...")
+        data = []
+        for stream in self._streams.values():
+            data.append((stream.key, stream.count))
+            stream.count += 1
+        return data
 
     def split(self, n: int, filter: RngFilter = ...) -> "PureContext":
         """A fork in which each stream the filter selects has `n` keys, stacked; for a manual vmap or scan."""
@@ -131,6 +146,10 @@ class ContextDef:
     def merge(self, keys: Mapping[str, Any]) -> Context:
         """A Context with these keys as its streams."""
         return Context({name: Stream(key) for name, key in keys.items()}, self._flags.value)
+
+    def from_fork(self, data: Sequence[tuple[Any, Any]]) -> Context:
+        """The Context that `Context.fork_data` described."""
+        return self.merge({name: jax.random.fold_in(*pair) for name, pair in zip(self.streams, data, strict=True)})
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ContextDef) and self.streams == other.streams and self._flags == other._flags
@@ -200,11 +219,11 @@ def rng_predicate(filter: RngFilter) -> Callable[[str], bool]:
     if isinstance(filter, Mapping):
         cases = [(rng_predicate(inner), bool(answer)) for inner, answer in filter.items()]
         return lambda name: next((answer for predicate, answer in cases if predicate(name)), False)
-    if isinstance(filter, Sequence) or isinstance(filter, (set, frozenset)):
+    if isinstance(filter, (Sequence, set, frozenset)):
         predicates = [rng_predicate(inner) for inner in filter]
         return lambda name: any(predicate(name) for predicate in predicates)
     if callable(filter):
-        return filter
+        return cast(Callable[[str], bool], filter)
     raise TypeError(
         f"Invalid RNG filter {short(filter)}: it is None, `...`, a stream's name, a function f(name) -> bool, a "
         "sequence of these, or a mapping {filter: bool}."

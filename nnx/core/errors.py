@@ -9,16 +9,16 @@ class TraceContextError(Exception):
 
 
 MUTATE_AT_OTHER_LEVEL = """Cannot mutate Module from different trace level: {action} of {owner}.
-The Module was made outside the JAX transform that is running now (or inside one that has ended), so the change would be \
-lost or would leak a tracer. Pass the Module to the function as an argument and use the lifted transform (nnx.jit, \
+The Module was made outside the JAX transform that is running now (or inside one that has ended), so the change would \
+be lost or would leak a tracer. Pass the Module to the function as an argument and use the lifted transform (nnx.jit, \
 nnx.grad, nnx.scan, ...), which writes the change back; with a raw JAX transform, use partition() and merge()."""
 
 REF_AT_OTHER_LEVEL = """Cannot use Ref from a different trace level: {action}.
 The Ref was made outside the JAX transform that is running now. Attach it where it was made, and pass the Modules that \
 hold it to the lifted transform as arguments: they stay tied inside."""
 
-CONTEXT_AT_OTHER_LEVEL = """Cannot use Context from a different trace level: make_rng({name!r}) was called inside a JAX \
-transform on a Context made outside it (or the reverse).
+CONTEXT_AT_OTHER_LEVEL = """Cannot use Context from a different trace level: make_rng({name!r}) was called inside a \
+JAX transform on a Context made outside it (or the reverse).
 A function that captures the Context, as in
 
     nnx.grad(lambda m: loss(m(x, ctx=ctx)))(m)
@@ -30,10 +30,10 @@ would draw the same key on every call. Pass it as an argument of the lifted tran
 
 Under a raw JAX transform pass `ctx.partition()` and call `.merge()` on it inside."""
 
-MODULE_TO_RAW_JAX = """A Module ({name}) was passed to a JAX function that takes arrays and pytrees. A Module is neither: \
-its updates would be lost.
-Use the lifted transform (nnx.jit, nnx.grad, nnx.vmap, ...), which takes Modules anywhere in its arguments, or split it \
-by hand: `state, moduledef = module.partition()`, pass `state`, and `moduledef.merge(state)` inside."""
+MODULE_TO_RAW_JAX = """A Module ({name}) was passed to a JAX function that takes arrays and pytrees. A Module is \
+neither: its updates would be lost.
+Use the lifted transform (nnx.jit, nnx.grad, nnx.vmap, ...), which takes Modules anywhere in its arguments, or split \
+it by hand: `state, moduledef = module.partition()`, pass `state`, and `moduledef.merge(state)` inside."""
 
 RESERVED_NAME = """Cannot assign attribute {name!r} of {owner}: it is the name of a method of nnx.Module, which it \
 would hide. Choose another name (or keep the value in an nnx.Dict, where any key is an item)."""
@@ -60,8 +60,8 @@ changes."""
 MODULE_INTO_VARIABLE = """Cannot assign a Module ({value}) to attribute {name!r} of {owner}: it is a variable of type \
 {kind}. Delete the attribute first, or use another name."""
 
-INCOMPATIBLE_CONTAINER = """Cannot replace value from incompatible container: {where} is {old}, got {new}. The type and \
-the metadata must agree; pass the bare value to keep them, or delete the attribute first to change them."""
+INCOMPATIBLE_CONTAINER = """Cannot replace value from incompatible container: {where} is {old}, got {new}. The type \
+and the metadata must agree; pass the bare value to keep them, or delete the attribute first to change them."""
 
 NO_STATE_GIVEN = """{owner} has no value for {name!r}: no state was given for it when the Module was merged or rebuilt \
 (it is a {kind}). Merge with a State that has the path, or add it with update_state()."""
@@ -69,4 +69,5 @@ NO_STATE_GIVEN = """{owner} has no value for {name!r}: no state was given for it
 UNKNOWN_PATH = """Cannot update {path!r}: {reason}. Nothing was changed.
 The paths of this Module are those of `module.get_state()`; a new variable can be added to any existing Module."""
 
-BAD_KEY = """{key!r} cannot be a key of nnx.Dict: keys are path segments, so they must be non-empty strings without '/'."""
+BAD_KEY = """{key!r} cannot be a key of nnx.Dict: keys are path segments, so they must be non-empty strings \
+without '/'."""

@@ -30,7 +30,9 @@ def static_field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT
     return _field(_wrapper(Static), default, default_factory, kwargs)
 
 
-def param_field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, sharding: Any = None, **kwargs: Any) -> Any:
+def param_field(
+    default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, sharding: Any = None, **kwargs: Any
+) -> Any:
     """A field kept as an `nnx.Param`."""
     return _field(_wrapper(Param, sharding=sharding), default, default_factory, kwargs)
 
@@ -54,12 +56,9 @@ def _wrapper(cls: type[Container], **metadata: Any) -> Callable[[Any], Any]:
 
 
 def _field(wrap: Any, default: Any, default_factory: Any, kwargs: dict[str, Any]) -> Any:
-    if default is not NO_DEFAULT:
-        # by a factory, so that the class keeps no attribute that a missing value would fall back to
-        def default_factory() -> Any:
-            return default
-
-    return dataclasses.field(default_factory=default_factory, metadata={_WRAP: wrap}, **kwargs)
+    # a default by a factory as well, so that the class keeps no attribute that a missing value would fall back to
+    factory = default_factory if default is NO_DEFAULT else (lambda: default)
+    return dataclasses.field(default_factory=factory, metadata={_WRAP: wrap}, **kwargs)
 
 
 @overload
@@ -69,7 +68,9 @@ def dataclass(
     *, init: bool = True, repr: bool = False, frozen: bool = False, kw_only: bool = False
 ) -> Callable[[type[T]], type[T]]: ...
 @dataclass_transform(eq_default=False, field_specifiers=(field, node_field, static_field, param_field, var_field))
-def dataclass(cls: Any = None, /, *, init: bool = True, repr: bool = False, frozen: bool = False, kw_only: bool = False) -> Any:
+def dataclass(
+    cls: Any = None, /, *, init: bool = True, repr: bool = False, frozen: bool = False, kw_only: bool = False
+) -> Any:
     """Makes a Module or Pytree class a dataclass, compared by identity.
 
     Args:
@@ -102,9 +103,10 @@ def prepare_dataclass(cls: Any) -> None:
     if "_nnx_fields" in cls.__dict__ or not dataclasses.is_dataclass(cls):
         return
     fields = dataclasses.fields(cls)
-    cls._nnx_fields = {f.name: f.metadata[_WRAP] for f in fields if f.metadata.get(_WRAP) is not None}
+    owner: Any = cls
+    owner._nnx_fields = {f.name: f.metadata[_WRAP] for f in fields if f.metadata.get(_WRAP) is not None}
     for f in fields:
-        for base in cls.__mro__:
+        for base in owner.__mro__:
             if isinstance(base.__dict__.get(f.name), (Container, Ref)):
                 delattr(base, f.name)
 

@@ -8,7 +8,7 @@ import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from types import EllipsisType
 from typing import Any as AnyValue
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
 import numpy as np
@@ -23,7 +23,8 @@ Filter = type | str | EllipsisType | None | Predicate | Sequence["Filter"]
 S = TypeVar("S")
 
 NON_EXHAUSTIVE = """Non-exhaustive filters, got a non-empty remainder: {paths}.
-Every node must match one of the filters {filters}. Add a filter for these, or `...` as the last one for all the rest."""
+Every node must match one of the filters {filters}. Add a filter for these, or `...` as the last one for all \
+the rest."""
 
 ELLIPSIS_NOT_LAST = "Ellipsis `...` can only be used as the last filter, got it at position {at} of {filters}."
 
@@ -142,10 +143,12 @@ def buffers(path: str, value: AnyValue) -> bool:
 
 
 def everything(path: str, value: AnyValue) -> bool:
+    """The predicate of `...`."""
     return True
 
 
 def nothing(path: str, value: AnyValue) -> bool:
+    """The predicate of `None`."""
     return False
 
 
@@ -168,11 +171,16 @@ def to_predicate(filter: AnyValue) -> Predicate:
     if isinstance(filter, (tuple, list)):
         return Any(*filter)
     if callable(filter) and not hasattr(filter, "_nnx_info"):
-        return filter
+        return cast(Predicate, filter)
     raise TypeError(NOT_A_FILTER.format(value=f"{short(filter)} of type {type(filter).__name__}"))
 
 
 def to_predicates(filters: Sequence[AnyValue]) -> list[Predicate]:
+    """The predicate of each filter.
+
+    Raises:
+      ValueError: `...` stands before the last.
+    """
     for at, filter in enumerate(filters[:-1]):
         if filter is ...:
             raise ValueError(ELLIPSIS_NOT_LAST.format(at=at, filters=describe(filters)))

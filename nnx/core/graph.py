@@ -2,9 +2,9 @@
 
 Nouns. A *cell* is a place that holds one State entry: `(instance dict, name)`. The *canonical path* of what is shared
 has the fewest segments, then comes first in order: Modules are numbered breadth first, children in order, so the first
-way to a Module is its canonical one. Cells are numbered depth first, which is the order of paths. A *table* is the whole
-structure as flat tuples; its interned form is a `GraphKey`, shared by all graphs of equal structure, together with
-the *plan* for building such a graph again. Nothing here recurses over Modules: depth is limited by memory alone.
+way to a Module is its canonical one. Cells are numbered depth first, which is the order of paths. A *table* is the
+whole structure as flat tuples; its interned form is a `GraphKey`, shared by all graphs of equal structure, together
+with the *plan* for building such a graph again. Nothing here recurses over Modules: depth is limited by memory alone.
 """
 
 import weakref
@@ -44,7 +44,7 @@ from nnx.core.variables import Node, Spec, Static
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>", "__slots__": ()})()
 
-TREE_SPEC = Node(0)._spec  # the container in which a State holds a pytree that is no Variable
+TREE_SPEC = Spec.of(Node, {})  # the container in which a State holds a pytree that is no Variable
 SHARED = "shared"  # in a table: a variable whose cell has several owners in the graph
 ABSENT = "absent"
 
@@ -70,7 +70,7 @@ def fresh(value: Any) -> Any:
 
 
 def is_static(kind: Any) -> bool:
-    """Whether an attribute of this kind is part of the structure and no data; `nnx.Static` makes such attributes too."""
+    """Whether an attribute of this kind is part of the structure and no data; `nnx.Static` makes such ones too."""
     return kind is STATIC or (type(kind) is Spec and kind.type is Static)
 
 
@@ -96,6 +96,7 @@ class Traversal:
 
 
 def module_path(parents: Sequence[tuple[int, str]], index: int) -> str:
+    """The canonical path of a Module, from the parents of all of them."""
     segments = []
     while parents[index][0] >= 0:
         index, name = parents[index]
@@ -103,7 +104,9 @@ def module_path(parents: Sequence[tuple[int, str]], index: int) -> str:
     return "/".join(reversed(segments))
 
 
-def number_modules(roots: Iterable[Any]) -> tuple[list[Any], list[tuple[int, str]], dict[int, int], dict[int, list[Any]]]:
+def number_modules(
+    roots: Iterable[Any],
+) -> tuple[list[Any], list[tuple[int, str]], dict[int, int], dict[int, list[Any]]]:
     """Every distinct Module reachable from `roots`, breadth first; with parents, index by id, and the Refs found."""
     modules: list[Any] = []
     parents: list[tuple[int, str]] = []
@@ -308,7 +311,8 @@ class GraphKey:
             return None
         if entry[1] is SHARED:
             return self.table[2][entry[3]]
-        return entry[2] if entry[1] is NODE or entry[1] is TREE or (type(entry[1]) is Spec and len(entry) == 3) else None
+        is_cell = entry[1] is NODE or entry[1] is TREE or (type(entry[1]) is Spec and len(entry) == 3)
+        return entry[2] if is_cell else None
 
     def _entry(self, at: int, segment: str) -> Any:
         return next((entry for entry in self.table[1][at][1] if segment_of(entry[0]) == segment), None)
@@ -409,7 +413,7 @@ class Flat:
     """
 
     __slots__ = (
-        "key", "statics", "dicts", "names", "extra", "modules", "_versions", "_counts", "_stamp", "_watch", "_indices",
+        "key", "statics", "dicts", "names", "extra", "modules", "level", "sown", "writers", "_versions", "_counts", "_stamp", "_watch", "_indices",
     )  # fmt: skip
 
     def __init__(self, walk: Traversal):
@@ -427,6 +431,10 @@ class Flat:
                 self.extra[i] = ref.targets()
                 self._versions.append(ref.version)
         self._counts = list(map(_count, self._versions))
+        levels = {id(module._nnx_info.level): module._nnx_info.level for module in walk.modules}
+        self.level = next(iter(levels.values())) if len(levels) == 1 else None  # None: the Modules are of several levels
+        self.sown = any(module._nnx_info.sown for module in walk.modules)
+        self.writers: dict[Any, Any] = {}  # change set -> where its values go; filled by the transforms
         self._watch = walk.watch
         self._indices: dict[Layout, list[int]] = {}
 
@@ -481,3 +489,22 @@ def flat_of(module: Any) -> Flat:
         flat = Flat(traverse((module,)))
         info.remember(flat)
     return flat
+
+
+def joint_flat_of(roots: Sequence[Any]) -> Flat:
+    """Like `flat_of`, for the graph that starts at several distinct Modules; cells are numbered over all of them."""
+    if len(roots) == 1:
+        return flat_of(roots[0])
+    info: ModuleInfo = roots[0]._nnx_info
+    cached = info.joint
+    if cached is not None:
+        others, flat = cached
+        if len(others) == len(roots) - 1 and all(map(_is_same, others, roots[1:])) and flat.is_valid():
+            return flat
+    flat = Flat(traverse(roots))
+    info.remember_joint(tuple(roots[1:]), flat)
+    return flat
+
+
+def _is_same(weak: Any, module: Any) -> bool:
+    return weak() is module

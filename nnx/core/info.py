@@ -77,7 +77,7 @@ class Version:
 class ModuleInfo:
     """The private half of a Module."""
 
-    __slots__ = ("kinds", "level", "version", "flat", "order", "constructing", "__weakref__")
+    __slots__ = ("kinds", "level", "version", "flat", "joint", "order", "constructing", "sown", "__weakref__")
 
     def __init__(self, kinds: dict[str, Any], level: Any):
         self.kinds = kinds
@@ -86,15 +86,29 @@ class ModuleInfo:
         self.flat: Any = None  # the cached flat form of the graph that starts here
         self.order: list[str] | None = None  # attribute names in path order
         self.constructing = False
+        self.joint: Any = None  # the cached flat form of several roots, of which this Module is the first
+        self.sown: set[str] | None = None  # names of variables that sow() has appended to
 
     def changed(self) -> None:
         """Notes a structural change."""
-        self.flat = None
+        self.flat = self.joint = None
         self.order = None
         self.version.changed()
 
     def remember(self, flat: Any) -> None:
         self.flat = flat
+        _flat_holders.add(self)
+
+    def remember_joint(self, others: tuple[Any, ...], flat: Any) -> None:
+        """Keeps the flat form of this Module and others, until one of the others is gone."""
+        weak_self = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            info = weak_self()
+            if info is not None:
+                info.joint = None
+
+        self.joint = ([weakref.ref(other, forget) for other in others], flat)
         _flat_holders.add(self)
 
     def sorted_names(self) -> list[str]:
@@ -107,7 +121,7 @@ class ModuleInfo:
 def forget_flat_forms() -> None:
     """Drops every cached flat form: one of them may be the last thing that keeps a removed submodule alive."""
     for info in list(_flat_holders):
-        info.flat = None
+        info.flat = info.joint = None
     _flat_holders.clear()
 
 
@@ -134,6 +148,7 @@ _set_info = ModuleBase.__dict__["_nnx_info"].__set__
 
 
 def segment_of(name: str) -> str:
+    """What a path calls the attribute stored under `name`."""
     return name[1:] if name[0] == "/" else name
 
 
@@ -146,5 +161,6 @@ def segment_order(name: str) -> tuple[int, int, str]:
 
 
 def join(prefix: str, name: str) -> str:
+    """The path of the attribute `name` of the Module at `prefix`."""
     segment = segment_of(name)
     return f"{prefix}/{segment}" if prefix else segment

@@ -1,7 +1,7 @@
 """Module: a plain mutable Python object whose state can be split off and put back.
 
-Values sit raw in the instance `__dict__`; see info for what is kept beside them, attributes for what an assignment means,
-graph for how a Module is walked.
+Values sit raw in the instance `__dict__`; see info for what is kept beside them, attributes for what an assignment
+means, graph for how a Module is walked.
 """
 
 import abc
@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import numpy as np
@@ -31,21 +31,20 @@ from nnx.core.updates import check_level, pop, remove, resolve, stored_name, to_
 from nnx.core.variables import Spec, Variable
 
 M = TypeVar("M", bound="Module")
-Self = TypeVar("Self", bound="Module")
 
 
 class ModuleType(abc.ABCMeta):
     """The metaclass of Modules: looks over the attributes once the constructor has returned."""
 
-    def __call__(cls: type[M], *args: Any, **kwargs: Any) -> M:  # type: ignore[misc]
+    def __call__(cls: type[M], *args: Any, **kwargs: Any) -> M:  # pyright: ignore[reportGeneralTypeIssues]
         prepare_dataclass(cls)
-        module = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        module = super().__call__(*args, **kwargs)
         if isinstance(module, Module):
             if dataclasses.is_dataclass(cls):
                 _adopt_fields(module)
             settle(module)
             module._nnx_info.constructing = False
-        return module
+        return module  # pyright: ignore[reportReturnType]  (the check above has narrowed it to Module)
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -55,9 +54,9 @@ class ModuleType(abc.ABCMeta):
 class Module(ModuleBase, metaclass=ModuleType):
     """The base of all Modules.
 
-    Assigning to an attribute decides its kind: a container makes a variable, which reads back as the raw value; an array
-    is a node; a Module is a submodule; lists and dicts of Modules become `nnx.Sequence` and `nnx.Dict`; pytrees of
-    arrays are data; anything else is static.
+    Assigning to an attribute decides its kind: a container makes a variable, which reads back as the raw value; an
+    array is a node; a Module is a submodule; lists and dicts of Modules become `nnx.Sequence` and `nnx.Dict`; pytrees
+    of arrays are data; anything else is static.
 
     >>> class Scale(nnx.Module):
     ...     def __init__(self, features):
@@ -77,7 +76,7 @@ class Module(ModuleBase, metaclass=ModuleType):
     _nnx_fields: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # how a dataclass wraps what a field received
     _nnx_frozen: ClassVar[bool] = False
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         module = new_module(cls, {})
         module._nnx_info.constructing = True
         return module
@@ -196,7 +195,7 @@ class Module(ModuleBase, metaclass=ModuleType):
                 )
         update(self, *to_states(updates))
 
-    def clone(self: Self, copy_arrays: bool = False) -> Self:
+    def clone(self, copy_arrays: bool = False) -> Self:
         """An independent copy with the same sharing.
 
         Args:
@@ -279,9 +278,11 @@ class Module(ModuleBase, metaclass=ModuleType):
         Raises:
           ValueError: the attribute exists and is no variable, of another type, or no tuple.
         """
-        kind = self._nnx_info.kinds.get(name)
+        info = self._nnx_info
+        kind = info.kinds.get(name)
         if kind is None or type(kind) is Absent:
             setattr(self, name, variable_type((value,)))
+            info.sown = {*(info.sown or ()), name}
             return
         spec = kind._spec if isinstance(kind, Ref) else kind
         owner = type(self).__name__
@@ -293,18 +294,20 @@ class Module(ModuleBase, metaclass=ModuleType):
                 f"Expected {name!r} of {owner} to be of type {variable_type.__name__!r}, got {article(repr(spec))}."
             )
         if not isinstance(before, tuple):
-            raise ValueError(f"Expected {name!r} of {owner} to be a tuple, got {short(before)}: sow() appends to tuples.")
+            text = f"Expected {name!r} of {owner} to be a tuple, got {short(before)}: sow() appends to tuples."
+            raise ValueError(text)
         setattr(self, name, (*before, value))
+        info.sown = {*(info.sown or ()), name}
 
     def __repr__(self) -> str:
         return module_repr(self)
 
     # Copying
 
-    def __copy__(self: Self) -> Self:
+    def __copy__(self) -> Self:
         return _shallow_copy(self)
 
-    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return _deep_copy(self, memo)
 
     def __getstate__(self) -> Any:
@@ -319,7 +322,7 @@ class Module(ModuleBase, metaclass=ModuleType):
             info.kinds[name] = kind
             if type(kind) is Ref:
                 kind.attach(self, name)
-        self.__dict__.update(values)
+        vars(self).update(values)
         info.changed()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -420,4 +423,3 @@ class MutableLeaf:
 
     def __repr__(self) -> str:
         return f"MutableLeaf({self._path!r}, {self.variable!r})"
-

@@ -81,11 +81,11 @@ class ModuleDef:
 
         return Access(run)
 
-    def diff(self, other: "ModuleDef") -> list[Difference]:
+    def diff(self, other: "ModuleDef", prefixes: Sequence[str] = ("",)) -> list[Difference]:
         """The paths that differ, and how; empty when the two are equal."""
         if self == other:
             return []
-        ours, theirs = self.describe(), other.describe()
+        ours, theirs = self.describe(prefixes), other.describe(prefixes)
         nothing = (None, "nothing")
         paths = [*ours, *(path for path in theirs if path not in ours)]
         return [

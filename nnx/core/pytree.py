@@ -7,7 +7,7 @@ back the raw value. The other fields are static, and part of the tree's structur
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import numpy as np
@@ -21,20 +21,19 @@ from nnx.core.variables import Container, Spec, Static, TreeNode
 
 P = TypeVar("P", bound="Pytree")
 
-_TREE_NODE = TreeNode(0)._spec
+_TREE_NODE = Spec.of(TreeNode, {})
 
 
 class PytreeType(type):
     """The metaclass of Pytrees: closes an instance when its constructor has returned."""
 
-    def __call__(cls: type[P], *args: Any, **kwargs: Any) -> P:  # type: ignore[misc]
+    def __call__(cls: type[P], *args: Any, **kwargs: Any) -> P:  # pyright: ignore[reportGeneralTypeIssues]
         prepare_dataclass(cls)
-        record = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        record = super().__call__(*args, **kwargs)
         if isinstance(record, Pytree):
             record._nnx_closed = True
             _register_with_flax(type(record))
-        return record
-
+        return record  # pyright: ignore[reportReturnType]  (the check above has narrowed it to Pytree)
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -71,7 +70,7 @@ class Pytree(metaclass=PytreeType):
         jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, _unflatten, _flatten)
         _register_with_flax(cls)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         return _open(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -109,7 +108,7 @@ class Pytree(metaclass=PytreeType):
         elif spec is _TREE_NODE and not (_is_data(value) or isinstance(value, (int, float, complex, np.generic))):
             del self._nnx_specs[name]
         self._nnx_statics = None
-        self.__dict__[name] = value
+        vars(self)[name] = value
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"{type(self).__name__} is immutable, trying to update field {name!r} by deleting it.")
@@ -146,7 +145,7 @@ class Pytree(metaclass=PytreeType):
 
     def __setstate__(self, state: Any) -> None:
         values, specs = state
-        self.__dict__.update(values)
+        vars(self).update(values)
         self._nnx_specs = specs
         self._nnx_closed = True
 

@@ -33,7 +33,8 @@ class Ref:
 
     def __init__(self, container: Any):
         if isinstance(container, Ref):
-            raise TypeError("nnx.Ref takes a Variable, got a Ref. Assign the same Ref to every attribute that shares it.")
+            text = "nnx.Ref takes a Variable, got a Ref. Assign the same Ref to every attribute that shares it."
+            raise TypeError(text)
         if not isinstance(container, Node):
             raise TypeError(
                 f"nnx.Ref shares a Variable or Node, got {short(container)}. Say what it is: nnx.Ref(nnx.Param(x))."

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from nnx.core.info import MODULE, Absent, segment_of
@@ -46,10 +47,12 @@ def _sequence(value: Any, item: Any) -> str:
 
 
 def typename(value: Any) -> str:
+    """The name of a value's class."""
     return type(value).__name__
 
 
 def article(word: str) -> str:
+    """The word after "a" or "an"."""
     return f"an {word}" if word[:1].lower() in "aeiou" else f"a {word}"
 
 

@@ -6,7 +6,7 @@ of a State, interned with what is computed from it once: a State is then a layou
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Union
+from typing import Any
 
 import jax
 
@@ -118,7 +118,7 @@ class State(Mapping[str, Any]):
             return NotImplemented
         return self._layout is other._layout and all(map(values_equal, self._leaves, other._leaves))
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     # Algebra
 
@@ -237,5 +237,5 @@ def _unflatten(layout: Layout, leaves: Any) -> State:
 
 jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
 
-States = Union[State, tuple[State, ...]]
+States = State | tuple[State, ...]
 """What partition and filter give: one State, or one per filter."""

@@ -4,8 +4,9 @@
 differ), floats compare by bit pattern, lists, dicts, sets and dataclass instances by content, functions and partials by
 code and by what they close over, arrays and objects without an `__eq__` and `__hash__` of their own by identity.
 
-While freezing, a `Freezer` also collects the *watch list*, the mutable containers it passed with the items they had, and
-makes a *detached* copy: fresh lists, dicts and sets, with bound methods of Modules replaced by `BoundMethod` records.
+While freezing, a `Freezer` also collects the *watch list*, the mutable containers it passed with the items they had,
+and makes a *detached* copy: fresh lists, dicts and sets, with bound methods of Modules replaced by `BoundMethod`
+records.
 """
 
 import copy
@@ -140,8 +141,8 @@ class Freezer:
         if isinstance(value, np.generic):
             return (cls, value.tobytes())
         if isinstance(value, functools.partial):
-            parts = ((value.func, "func"), (value.args, "args"), (value.keywords, "keywords"), (vars(value), "__dict__"))
-            return (cls, *(self._captured_key(part, f"{name} of {route}") for part, name in parts))
+            parts = {"func": value.func, "args": value.args, "keywords": value.keywords, "__dict__": vars(value)}
+            return (cls, *(self._captured_key(part, f"{name} of {route}") for name, part in parts.items()))
         if isinstance(value, types.MethodType):
             if isinstance(value.__self__, ModuleBase):
                 index = self.index_of(value.__self__)
@@ -165,13 +166,13 @@ class Freezer:
         """Like `key`, for what a function captured: arrays by identity, methods of Modules never."""
         if isinstance(value, (jax.Array, np.ndarray)):
             return ById(value)
-        if isinstance(value, types.MethodType) and isinstance(value.__self__, ModuleBase):
-            raise HoldsState(value.__self__, f"self of {route}")
         if type(value) in (tuple, list):
             items = enumerate(value)
             return (type(value), *(self._captured_key(item, f"{route}[{i}]") for i, item in items))
         if type(value) is dict:
             return (dict, *((self.key(k, route), self._captured_key(v, f"{route}[{k!r}]")) for k, v in value.items()))
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, ModuleBase):
+            raise HoldsState(value.__self__, f"self of {route}")
         return self.key(value, route)
 
     def _function_key(self, function: types.FunctionType, route: str) -> Any:

@@ -5,10 +5,12 @@ or tracers would leak out of (or stale values into) a transformed function. This
 JAX's private modules; if they change, it falls back to the public, slower call.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.extend
+import jax.core
+import jax.extend.core
 
 try:
     from jax._src.core import trace_state as _trace_state  # a thread-local setting that holds a weakref to the trace
@@ -18,17 +20,16 @@ except (ImportError, AttributeError):  # pragma: no cover - only on a JAX that m
     _trace_state = None
 
 
-if _trace_state is not None:
+def _level_by_identity(_state: Any = _trace_state) -> Any:
+    return _state.value
 
-    def current_level(_state: Any = _trace_state) -> Any:
-        """The running trace as a token; the same trace gives the same object."""
-        return _state.value
 
-else:  # pragma: no cover
+def _level_by_equality() -> Any:
+    return jax.extend.core.get_opaque_trace_state(convention="nnx")
 
-    def current_level() -> Any:
-        """The running trace as a token; the same trace gives equal objects."""
-        return jax.extend.core.get_opaque_trace_state(convention="nnx")
+
+current_level: Callable[[], Any] = _level_by_equality if _trace_state is None else _level_by_identity
+"""The running trace as a token: the same trace gives the same object (or, the slower way, an equal one)."""
 
 
 def same_level(level: Any) -> bool:
@@ -38,4 +39,5 @@ def same_level(level: Any) -> bool:
 
 
 def is_tracer(value: Any) -> bool:
+    """Whether a value stands for one that a running transform will compute."""
     return isinstance(value, jax.core.Tracer)

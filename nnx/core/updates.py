@@ -22,6 +22,7 @@ def check_level(module: Any, action: str) -> None:
 
 
 def check_levels(modules: Iterable[Any], action: str) -> None:
+    """Raises TraceContextError if one of the Modules was made at another trace level."""
     level = current_level()
     for module in modules:
         if module._nnx_info.level is not level:
@@ -29,7 +30,7 @@ def check_levels(modules: Iterable[Any], action: str) -> None:
 
 
 def update(root: Any, *states: State) -> None:
-    """Writes the leaves of the States into the graph; later ones win. Nothing is changed if any of them does not fit."""
+    """Writes the leaves of the States into the graph; later ones win. If any does not fit, nothing is changed."""
     flat = flat_of(root)
     check_levels(_owners(flat), "update_state")
     writes: list[tuple[int, Any]] = []
@@ -118,7 +119,8 @@ def _addition(owner: Any, name: str, leaf: Any, path: str) -> tuple[Any, Any]:
         return kind, _fitting_value(kind._spec, leaf, path)
     if kind is MODULE or is_static(kind):
         what = "a submodule" if kind is MODULE else "a static attribute"
-        raise ValueError(UNKNOWN_PATH.format(path=path, reason=f"it is {what} of {type(owner).__name__}, not a variable"))
+        reason = f"it is {what} of {type(owner).__name__}, not a variable"
+        raise ValueError(UNKNOWN_PATH.format(path=path, reason=reason))
     if kind is not None and type(kind) is not Absent:  # a second way to a shared Module
         return kind, _fitting_value(kind, leaf, path)
     if isinstance(leaf, Container):
@@ -169,9 +171,7 @@ def pop(root: Any, filters: Sequence[Any]) -> Any:
         for owner, name in ref.owners():
             if any(owner is module for module in modules):
                 remove(owner, name)
-    states = tuple(
-        State({paths[i]: leaves[i] for i in taken if found[i] == which}) for which in range(len(filters))
-    )
+    states = tuple(State({paths[i]: leaves[i] for i in taken if found[i] == which}) for which in range(len(filters)))
     return states[0] if len(states) == 1 else states
 
 
@@ -180,6 +180,8 @@ def remove(module: Any, name: str) -> None:
     info = module._nnx_info
     kind = info.kinds.pop(name)
     module.__dict__.pop(name, None)
+    if info.sown is not None:
+        info.sown.discard(name)
     if type(kind) is Ref:
         kind.detach(module, name)
     info.changed()

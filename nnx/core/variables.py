@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.errors import INCOMPATIBLE_CONTAINER
@@ -36,12 +37,12 @@ class Spec:
     on_set: Callable[[Any, Mapping[str, Any]], Any] | None
 
     @staticmethod
-    def of(cls: "type[Container]", metadata: dict[str, Any]) -> "Spec":
-        key = (cls, tuple([(name, freeze(metadata[name])) for name in sorted(metadata)]))
+    def of(container_type: "type[Container]", metadata: dict[str, Any]) -> "Spec":
+        key = (container_type, tuple([(name, freeze(metadata[name])) for name in sorted(metadata)]))
         spec = _specs.get(key)
         if spec is None:
             spec = Spec()
-            spec.type = cls
+            spec.type = container_type
             spec.metadata = types.MappingProxyType(dict(metadata))
             spec.on_set = metadata.get("on_set")
             spec = _specs.setdefault(key, spec)
@@ -198,7 +199,7 @@ def _leaves_equal(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, jax.ShapeDtypeStruct) or isinstance(b, jax.ShapeDtypeStruct):
         return type(a) is type(b)
-    if jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(a.dtype, jax.dtypes.extended):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
     return bool(np.array_equal(np.asarray(a), np.asarray(b)))
 
@@ -363,7 +364,11 @@ class OnDemandType(type):
     """The metaclass of Variable types made from a name alone; they pickle as that name."""
 
 
-copyreg.pickle(OnDemandType, lambda cls: (variable_type, (cls.collection,)))
+def _reduce_on_demand(cls: Any) -> Any:
+    return variable_type, (cls.collection,)
+
+
+copyreg.pickle(OnDemandType, _reduce_on_demand)
 
 
 def variable_type(name: str) -> type[Variable]:
@@ -382,6 +387,7 @@ _on_demand: dict[str, type[Variable]] = {}  # keeps them alive: a name means one
 
 
 def known_collections() -> list[str]:
+    """The collection names there are, in order."""
     return sorted(name for name in _collections if collection_type(name) is not None)
 
 
@@ -396,7 +402,8 @@ def var(collection: str, value: T, sharding: Any = None, **metadata: Any) -> T:
     >>> type(count).collection
     'counts'
     """
-    return variable_type(collection)(value, sharding, **metadata)
+    cls: Any = variable_type(collection)
+    return cls(value, sharding, **metadata)
 
 
 def param(value: T, sharding: Any = None, **metadata: Any) -> T:

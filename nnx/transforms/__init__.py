@@ -1,0 +1,1 @@
+"""JAX transforms, lifted to take Modules. See README.md in this folder."""

@@ -1,0 +1,122 @@
+"""Which arguments of a call an option means: static, donated, with a sharding of their own."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from nnx.core.info import ModuleBase
+from nnx.core.repr import short
+
+UNHASHABLE_STATIC = """The static argument {label} of {name} is {value}, of type {kind}, which has no hash: a function is \
+compiled once per value of its static arguments, so they must be hashable. Pass a tuple for a list, or make the \
+argument dynamic."""
+
+STATIC_MODULE = """The static argument {label} of {name} is a Module ({kind}). Modules are never static: take it out of \
+static_argnums/static_argnames, and it is split into its state and its static half by itself."""
+
+
+class StaticArgument:
+    """A static argument of a call: a pytree without leaves, compared as its value is."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StaticArgument):
+            return False
+        return type(self.value) is type(other.value) and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+
+jax.tree_util.register_static(StaticArgument)
+
+
+class Selection:
+    """Some arguments of a function, by position and by name; either is inferred from the other as `jax.jit` does.
+
+    Args:
+      offset: how many arguments stand before those the user counts (a Module the function is bound to).
+    """
+
+    def __init__(self, fun: Callable[..., Any], argnums: Any, argnames: Any, offset: int = 0):
+        self.argnums = _tuple(argnums, int)
+        self.argnames = _tuple(argnames, str)
+        names = _parameter_names(fun)[offset:]
+        if self.argnums and argnames is None:
+            self.argnames = tuple(names[i] for i in self.argnums if -len(names) <= i < len(names))
+        elif self.argnames and argnums is None:
+            self.argnums = tuple(i for i, name in enumerate(names) if name in self.argnames)
+        self.offset = offset
+
+    def __bool__(self) -> bool:
+        return bool(self.argnums or self.argnames)
+
+    def positions(self, count: int) -> set[int]:
+        """The positions meant in a call with `count` positional arguments, those before included."""
+        shift, counted = self.offset, count - self.offset
+        return {shift + (i + counted if i < 0 else i) for i in self.argnums if -counted <= i < counted}
+
+
+def _tuple(value: Any, cls: type) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, cls) else tuple(value)
+
+
+def _parameter_names(fun: Callable[..., Any]) -> list[str]:
+    try:
+        parameters: Iterable[inspect.Parameter] = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in kinds]
+
+
+def make_static(selection: Selection, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> tuple[Any, Any]:
+    """The call with its static arguments wrapped.
+
+    Raises:
+      ValueError: one of them cannot be hashed.
+    """
+    positions = selection.positions(len(args))
+    args = tuple([_static(a, f"number {i}", name) if i in positions else a for i, a in enumerate(args)])
+    kwargs = {k: _static(v, repr(k), name) if k in selection.argnames else v for k, v in kwargs.items()}
+    return args, kwargs
+
+
+def _static(value: Any, label: str, name: str) -> StaticArgument:
+    if isinstance(value, ModuleBase):
+        raise ValueError(STATIC_MODULE.format(label=label, name=name, kind=type(value).__name__))
+    try:
+        hash(value)
+    except TypeError:
+        text = UNHASHABLE_STATIC.format(label=label, name=name, value=short(value), kind=type(value).__name__)
+        raise ValueError(text) from None
+    return StaticArgument(value)
+
+
+def unwrap_static(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that takes wrapped static arguments."""
+
+    def unwrapped(*args: Any, **kwargs: Any) -> Any:
+        args = tuple([a.value if type(a) is StaticArgument else a for a in args])
+        return fun(*args, **{k: v.value if type(v) is StaticArgument else v for k, v in kwargs.items()})
+
+    unwrapped.__wrapped__ = fun  # type: ignore[attr-defined]
+    return unwrapped
+
+
+def leaf_flags(selection: Selection, args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
+    """For every leaf of the call whether it is in a selected argument."""
+    positions = selection.positions(len(args))
+    marked = (
+        [jax.tree.map(lambda _: True, a) if i in positions else jax.tree.map(lambda _: False, a) for i, a in enumerate(args)],
+        {k: jax.tree.map(lambda _, s=k in selection.argnames: s, v) for k, v in kwargs.items()},
+    )
+    return jax.tree.leaves(marked)

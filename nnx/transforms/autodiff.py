@@ -1,0 +1,185 @@
+"""`vjp`, `jvp`, `linearize`, `jacfwd`, `jacrev`, `hessian`: the other derivatives.
+
+Tangents and cotangents of a Module are States of its `wrt` part. What the forward pass changes stands.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from nnx.core.variables import Param
+from nnx.transforms.differentiate import Part
+from nnx.transforms.lift import Outcome, commit, target_of
+from nnx.transforms.wrapper import decorator
+
+
+def _all(count: int) -> tuple[int, ...]:
+    return tuple(range(count))
+
+
+def _with_aux(pure: Callable[[Any], Outcome], has_aux: bool) -> Callable[[Any], tuple[Any, Outcome]]:
+    """The function's output to be differentiated, and all the rest as auxiliary output."""
+
+    def split(differentiated: Any) -> tuple[Any, Outcome]:
+        outcome = pure(differentiated)
+        out, aux = outcome.out if has_aux else (outcome.out, None)
+        return out, Outcome(outcome.values, aux, outcome.effects)
+
+    return split
+
+
+def vjp(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param) -> Any:
+    """`(out, vjp_fn)`, or `(out, vjp_fn, aux)`: the value and the function that pulls cotangents back.
+
+    `vjp_fn(cotangent)` gives one cotangent per primal; for a Module a State of its `wrt` part.
+    """
+    target = target_of(fun, "nnx.vjp")
+    part = Part(f"nnx.vjp({target.name})", (*target.bound, *primals), {}, _all(len(primals) + len(target.bound)), wrt, True)
+    out, pull, outcome = jax.vjp(_with_aux(part.function(target.fun), has_aux), part.primals(), has_aux=True)
+    aux = commit(part.call, outcome)
+
+    def vjp_fn(cotangent: Any) -> Any:
+        ((cells, data),) = pull(cotangent)
+        return part.pack(cells, data)
+
+    return (out, vjp_fn, aux) if has_aux else (out, vjp_fn)
+
+
+def jvp(fun: Any, primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False, wrt: Any = Param) -> Any:
+    """`(out, tangent_out)`, or `(out, tangent_out, aux)`: the value and the directional derivative.
+
+    The tangent of a Module is a State of its `wrt` part; paths it leaves out are zero.
+    """
+    target = target_of(fun, "nnx.jvp")
+    primals = (*target.bound, *primals)
+    part = Part(f"nnx.jvp({target.name})", primals, {}, _all(len(primals)), wrt, True)
+    given = part.unpack(tuple(tangents), "the tangents")
+    function = _with_aux(part.function(target.fun), has_aux)
+    out, tangent, outcome = jax.jvp(function, (part.primals(),), (_as_tangents(given, part.primals()),), has_aux=True)
+    aux = commit(part.call, outcome)
+    return (out, tangent, aux) if has_aux else (out, tangent)
+
+
+def _as_tangents(tangents: Any, primals: Any) -> Any:
+    """Tangents of the dtype that JAX wants for these primals."""
+    return jax.tree.map(lambda t, p: t if not _is_integer(p) else _zero_tangent(p), tangents, primals)
+
+
+def _is_integer(primal: Any) -> bool:
+    return not jax.numpy.issubdtype(jax.numpy.result_type(primal), jax.numpy.inexact)
+
+
+def _zero_tangent(primal: Any) -> Any:
+    return np.zeros(jax.numpy.shape(primal), jax.dtypes.float0)
+
+
+def linearize(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param) -> Any:
+    """`(out, f_jvp)`, or `(out, f_jvp, aux)`: the value and the derivative at it, as a linear function of tangents."""
+    target = target_of(fun, "nnx.linearize")
+    primals = (*target.bound, *primals)
+    part = Part(f"nnx.linearize({target.name})", primals, {}, _all(len(primals)), wrt, True)
+    function = _with_aux(part.function(target.fun), has_aux)
+    out, push, outcome = jax.linearize(function, part.primals(), has_aux=True)
+    aux = commit(part.call, outcome)
+    values = part.primals()
+
+    def f_jvp(*tangents: Any) -> Any:
+        return push(_as_tangents(part.unpack(tangents, "the tangents"), values))
+
+    return (out, f_jvp, aux) if has_aux else (out, f_jvp)
+
+
+def _jacobian(transform: Any, name: str, fun: Any, wrt: Any, argnums: Any, has_aux: bool, options: Any) -> Callable[..., Any]:
+    target = target_of(fun, name)
+    argnums = argnums if isinstance(argnums, int) else tuple(argnums)
+
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        part = Part(f"{name}({target.name})", (*target.bound, *args), kwargs, argnums, wrt, bool(options.get("allow_int")))
+        structure: list[Any] = []
+        split = _with_aux(part.function(target.fun), has_aux)
+
+        def function(differentiated: Any) -> tuple[Any, Outcome]:
+            out, outcome = split(differentiated)
+            structure[:] = [jax.tree.structure(out)]
+            return out, outcome
+
+        jacobian, outcome = transform(function, has_aux=True, **options)(part.primals())
+        aux = commit(part.call, outcome)
+        leaves = [part.pack(*inner) for inner in structure[0].flatten_up_to(jacobian)]
+        packed = jax.tree.unflatten(structure[0], leaves)
+        return (packed, aux) if has_aux else packed
+
+    return lifted
+
+
+@decorator
+def jacfwd(
+    fun: Any,
+    wrt: Any = Param,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+) -> Callable[..., Any]:
+    """The Jacobian by forward mode: for each output leaf the shape of the differentiated argument, Modules as States."""
+    return _jacobian(jax.jacfwd, "nnx.jacfwd", fun, wrt, argnums, has_aux, {"holomorphic": holomorphic})
+
+
+@decorator
+def jacrev(
+    fun: Any,
+    wrt: Any = Param,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """The Jacobian by reverse mode: for each output leaf the shape of the differentiated argument, Modules as States."""
+    options = {"holomorphic": holomorphic, "allow_int": allow_int}
+    return _jacobian(jax.jacrev, "nnx.jacrev", fun, wrt, argnums, has_aux, options)
+
+
+@decorator
+def hessian(
+    fun: Any,
+    wrt: Any = Param,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+) -> Callable[..., Any]:
+    """The second derivative: the differentiated argument's shape, each leaf holding that shape again.
+
+    For a Module, `hessian["a"]["b"]` is the block of the variables at the paths `a` and `b`.
+    """
+    target = target_of(fun, "nnx.hessian")
+    argnums = argnums if isinstance(argnums, int) else tuple(argnums)
+
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        part = Part(f"nnx.hessian({target.name})", (*target.bound, *args), kwargs, argnums, wrt, False)
+        structure: list[Any] = []
+        split = _with_aux(part.function(target.fun), has_aux)
+
+        def function(differentiated: Any) -> tuple[Any, Outcome]:
+            out, outcome = split(differentiated)
+            structure[:] = [jax.tree.structure(out)]
+            return out, outcome
+
+        blocks, outcome = jax.hessian(function, has_aux=True, holomorphic=holomorphic)(part.primals())
+        aux = commit(part.call, outcome)
+        cells, data = part.primals()
+        inner = jax.tree.structure((cells, data))
+
+        def pack_one(block: Any) -> Any:
+            rows = [part.pack(*row) for row in inner.flatten_up_to(block)]
+            row_cells, row_data = jax.tree.unflatten(inner, rows)
+            return part.pack(row_cells, row_data, boxed=False)
+
+        leaves = [pack_one(block) for block in structure[0].flatten_up_to(blocks)]
+        packed = jax.tree.unflatten(structure[0], leaves)
+        return (packed, aux) if has_aux else packed
+
+    return lifted

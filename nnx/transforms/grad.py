@@ -1,0 +1,107 @@
+"""`grad` and `value_and_grad`: gradients of Modules as States."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from nnx.core.variables import Param
+from nnx.transforms.differentiate import Part
+from nnx.transforms.lift import Outcome, commit, discard, target_of
+from nnx.transforms.wrapper import decorator
+
+
+@decorator
+def value_and_grad(
+    fun: Any,
+    wrt: Any = Param,
+    *,
+    argnums: int | Sequence[int] = 0,
+    stateful: bool = True,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    reduce_axes: Sequence[str] = (),
+) -> Callable[..., Any]:
+    """Like `grad`, but gives `(value, gradient)`, or `((value, aux), gradient)` with `has_aux`.
+
+    >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
+    >>> value, grads = nnx.value_and_grad(lambda m: m.w ** 2)(model)
+    >>> float(value), float(grads["w"].value)
+    (9.0, 6.0)
+    """
+    target = target_of(fun, "nnx.grad")
+    argnums = argnums if isinstance(argnums, int) else tuple(argnums)
+    name = f"nnx.grad({target.name})"
+
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        part = Part(name, (*target.bound, *args), kwargs, argnums, wrt, allow_int)
+        pure = part.function(target.fun)
+
+        def loss(differentiated: Any) -> tuple[Any, Outcome]:
+            outcome = pure(differentiated)
+            value, aux = outcome.out if has_aux else (outcome.out, None)
+            return value, Outcome(outcome.values, (value, aux), outcome.effects)
+
+        transform = jax.value_and_grad(loss, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
+        (value, outcome), (cells, data) = transform(part.primals())
+        if reduce_axes:
+            cells, data = jax.lax.psum((cells, data), tuple(reduce_axes))
+        _, aux = commit(part.call, outcome) if stateful else discard(part.call, outcome)
+        return ((value, aux) if has_aux else value), part.pack(cells, data)
+
+    return lifted
+
+
+@decorator
+def grad(
+    fun: Any,
+    wrt: Any = Param,
+    *,
+    argnums: int | Sequence[int] = 0,
+    stateful: bool = True,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    reduce_axes: Sequence[str] = (),
+) -> Callable[..., Any]:
+    """The gradient of a scalar function, with Modules anywhere in its arguments.
+
+    Args:
+      fun: the function, a Module, or a bound method of one.
+      wrt: which part of a Module is differentiated; a filter.
+      argnums: which arguments are; one, or several.
+      stateful: whether changes to Modules in the forward pass are written back.
+      has_aux: whether `fun` returns `(value, aux)`; then the result is `(gradient, aux)`.
+      holomorphic, allow_int: as in `jax.grad`.
+      reduce_axes: names of mapped axes to sum the gradient over.
+
+    Returns:
+      A function with the arguments of `fun`. The gradient has the shape of the differentiated argument, with each Module
+      replaced by a State of the same Variable types and metadata.
+
+    Raises:
+      TypeError: an integer value is under `wrt`.
+
+    >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
+    >>> nnx.grad(lambda m: m.w ** 2)(model)
+    State({
+      'w': Param(float32[]),
+    })
+    """
+    both = value_and_grad(
+        fun,
+        wrt,
+        argnums=argnums,
+        stateful=stateful,
+        has_aux=has_aux,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+        reduce_axes=reduce_axes,
+    )
+
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        value, gradient = both(*args, **kwargs)
+        return (gradient, value[1]) if has_aux else gradient
+
+    return lifted

@@ -1,0 +1,408 @@
+"""The one engine: a call with Modules and Contexts anywhere in it, as a pure function of flat values, and back.
+
+Nouns. *Splitting* a call finds its Modules and Contexts and gives the rest as data; its `Signature` is what is static
+about it. *Entering* rebuilds the Modules inside a trace; *leaving* finds what happened to them. The result is an
+`Outcome`: the values that changed and the function's output, as a pytree, with the `Effects`, all that is static about
+the change, as its structure. *Committing* an Outcome writes it into the caller's Modules, at once.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import jax
+
+from nnx.core.context import Context, ContextDef
+from nnx.core.errors import MUTATE_AT_OTHER_LEVEL, TraceContextError
+from nnx.core.graph import Flat, Graph, GraphKey, build, fresh, joint_flat_of, traverse
+from nnx.core.info import ModuleBase, join
+from nnx.core.repr import short
+from nnx.core.statics import needs_attach
+from nnx.core.trace import current_level
+from nnx.core.updates import check_level
+from nnx.transforms.rewrite import Rewrite, find_rewrite
+
+CONTEXT_RETURNED = """A Context in the result of {name}: its keys belong to the transform that has just ended. Return \
+the keys you need (ctx.make_rng(...)), or use the caller's Context: it has advanced."""
+
+ATTACHED_FROM_OUTSIDE = """Cannot write back a Module from a different trace level: {owner} at {path!r} was made outside \
+the function that {name} runs (a closure, perhaps) and was attached to a Module, or returned, inside it.
+Pass it to the function as an argument: then it is one and the same Module inside and outside."""
+
+
+# Sorts of leaf in a call
+
+DATA, MODULE, CONTEXT = 0, 1, 2
+leaf_sorts: dict[type, int] = {}
+
+
+def sort_of(leaf: Any) -> int:
+    cls = type(leaf)
+    sort = leaf_sorts.get(cls)
+    if sort is None:
+        sort = MODULE if isinstance(leaf, ModuleBase) else CONTEXT if isinstance(leaf, Context) else DATA
+        leaf_sorts[cls] = sort
+    return sort
+
+
+# Splitting
+
+
+class Signature(NamedTuple):
+    """What is static about a call: the place of every leaf, the structure of its Modules, the flags of its Contexts."""
+
+    treedef: Any
+    marks: tuple[int, ...]  # per leaf: -1 for data, n >= 0 for the n-th Module, -2-n for the n-th Context
+    key: GraphKey | None
+    contexts: tuple[ContextDef, ...]
+
+    def fill(self, roots: Sequence[Any], contexts: Sequence[Context], data: Sequence[Any]) -> Any:
+        """The call's `(args, kwargs)` with these Modules, Contexts and data."""
+        rest = iter(data)
+        leaves = [next(rest) if m == -1 else roots[m] if m >= 0 else contexts[-2 - m] for m in self.marks]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+class Call:
+    """One call, split."""
+
+    __slots__ = ("signature", "flat", "roots", "contexts", "data")
+
+    def __init__(self, args: Any, kwargs: Any):
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        marks: list[int] = []
+        roots: list[Any] = []
+        contexts: list[Context] = []
+        numbers: dict[int, int] = {}
+        data: list[Any] = []
+        for leaf in leaves:
+            sort = leaf_sorts.get(type(leaf))
+            if sort is None:
+                sort = sort_of(leaf)
+            if sort == DATA:
+                data.append(leaf)
+                marks.append(-1)
+                continue
+            found = roots if sort == MODULE else contexts
+            number = numbers.get(id(leaf))
+            if number is None:
+                number = numbers[id(leaf)] = len(found)
+                found.append(leaf)
+            marks.append(number if sort == MODULE else -2 - number)
+        self.roots, self.contexts, self.data = roots, contexts, data
+        self.flat: Flat | None = joint_flat_of(roots) if roots else None
+        key = self.flat.key if self.flat is not None else None
+        self.signature = Signature(treedef, tuple(marks), key, tuple([ctx.definition() for ctx in contexts]))
+
+    @property
+    def statics(self) -> tuple[Any, ...]:
+        return self.flat.statics if self.flat is not None else ()
+
+    def cells(self) -> list[Any]:
+        return self.flat.values() if self.flat is not None else []
+
+    def forks(self) -> list[list[tuple[Any, Any]]]:
+        """Every Context forked, as data; each has then advanced by one."""
+        return [ctx.fork_data() for ctx in self.contexts]
+
+    def cell_paths(self) -> list[str]:
+        return cell_paths(self.signature.key)
+
+
+def cell_paths(key: GraphKey | None) -> list[str]:
+    """The path of every cell; with several Modules in the call, after the number of the Module."""
+    if key is None:
+        return []
+    roots = list(dict.fromkeys(key.table[0]))
+    if len(roots) == 1:
+        return [path for _, path in key.cell_roots()]
+    return [join(f"(Module {roots.index(root)})", path) for root, path in key.cell_roots()]
+
+
+# Entering and leaving
+
+
+class Entered:
+    """The Modules of a call, rebuilt at the current trace level, and what their cells held then."""
+
+    __slots__ = ("key", "graph", "before", "trees", "baseline")
+
+    key: GraphKey | None
+    graph: Graph
+    before: list[Any]
+    trees: dict[int, tuple[list[Any], Any]]  # leaves and treedef of the cells that hold pytrees
+    baseline: Any
+
+    @property
+    def roots(self) -> list[Any]:
+        if self.key is None:
+            return []
+        return [self.graph.modules[i] for i in dict.fromkeys(self.key.table[0])]
+
+    def value(self, cell: int) -> Any:
+        """What a cell holds now; only while the structure is as it was."""
+        return self.graph.dicts[cell][self.key.cells[cell][1]]  # type: ignore[union-attr]
+
+    def is_changed(self, cell: int, value: Any) -> bool:
+        if cell in self.trees:
+            leaves, treedef = jax.tree.flatten(value)
+            old_leaves, old_treedef = self.trees[cell]
+            return treedef != old_treedef or not all(map(is_, leaves, old_leaves))
+        return value is not self.before[cell]
+
+    def is_restructured(self) -> bool:
+        modules = self.graph.modules
+        if any(module._nnx_info.version.count for module in modules):
+            return True
+        return self.baseline is not None and traverse(modules).table != self.baseline
+
+
+def enter(key: GraphKey | None, statics: Sequence[Any], cells: Sequence[Any]) -> Entered:
+    """Builds the Modules of a graph around the given values."""
+    entered = Entered()
+    entered.key = key
+    entered.graph = build(key, statics, cells) if key is not None else Graph([], [], [])
+    entered.before, entered.trees = [], {}
+    if key is not None:
+        for i, ((_, name, _), values) in enumerate(zip(key.cells, entered.graph.dicts)):
+            value = values[name]
+            entered.before.append(value)
+            if fresh(value) is not value:
+                entered.trees[i] = jax.tree.flatten(value)
+    watched = any(map(needs_attach, statics))
+    entered.baseline = traverse(entered.graph.modules).table if watched else None
+    return entered
+
+
+class Effects:
+    """All that is static about what a function did to its Modules."""
+
+    __slots__ = ("changed", "rewrite", "sown", "returns_modules", "simple")
+
+    def __init__(self, changed: tuple[int, ...], rewrite: Rewrite | None, sown: Any, returns_modules: bool):
+        self.changed = changed
+        self.rewrite = rewrite
+        self.sown = sown
+        self.returns_modules = returns_modules
+        self.simple = rewrite is None and not sown and not returns_modules  # new values and nothing else
+
+    def _parts(self) -> Any:
+        return self.changed, self.rewrite, self.sown, self.returns_modules
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Effects) and self._parts() == other._parts())
+
+    def __hash__(self) -> int:
+        return hash(self.changed)
+
+
+class Outcome:
+    """What a lifted function gives: the values that changed, its output, and the Effects; a pytree."""
+
+    __slots__ = ("values", "out", "effects")
+
+    def __init__(self, values: Any, out: Any, effects: Effects):
+        self.values = values
+        self.out = out
+        self.effects = effects
+
+
+jax.tree_util.register_pytree_node(
+    Outcome,
+    lambda outcome: ((outcome.values, outcome.out), outcome.effects),
+    lambda effects, children: Outcome(children[0], children[1], effects),
+)
+
+
+class Returned:
+    """A Module in the output of a lifted function, by its number."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int):
+        self.index = index
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Returned) and self.index == other.index
+
+    def __hash__(self) -> int:
+        return hash((Returned, self.index))
+
+
+jax.tree_util.register_static(Returned)
+
+
+def leave(entered: Entered, out: Any, name: str) -> Outcome:
+    """Finds what happened to the Modules since they were entered."""
+    leaves, treedef = jax.tree.flatten(out)
+    returned = []
+    for leaf in leaves:
+        if sort_of(leaf) == CONTEXT:
+            raise TypeError(CONTEXT_RETURNED.format(name=name))
+        if sort_of(leaf) == MODULE:
+            returned.append(leaf)
+    modules = entered.graph.modules
+    known = {id(module): i for i, module in enumerate(modules)}
+    sown = tuple((i, tuple(sorted(m._nnx_info.sown))) for i, m in enumerate(modules) if m._nnx_info.sown)
+    if entered.is_restructured() or any(id(module) not in known for module in returned):
+        rewrite, values, walk = find_rewrite(entered, returned)
+        _check_levels(walk, name)
+        known = {id(module): i for i, module in enumerate(walk.modules)}
+        effects = Effects((), rewrite, sown, bool(returned))
+    else:
+        current = [entered.value(i) for i in range(len(entered.before))]
+        changed = tuple([i for i, value in enumerate(current) if entered.is_changed(i, value)])
+        values = [current[i] for i in changed]
+        effects = Effects(changed, None, sown, bool(returned))
+    if returned:
+        out = jax.tree.unflatten(
+            treedef, [Returned(known[id(x)]) if sort_of(x) == MODULE else x for x in leaves]
+        )
+    return Outcome(values, out, effects)
+
+
+def _check_levels(walk: Any, name: str) -> None:
+    level = current_level()
+    for i, module in enumerate(walk.modules):
+        if module._nnx_info.level is not level and module._nnx_info.level != level:
+            text = ATTACHED_FROM_OUTSIDE.format(owner=type(module).__name__, path=walk.path(i), name=name)
+            raise TraceContextError(text)
+
+
+def run(fun: Callable[..., Any], signature: Signature, statics: Any, cells: Any, data: Any, forks: Any, name: str) -> Outcome:
+    """Runs a function on the Modules, Contexts and data of a split call, inside the current trace."""
+    entered = enter(signature.key, statics, cells)
+    contexts = [definition.from_fork(fork) for definition, fork in zip(signature.contexts, forks)]
+    args, kwargs = signature.fill(entered.roots, contexts, data)
+    return leave(entered, fun(*args, **kwargs), name)
+
+
+# Committing
+
+_set_item = dict.__setitem__
+
+
+def commit(call: Call, outcome: Outcome) -> Any:
+    """Writes what changed into the caller's Modules and gives the output, with their Modules in it.
+
+    Raises:
+      TraceContextError: a Module that changed belongs to another trace level; nothing is written then.
+    """
+    effects = outcome.effects
+    if call.flat is None and effects.rewrite is None:
+        return outcome.out
+    modules: list[Any] = []
+    if effects.rewrite is not None:
+        modules = effects.rewrite.apply(_modules(call), call.signature.key, outcome.values)
+    elif effects.changed:
+        write(call.flat, effects, outcome.values)  # type: ignore[arg-type]
+    if effects.sown:
+        _mark_sown(modules or _modules(call), effects.sown)
+    if effects.returns_modules:
+        return fill_returned(outcome.out, modules or _modules(call))
+    return outcome.out
+
+
+def write(flat: Flat, effects: Effects, values: Sequence[Any]) -> None:
+    """Writes changed values into their cells in one step, which an interrupt cannot tear."""
+    if flat.level is not current_level():
+        check_writable(flat, effects.changed)
+    writer = flat.writers.get(id(effects))
+    if writer is None:
+        writer = flat.writers[id(effects)] = (*_writer(flat, effects.changed), effects)
+    dicts, names, repeat, _ = writer
+    if repeat is not None:
+        values = [values[i] for i in repeat]
+    deque(map(_set_item, dicts, names, values), maxlen=0)
+
+
+def _writer(flat: Flat, changed: Sequence[int]) -> tuple[list[Any], list[str], list[int] | None]:
+    dicts = [flat.dicts[i] for i in changed]
+    names = [flat.names[i] for i in changed]
+    if not any(i in flat.extra for i in changed):
+        return dicts, names, None
+    repeat = list(range(len(changed)))
+    for n, i in enumerate(changed):
+        for values, name in flat.extra.get(i, ()):
+            dicts.append(values)
+            names.append(name)
+            repeat.append(n)
+    return dicts, names, repeat
+
+
+def check_writable(flat: Flat, cells: Sequence[int]) -> None:
+    """Raises TraceContextError if one of the cells belongs to a Module of another trace level."""
+    for i in cells:
+        at, name, _ = flat.key.cells[i]
+        module = flat.modules[at]()
+        if module is not None:
+            check_level(module, f"writing {cell_paths(flat.key)[i]!r} back")
+
+
+def _modules(call: Call) -> list[Any]:
+    if call.flat is None:
+        return []
+    modules = [weak() for weak in call.flat.modules]
+    if any(module is None for module in modules):
+        raise TraceContextError(MUTATE_AT_OTHER_LEVEL.format(action="writing back", owner="a Module that is gone"))
+    return modules
+
+
+def _mark_sown(modules: Sequence[Any], sown: Any) -> None:
+    for index, names in sown:
+        info = modules[index]._nnx_info
+        info.sown = {*(info.sown or ()), *names}
+
+
+def fill_returned(out: Any, modules: Sequence[Any]) -> Any:
+    """The output with the Modules it names in their places."""
+    return jax.tree.map(
+        lambda x: modules[x.index] if isinstance(x, Returned) else x, out, is_leaf=lambda x: isinstance(x, Returned)
+    )
+
+
+def discard(call: Call, outcome: Outcome) -> Any:
+    """The output without any effect on the caller's Modules (`stateful=False`); Modules in it are new ones."""
+    if not outcome.effects.returns_modules:
+        return outcome.out
+    copies = build(call.signature.key, call.statics, call.cells()) if call.flat is not None else Graph([], [], [])
+    effects, modules = outcome.effects, copies.modules
+    if effects.rewrite is not None:
+        modules = effects.rewrite.apply(modules, call.signature.key, outcome.values)
+    else:
+        for i, value in zip(effects.changed, outcome.values):
+            at, name, _ = call.signature.key.cells[i]  # type: ignore[union-attr]
+            modules[at].__dict__[name] = value
+    return fill_returned(outcome.out, modules)
+
+
+# The function that is lifted
+
+
+class Target(NamedTuple):
+    """A function to lift: a Module or a bound method of one lifts the Module as its first argument."""
+
+    fun: Callable[..., Any]
+    bound: tuple[Any, ...]  # the Module, if the function came with one
+    name: str
+
+
+def target_of(fun: Any, transform: str) -> Target:
+    """What to call, with which Module before the arguments.
+
+    Raises:
+      TypeError: it is not callable.
+    """
+    if isinstance(fun, ModuleBase):
+        if not callable(fun):
+            raise TypeError(f"{transform} was given a {type(fun).__name__}, a Module without `__call__`.")
+        return Target(type(fun).__call__, (fun,), type(fun).__name__)
+    owner = getattr(fun, "__self__", None)
+    if isinstance(owner, ModuleBase) and hasattr(fun, "__func__"):
+        return Target(fun.__func__, (owner,), getattr(fun, "__name__", "method"))
+    if not callable(fun):
+        raise TypeError(f"{transform} takes a function, a Module or a method; got {short(fun)}.")
+    return Target(fun, (), getattr(fun, "__name__", type(fun).__name__))
+
+

@@ -1,0 +1,31 @@
+"""How transforms are offered: as functions and as decorators, with the wrapped function's name and signature."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from nnx.core.info import ModuleBase
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def decorator(transform: F) -> F:
+    """Lets `transform(fun, **options)` also be used as `@transform` and as `@transform(**options)`."""
+
+    @functools.wraps(transform)
+    def offered(*args: Any, **options: Any) -> Any:
+        if args and callable(args[0]) and not isinstance(args[0], type):
+            return dress(transform(*args, **options), args[0])
+        if args:
+            return lambda fun: offered(fun, *args, **options)
+        return lambda fun: offered(fun, **options)
+
+    return offered  # type: ignore[return-value]
+
+
+def dress(lifted: Callable[..., Any], fun: Any) -> Callable[..., Any]:
+    """Gives a lifted function the name, docstring and signature of what it lifts."""
+    source = type(fun).__call__ if isinstance(fun, ModuleBase) else fun
+    functools.update_wrapper(lifted, source)
+    lifted.__wrapped__ = fun  # type: ignore[attr-defined]
+    return lifted
