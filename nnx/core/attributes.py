@@ -8,12 +8,13 @@ import jax
 import jax.core
 import numpy as np
 
-from nnx.core.errors import CAPTURES_MODULE, INCOMPATIBLE_CONTAINER, MODULE_INTO_VARIABLE, NOT_DATA
-from nnx.core.graph import TREE_SPEC, fresh
+from nnx.core.errors import BAD_NAME, CAPTURES_MODULE, INCOMPATIBLE_CONTAINER, MODULE_INTO_VARIABLE, NOT_DATA
+from nnx.core.graph import TREE_SPEC
 from nnx.core.info import MODULE, NODE, STATIC, TREE, Absent, ModuleBase, forget_flat_forms
 from nnx.core.refs import Ref
 from nnx.core.repr import short
 from nnx.core.statics import find_captured_module
+from nnx.core.trees import find_module, fresh
 from nnx.core.variables import Container, ContainerMetadata, Node, Spec, Static
 
 # Sorts of value, by type; found once per type
@@ -103,7 +104,7 @@ def _assign_to_variable(module: Any, name: str, spec: Spec, sort: int, value: An
 
 
 def _refuse_module(module: Any, name: str, spec: Spec, sort: int, value: Any) -> None:
-    if sort == _MODULE or (sort == _PLAIN and holds_modules(value)):
+    if sort == _MODULE or (sort == _PLAIN and holds_modules(value)) or (sort == _OTHER and find_module(value)):
         owner, text = type(module).__name__, type(value).__name__
         raise ValueError(MODULE_INTO_VARIABLE.format(value=text, name=name, owner=owner, kind=spec.type.__name__))
 
@@ -142,6 +143,8 @@ def place(module: Any, name: str, kind: Any, value: Any) -> None:
     """Stores a value of a decided kind; notes a structural change if it is one."""
     info, values = module._nnx_info, module.__dict__
     old = info.kinds.get(name)
+    if old is None and not name.isidentifier():
+        _refuse_bad_name(module, name)
     if old is kind and kind in (NODE, TREE):
         values[name] = value
         return
@@ -163,6 +166,12 @@ def place(module: Any, name: str, kind: Any, value: Any) -> None:
     info.changed()
     if old is MODULE:
         forget_flat_forms()
+
+
+def _refuse_bad_name(module: Any, name: str) -> None:
+    segment = name[1:] if name[:1] == "/" else name  # as a Dict stores a key that is also an attribute of its class
+    if not segment or "/" in segment or module._nnx_attribute_name(segment) != name:
+        raise ValueError(BAD_NAME.format(name=name, owner=type(module).__name__))
 
 
 def _same_atom(before: Any, value: Any) -> bool:

@@ -1,12 +1,13 @@
 """Containers of Modules: `Dict` and `Sequence`, real mutable collections that are Modules themselves."""
 
-import functools
 import inspect
+import types
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from typing import Any, TypeVar, overload
 
-from nnx.core.attributes import assign, holds_modules, wrappers
-from nnx.core.errors import BAD_KEY
+from nnx.core.attributes import assign, holds_modules, place, wrappers
+from nnx.core.errors import BAD_KEY, HOLE_IN_SEQUENCE, MISSING_ITEM
 from nnx.core.info import segment_of
 from nnx.core.module import Module
 from nnx.core.refs import Ref
@@ -35,7 +36,15 @@ class Dict(Module, MutableMapping[str, Any]):
         return getattr(self, name)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._nnx_set_item(self._nnx_attribute_name(key), value)
+        name = self._nnx_attribute_name(key)
+        if name == key:
+            setattr(self, name, value)
+        else:
+            check_level(self, f"setting {key!r}")
+            assign(self, name, value)
+
+    def _nnx_set_item(self, segment: str, value: Any) -> None:
+        self[segment] = value
 
     def __delitem__(self, key: str) -> None:
         name = self._stored(key)
@@ -66,13 +75,6 @@ class Dict(Module, MutableMapping[str, Any]):
     def _nnx_reserves(cls, name: str) -> bool:
         return hasattr(Dict, name)
 
-    def _nnx_set_item(self, name: str, value: Any) -> None:
-        if name.startswith("/"):
-            check_level(self, f"setting {name[1:]!r}")
-            assign(self, name, value)
-        else:
-            setattr(self, name, value)
-
     __hash__ = Module.__hash__  # pyright: ignore[reportAssignmentType]  (a Mapping has none, a Module its identity)
     __eq__ = Module.__eq__  # pyright: ignore[reportAssignmentType]
 
@@ -102,8 +104,17 @@ class Sequence(Module, MutableSequence[Any]):
     def __getitem__(self, index: slice) -> list[Any]: ...
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [getattr(self, str(i)) for i in range(*index.indices(len(self)))]
-        return getattr(self, str(self._position(index)))
+            return [self._item(i) for i in range(*index.indices(len(self)))]
+        return self._item(self._position(index))
+
+    def _item(self, i: int) -> Any:
+        name = str(i)
+        if name not in self._nnx_info.kinds:
+            raise AttributeError(MISSING_ITEM.format(index=i, owner=type(self).__name__), name=name, obj=self)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[:])
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if isinstance(index, slice):
@@ -145,20 +156,26 @@ class Sequence(Module, MutableSequence[Any]):
 
     def _raw_items(self) -> list[Any]:
         """The items with their containers, so that moving an item keeps its type."""
-        return [_with_kind(self, str(i)) for i in range(len(self))]
+        return [_with_kind(self, i) for i in range(len(self))]
 
     def _replace_all(self, items: list[Any]) -> None:
         check_level(self, "changing the items")
+        new = Sequence(items)  # raises before anything has changed, if one cannot be an item
         for i in range(len(self)):
             remove(self, str(i))
-        for i, item in enumerate(items):
-            setattr(self, str(i), item)
+        for name, kind in new._nnx_info.kinds.items():
+            place(self, name, kind, new.__dict__[name])
+
+    def _nnx_set_item(self, segment: str, value: Any) -> None:
+        if segment.isdecimal() and int(segment) > len(self):
+            text = HOLE_IN_SEQUENCE.format(index=segment, owner=type(self).__name__, length=len(self))
+            raise IndexError(text)
+        setattr(self, segment, value)
 
     def __call__(self, *args: Any, ctx: Any = None, **kwargs: Any) -> Any:
         """Runs the items in order."""
         out: Any = args[0] if len(args) == 1 and not kwargs else None
-        for i in range(len(self)):
-            item = self[i]
+        for i, item in enumerate(self):
             if not callable(item):
                 raise TypeError(f"Item {i} of {type(self).__name__} is not callable: {item!r}")
             if i and isinstance(out, tuple):
@@ -175,20 +192,32 @@ class Sequence(Module, MutableSequence[Any]):
     __eq__ = Module.__eq__
 
 
-def _with_kind(module: Module, name: str) -> Any:
-    kind = module._nnx_info.kinds.get(name)
+def _with_kind(sequence: Sequence, i: int) -> Any:
+    kind = sequence._nnx_info.kinds.get(str(i))
     if isinstance(kind, Ref):
         return kind
-    value = getattr(module, name)
+    value = sequence[i]
     return kind.box(value) if isinstance(kind, Spec) else value
+
+
+_known_to_take_ctx: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
 
 
 def accepts_ctx(function: Any) -> bool:
     """Whether a callable takes a keyword argument `ctx`."""
-    return _takes_ctx(type(function).__call__ if isinstance(function, Module) else function)
+    if isinstance(function, types.MethodType):
+        function = function.__func__
+    elif isinstance(function, Module):
+        function = type(function).__call__
+    try:
+        answer = _known_to_take_ctx.get(function)
+        if answer is None:
+            answer = _known_to_take_ctx[function] = _takes_ctx(function)
+        return answer
+    except TypeError:  # it has no hash, or there are no weak references to it
+        return _takes_ctx(function)
 
 
-@functools.lru_cache(maxsize=1024)
 def _takes_ctx(function: Any) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -205,11 +234,13 @@ def from_plain(value: Any) -> Any:
         module, container = todo.pop()
         items = container.items() if isinstance(container, dict) else enumerate(container)
         for key, item in items:
-            name = module._nnx_attribute_name(key if isinstance(container, dict) else str(key))
             if type(item) in wrappers and holds_modules(item):
                 todo.append((_empty(item), item))
                 item = todo[-1][0]
-            module._nnx_set_item(name, item)
+            if isinstance(container, dict):
+                module[key] = item
+            else:
+                setattr(module, str(key), item)
     return root
 
 

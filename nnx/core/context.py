@@ -4,6 +4,7 @@ A *stream* is a key and a counter: each `make_rng` folds the next count into the
 count on the key of a new stream, so that parent and fork never produce the same key.
 """
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -140,7 +141,7 @@ class ContextDef:
     __slots__ = ("_flags", "streams")
 
     def __init__(self, flags: Mapping[str, Any], streams: tuple[str, ...]):
-        self._flags = Frozen(dict(flags))
+        self._flags = Frozen(dict(flags), "flags")
         self.streams = streams
 
     def merge(self, keys: Mapping[str, Any]) -> Context:
@@ -192,16 +193,21 @@ def context(params: Any = None, *, flags: Mapping[str, Any] | None = None, **rng
 
 def _to_key(name: str, seed: Any) -> Any:
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
-        return jax.random.key(int(seed))
+        return _named_key(name, int(seed))
     if isinstance(seed, (jax.Array, np.ndarray)):
         if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
             if seed.shape == ():
                 return seed
         elif seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer):
-            return jax.random.key(seed)
+            return _named_key(name, seed)
         elif seed.shape in ((2,), (4,)) and seed.dtype == jnp.uint32:
             return seed
     raise TypeError(BAD_SEED.format(name=name, value=short(seed)))
+
+
+def _named_key(name: str, seed: Any) -> Any:
+    """The key of a stream seeded by an int; the name counts, so that streams of equal seeds are independent."""
+    return jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
 
 
 def rng_predicate(filter: RngFilter) -> Callable[[str], bool]:

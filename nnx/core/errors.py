@@ -57,6 +57,21 @@ NOT_DATA = """Cannot assign attribute {name!r} of {owner}: the {kind} holds arra
 Keep that part in an attribute of its own (as a static value), or wrap the whole in nnx.Static if no array in it ever \
 changes."""
 
+BAD_NAME = """Cannot assign attribute {name!r} of {owner}: the names of attributes are segments of paths such as \
+'encoder/kernel', so they must not be empty or contain '/'. Choose another name, or nest nnx.Dicts."""
+
+MODULE_IN_CONTAINER = """{kind} cannot hold {what}: a container holds an array or a pytree of arrays, and a Module in \
+it would be out of reach of partition, updates and gradients.
+Assign the Module itself to an attribute; a list or dict of Modules may be assigned as it is."""
+
+STATE_IN_STATIC_VALUE = """The static value {route} is {what}.
+Metadata, flags and static fields are compared and hashed, and become constants of compiled functions; in them a \
+Module or Variable would be out of reach of partition, updates and gradients. Make it an attribute of a Module, or \
+pass it as an argument."""
+
+MUTABLE_DEFAULT = """A field's default is the {kind} {default}, which all instances would share. Make one for each: \
+`default_factory=lambda: {default}`."""
+
 MODULE_INTO_VARIABLE = """Cannot assign a Module ({value}) to attribute {name!r} of {owner}: it is a variable of type \
 {kind}. Delete the attribute first, or use another name."""
 
@@ -68,6 +83,12 @@ NO_STATE_GIVEN = """{owner} has no value for {name!r}: no state was given for it
 
 UNKNOWN_PATH = """Cannot update {path!r}: {reason}. Nothing was changed.
 The paths of this Module are those of `module.get_state()`; a new variable can be added to any existing Module."""
+
+HOLE_IN_SEQUENCE = """Cannot set item {index} of {owner}, which has {length} items: those between would be missing. \
+Use append() or insert()."""
+
+MISSING_ITEM = """Item {index} of {owner} is missing: it was taken out, by pop_state() or as an attribute. Put it back \
+with update_state(), or assign to it."""
 
 BAD_KEY = """{key!r} cannot be a key of nnx.Dict: keys are path segments, so they must be non-empty strings \
 without '/'."""

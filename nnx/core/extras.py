@@ -1,4 +1,4 @@
-"""Optional dependencies: imported where they are used, and named by the extra that brings them when they are missing."""
+"""Optional dependencies: imported where they are used; a missing one is named with the extra that brings it."""
 
 import importlib
 from typing import Any

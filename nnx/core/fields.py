@@ -5,7 +5,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform, overload
 
+from nnx.core.errors import MUTABLE_DEFAULT
 from nnx.core.refs import Ref
+from nnx.core.repr import short
 from nnx.core.variables import Container, Node, Param, Static, Variable
 
 T = TypeVar("T")
@@ -56,6 +58,8 @@ def _wrapper(cls: type[Container], **metadata: Any) -> Callable[[Any], Any]:
 
 
 def _field(wrap: Any, default: Any, default_factory: Any, kwargs: dict[str, Any]) -> Any:
+    if isinstance(default, (list, dict, set)):
+        raise ValueError(MUTABLE_DEFAULT.format(kind=type(default).__name__, default=short(default)))
     # a default by a factory as well, so that the class keeps no attribute that a missing value would fall back to
     factory = default_factory if default is NO_DEFAULT else (lambda: default)
     return dataclasses.field(default_factory=factory, metadata={_WRAP: wrap}, **kwargs)

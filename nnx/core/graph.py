@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import jax
-
 from nnx.core.errors import FOREIGN_METHOD, STATIC_HOLDS_STATE
 from nnx.core.info import (
     MODULE,
@@ -22,14 +20,12 @@ from nnx.core.info import (
     STRUCTURE,
     TREE,
     Absent,
-    ModuleBase,
     ModuleInfo,
     join,
     new_module,
     segment_of,
 )
 from nnx.core.refs import Ref
-from nnx.core.repr import short
 from nnx.core.state import Layout, State
 from nnx.core.statics import (
     ForeignMethod,
@@ -40,6 +36,7 @@ from nnx.core.statics import (
     watched_unchanged,
 )
 from nnx.core.trace import current_level
+from nnx.core.trees import fresh, leaf_types
 from nnx.core.variables import Node, Spec, Static
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>", "__slots__": ()})()
@@ -47,26 +44,6 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>", "__slo
 TREE_SPEC = Spec.of(Node, {})  # the container in which a State holds a pytree that is no Variable
 SHARED = "shared"  # in a table: a variable whose cell has several owners in the graph
 ABSENT = "absent"
-
-
-# Fresh containers
-
-_leaf_types: dict[type, bool] = {}
-
-
-def is_pytree_leaf(value: Any) -> bool:
-    """Whether JAX takes the value as one leaf, and not as a tree of others."""
-    leaves = jax.tree.leaves(value)
-    return len(leaves) == 1 and leaves[0] is value
-
-
-def fresh(value: Any) -> Any:
-    """The value with every container in it made anew; leaves stay."""
-    cls = type(value)
-    is_leaf = _leaf_types.get(cls)
-    if is_leaf is None:
-        is_leaf = _leaf_types[cls] = value is None or is_pytree_leaf(value)
-    return value if is_leaf else jax.tree.map(lambda leaf: leaf, value)
 
 
 def is_static(kind: Any) -> bool:
@@ -102,6 +79,17 @@ def module_path(parents: Sequence[tuple[int, str]], index: int) -> str:
         index, name = parents[index]
         segments.append(segment_of(name))
     return "/".join(reversed(segments))
+
+
+def depth_first(parents: Sequence[tuple[int, str]]) -> Iterator[int]:
+    """The numbers of Modules in the order of their canonical paths, from the parents of all of them."""
+    children: list[list[int]] = [[] for _ in parents]
+    stack: list[int] = []
+    for index, (parent, _) in reversed(list(enumerate(parents))):
+        (children[parent] if parent >= 0 else stack).append(index)
+    while stack:
+        yield (index := stack.pop())
+        stack.extend(children[index])  # the last child lies lowest
 
 
 def number_modules(
@@ -152,6 +140,7 @@ def traverse(roots: Sequence[Any]) -> Traversal:
     walk.roots = tuple([index[id(root)] for root in roots])
     walk.cells, walk.refs, walk.statics = [], [], []
     freezer = Freezer(lambda module: index.get(id(module)))
+    declared = Freezer(freezer.index_of, arrays_inside=True)  # for nnx.Static: arrays in it are meant
     entries: list[list[Any]] = [[] for _ in modules]
     ref_cells = [0] * len(shared)
     stack: list[tuple[int, Iterator[str]]] = []
@@ -164,7 +153,7 @@ def traverse(roots: Sequence[Any]) -> Traversal:
                 kind = kinds[name]
                 cls = type(kind)
                 if is_static(kind):
-                    key = _freeze_static(freezer, walk, at, name, values[name])
+                    key = _freeze_static(freezer if kind is STATIC else declared, walk, at, name, values[name])
                     attrs.append((name, kind, key, len(walk.statics) - 1))
                 elif kind is MODULE:
                     child = index[id(values[name])]
@@ -193,7 +182,7 @@ def traverse(roots: Sequence[Any]) -> Traversal:
         tuple([(type(module), tuple(attrs)) for module, attrs in zip(modules, entries, strict=True)]),
         tuple(ref_cells),
     )
-    walk.watch = freezer.watch
+    walk.watch = freezer.watch + declared.watch
     return walk
 
 
@@ -202,12 +191,11 @@ def _freeze_static(freezer: Freezer, walk: Traversal, at: int, name: str, value:
         key, copy = freezer.key_and_copy(value)
     except HoldsState as found:
         path = join(walk.path(at), name)
-        what = f"a Module ({type(found.value).__name__})" if isinstance(found.value, ModuleBase) else short(found.value)
         route = found.route.replace("it[", f"{path}[", 1)
-        raise ValueError(STATIC_HOLDS_STATE.format(path=path, name=name, what=what, route=route)) from None
+        raise ValueError(STATIC_HOLDS_STATE.format(path=path, name=name, what=found.what, route=route)) from None
     except ForeignMethod as found:
-        path, method = join(walk.path(at), name), short(found.method.__func__)
-        raise ValueError(FOREIGN_METHOD.format(path=path, method=method)) from None
+        path = join(walk.path(at), name)
+        raise ValueError(FOREIGN_METHOD.format(path=path, method=found.what)) from None
     walk.statics.append(copy)
     return key
 
@@ -299,6 +287,9 @@ class GraphKey:
 
     def find(self, path: str) -> int | None:
         """The cell that any path leads to, canonical or not; for graphs with one root."""
+        cell = self.layout.index.get(path)
+        if cell is not None:
+            return cell
         at = self.table[0][0]
         *parents, last = path.split("/")
         for segment in parents:
@@ -413,7 +404,8 @@ class Flat:
     """
 
     __slots__ = (
-        "key", "statics", "dicts", "names", "extra", "modules", "level", "sown", "writers", "_versions", "_counts", "_stamp", "_watch", "_indices",
+        "key", "statics", "dicts", "names", "extra", "modules", "level", "sown", "writers", "ready",
+        "_versions", "_counts", "_stamp", "_watch", "_indices",
     )  # fmt: skip
 
     def __init__(self, walk: Traversal):
@@ -431,11 +423,13 @@ class Flat:
                 self.extra[i] = ref.targets()
                 self._versions.append(ref.version)
         self._counts = list(map(_count, self._versions))
-        levels = {id(module._nnx_info.level): module._nnx_info.level for module in walk.modules}
-        self.level = next(iter(levels.values())) if len(levels) == 1 else None  # None: the Modules are of several levels
-        self.sown = any(module._nnx_info.sown for module in walk.modules)
-        self.writers: dict[Any, Any] = {}  # change set -> where its values go; filled by the transforms
         self._watch = walk.watch
+        levels = {id(module._nnx_info.level): module._nnx_info.level for module in walk.modules}
+        self.level = next(iter(levels.values())) if len(levels) == 1 else None  # None: they are of several levels
+        self.sown = any(module._nnx_info.sown for module in walk.modules)
+        self.writers: dict[Any, Any] = {}  # how transforms write their changes back; filled by them
+        # the stamp at which nothing needs a look: no watched static value, nothing sown
+        self.ready: Any = None if self._watch or self.sown else self._stamp
         self._indices: dict[Layout, list[int]] = {}
 
     def is_valid(self) -> bool:
@@ -444,7 +438,11 @@ class Flat:
             if list(map(_count, self._versions)) != self._counts:
                 return False
             self._stamp = stamp
-        return not self._watch or watched_unchanged(self._watch)
+        if not self._watch:
+            if not self.sown:
+                self.ready = stamp
+            return True
+        return watched_unchanged(self._watch)
 
     def values(self) -> list[Any]:
         return list(map(dict.__getitem__, self.dicts, self.names))
@@ -460,24 +458,23 @@ class Flat:
 
     def leaves(self) -> list[Any]:
         """The State leaves: containers made anew around the current values, and bare arrays."""
-        leaf_types = _leaf_types
+        is_leaf = leaf_types.get
         leaves = []
         for kind, values, name in zip(self.key.kinds, self.dicts, self.names, strict=True):
             value = values[name]
-            if kind is NODE:
-                leaves.append(value)
-                continue
-            if not leaf_types.get(type(value)):
+            if not is_leaf(type(value)):
                 value = fresh(value)
-            leaves.append(TREE_SPEC.box(value) if kind is TREE else kind.box(value))
+            if kind is not NODE:
+                value = TREE_SPEC.box(value) if kind is TREE else kind.box(value)
+            leaves.append(value)
         return leaves
 
     def indices(self, layout: Layout) -> list[int]:
-        """For each path of a layout the cell it names, or -1."""
+        """For each path of a layout the cell it names, canonical or not, or -1."""
         found = self._indices.get(layout)
         if found is None:
-            index = self.key.layout.index
-            found = self._indices[layout] = [index.get(path, -1) for path in layout.paths]
+            cells = map(self.key.find, layout.paths)
+            found = self._indices[layout] = [-1 if cell is None else cell for cell in cells]
         return found
 
 

@@ -8,8 +8,9 @@ import abc
 import copy
 import dataclasses
 import inspect
+import types
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 import jax
 import numpy as np
@@ -18,14 +19,14 @@ from nnx.core.attributes import assign, settle, variable_of
 from nnx.core.errors import MODULE_TO_RAW_JAX, NO_STATE_GIVEN, RESERVED_NAME
 from nnx.core.fields import constructor_signature, prepare_dataclass
 from nnx.core.filters import classify
-from nnx.core.graph import flat_of, module_path, number_modules
-from nnx.core.info import MODULE, Absent, ModuleBase, new_module
+from nnx.core.graph import depth_first, flat_of, number_modules
+from nnx.core.info import MODULE, Absent, ModuleBase, join, new_module, segment_of
 from nnx.core.moduledef import ModuleDef
 from nnx.core.proxies import Access
 from nnx.core.pure import Pure
 from nnx.core.refs import Ref
 from nnx.core.repr import article, module_repr, short
-from nnx.core.state import Layout, State, path_order
+from nnx.core.state import Layout, State
 from nnx.core.trace import current_level
 from nnx.core.updates import check_level, pop, remove, resolve, stored_name, to_states, update
 from nnx.core.variables import Spec, Variable
@@ -33,8 +34,17 @@ from nnx.core.variables import Spec, Variable
 M = TypeVar("M", bound="Module")
 
 
-class ModuleType(abc.ABCMeta):
+if TYPE_CHECKING:
+    _ProtocolType = abc.ABCMeta
+else:
+    _ProtocolType = type(Protocol)  # an ABCMeta, so that a Module may also implement abstract classes and Protocols
+
+
+class ModuleType(_ProtocolType):
     """The metaclass of Modules: looks over the attributes once the constructor has returned."""
+
+    __instancecheck__ = abc.ABCMeta.__instancecheck__
+    __subclasscheck__ = abc.ABCMeta.__subclasscheck__
 
     def __call__(cls: type[M], *args: Any, **kwargs: Any) -> M:  # pyright: ignore[reportGeneralTypeIssues]
         prepare_dataclass(cls)
@@ -210,9 +220,9 @@ class Module(ModuleBase, metaclass=ModuleType):
     def apply(self) -> Access:
         """Runs on a copy: `out, new_module = model.apply(x)`, `model.apply.encoder.layers[0](x)`."""
 
-        def run(call: Callable[[Any], Any]) -> Any:
+        def run(find: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
             module = self.clone()
-            return call(module), module
+            return find(module)(*args, **kwargs), module
 
         return Access(run)
 
@@ -220,16 +230,19 @@ class Module(ModuleBase, metaclass=ModuleType):
 
     def modules(self) -> Iterator["Module"]:
         """Every distinct Module, this one included, depth first."""
-        for _, module in self.named_modules():
-            yield module
+        modules, parents, _, _ = number_modules((self,))
+        for i in depth_first(parents):
+            yield modules[i]
 
     def named_modules(self) -> Iterator[tuple[str, "Module"]]:
         """Like `modules`, with the canonical path of each; the root's is `""`."""
         modules, parents, _, _ = number_modules((self,))
-        named = [(module_path(parents, i), module) for i, module in enumerate(modules)]
-        root, *rest = named
-        yield root
-        yield from sorted(rest, key=lambda item: path_order(item[0]))
+        paths = [""] * len(modules)
+        for i in depth_first(parents):
+            parent, name = parents[i]
+            if parent >= 0:
+                paths[i] = join(paths[parent], name)
+            yield paths[i], modules[i]
 
     def for_each(self, module_type: type, fn: Callable[[Any], Any]) -> None:
         """Calls `fn` on every distinct instance of a type in this Module, itself included."""
@@ -267,10 +280,10 @@ class Module(ModuleBase, metaclass=ModuleType):
         if path == "":
             raise ValueError("The path '' is the Module itself, which cannot be replaced from inside.")
         owner, name = resolve(self, path)
-        owner._nnx_set_item(name, value)
+        owner._nnx_set_item(segment_of(name), value)
 
-    def _nnx_set_item(self, name: str, value: Any) -> None:
-        setattr(self, name, value)
+    def _nnx_set_item(self, segment: str, value: Any) -> None:
+        setattr(self, segment, value)
 
     def sow(self, variable_type: type[Variable], name: str, value: Any) -> None:
         """Appends a value to the tuple held in a variable of that type, making it on first use.
@@ -362,7 +375,9 @@ def _shallow_copy(module: Any) -> Any:
             kind.attach(copied, name)
         copied._nnx_info.kinds[name] = kind
         if name in module.__dict__:
-            copied.__dict__[name] = module.__dict__[name]
+            value = module.__dict__[name]
+            own_method = isinstance(value, types.MethodType) and value.__self__ is module
+            copied.__dict__[name] = types.MethodType(value.__func__, copied) if own_method else value
     return copied
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from nnx.core.graph import ABSENT, MISSING, SHARED, TREE_SPEC, GraphKey, build, fresh, is_static
+from nnx.core.graph import ABSENT, MISSING, SHARED, TREE_SPEC, GraphKey, build, is_static
 from nnx.core.info import MODULE, STATIC, TREE, join
 from nnx.core.proxies import Access
 from nnx.core.pure import Pure
@@ -13,6 +13,7 @@ from nnx.core.refs import Ref
 from nnx.core.repr import short
 from nnx.core.state import State
 from nnx.core.statics import Freezer
+from nnx.core.trees import fresh
 from nnx.core.updates import update
 from nnx.core.variables import Container, Spec
 
@@ -65,6 +66,15 @@ class ModuleDef:
             update(root, State(extra))
         return root
 
+    def canonical(self, state: State) -> State:
+        """The State with every path that leads to a shared cell replaced by the canonical one."""
+        layout = self._key.layout
+        if all(path in layout.index for path in state):
+            return state
+        cells = map(self._key.find, state)
+        pairs = zip(cells, state.items(), strict=True)
+        return State({path if cell is None else layout.paths[cell]: leaf for cell, (path, leaf) in pairs})
+
     def apply(self, *states: Any) -> Access:
         """A proxy of the Module these States make: any chain of `.attr` and `[key]`, then a call.
 
@@ -74,9 +84,9 @@ class ModuleDef:
         >>> out, pure = moduledef.apply(state)(0.0)
         """
 
-        def run(call: Any) -> Any:
+        def run(find: Any, args: Any, kwargs: Any) -> Any:
             module = self.merge(*states)
-            out = call(module)
+            out = find(module)(*args, **kwargs)
             return out, Pure(module.get_state(), module.get_module_def())
 
         return Access(run)
@@ -148,7 +158,7 @@ def _strip_keys(table: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _unpickle_def(table: tuple[Any, ...], statics: tuple[Any, ...]) -> ModuleDef:
     roots, modules, ref_cells = table
-    freezer = Freezer(lambda module: None)
+    freezer = Freezer(lambda module: None, arrays_inside=True)  # what they hold was looked at when they were frozen
 
     def restore(entry: Any) -> Any:
         if not is_static(entry[1]):

@@ -8,12 +8,13 @@ class Access:
     """A place in a Module that does not exist yet: `.attr` and `[key]` go further, a call runs.
 
     Args:
-      run: receives `call(module)` and decides on which Module to run it and what to return.
+      run: receives `find`, which goes from a Module to what is to be called, and the arguments; it decides on which
+        Module to run and what to return.
     """
 
     __slots__ = ("_run", "_steps")
 
-    def __init__(self, run: Callable[[Callable[[Any], Any]], Any], steps: tuple[tuple[bool, Any], ...] = ()):
+    def __init__(self, run: Callable[[Callable[[Any], Any], Any, Any], Any], steps: tuple[tuple[bool, Any], ...] = ()):
         self._run = run
         self._steps = steps
 
@@ -26,13 +27,13 @@ class Access:
         return Access(self._run, (*self._steps, (False, key)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        def call(module: Any) -> Any:
+        def find(module: Any) -> Any:
             target = module
             for is_attribute, key in self._steps:
                 target = getattr(target, key) if is_attribute else target[key]
-            return target(*args, **kwargs)
+            return target
 
-        return self._run(call)
+        return self._run(find, args, kwargs)
 
     def __repr__(self) -> str:
         chain = "".join(f".{key}" if is_attribute else f"[{key!r}]" for is_attribute, key in self._steps)

@@ -38,7 +38,7 @@ class Pure(NamedTuple, Generic[M]):
     @property
     def call(self) -> Access:
         """Like `apply`, but a call gives only the output."""
-        return Access(lambda call: call(self.merge()))
+        return Access(lambda find, args, kwargs: find(self.merge())(*args, **kwargs))
 
     def get_state(self) -> State:
         """All States in one."""
@@ -65,7 +65,8 @@ class Pure(NamedTuple, Generic[M]):
 
     def update_state(self, *updates: Any) -> "Pure[M]":
         """A new Pure in which the updates (States, tuples of them, a Pure or a Module) win."""
-        return Pure(State.merge(self.get_state(), *to_states(updates)), self.moduledef)
+        updated = map(self.moduledef.canonical, to_states(updates))
+        return Pure(State.merge(self.get_state(), *updated), self.moduledef)
 
 
 PureModule = Pure

@@ -14,9 +14,9 @@ import numpy as np
 
 from nnx.core.attributes import is_node
 from nnx.core.fields import constructor_signature, prepare_dataclass
-from nnx.core.graph import is_pytree_leaf
 from nnx.core.repr import short
 from nnx.core.statics import Frozen
+from nnx.core.trees import is_pytree_leaf
 from nnx.core.variables import Container, Spec, Static, TreeNode
 
 P = TypeVar("P", bound="Pytree")
@@ -179,7 +179,8 @@ def _statics(record: Pytree) -> Any:
     if statics is None:
         specs = record._nnx_specs
         data = tuple(sorted(specs))
-        frozen = Frozen({name: record.__dict__[name] for name in sorted(record.__dict__) if name not in specs})
+        fields = {name: record.__dict__[name] for name in sorted(record.__dict__) if name not in specs}
+        frozen = Frozen(fields, type(record).__name__)
         statics = (type(record), data, frozen)
         if not frozen.watched:
             record._nnx_statics = statics

@@ -11,7 +11,7 @@ from nnx.core.errors import INCOMPATIBLE_CONTAINER, REF_AT_OTHER_LEVEL, TraceCon
 from nnx.core.info import ModuleBase, Version
 from nnx.core.repr import short
 from nnx.core.trace import current_level, same_level
-from nnx.core.variables import Container, Node, Spec
+from nnx.core.variables import Container, Node, Spec, refuse_modules
 
 
 class Ref:
@@ -81,6 +81,7 @@ class Ref:
             if value._spec is not spec:
                 raise ValueError(INCOMPATIBLE_CONTAINER.format(where="the Ref", old=spec, new=value._spec))
             value = value.value
+        refuse_modules(spec.type, value)
         if spec.on_set is not None:
             value = spec.on_set(value, spec.metadata)
         for owner, name in self.owners():

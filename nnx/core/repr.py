@@ -33,7 +33,10 @@ def _array(value: Any) -> str:
 
 
 def _holds_arrays(values: Any) -> bool:
-    return any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(list(values)))
+    try:
+        return any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(list(values)))
+    except (TypeError, ValueError):  # a dict whose keys cannot be sorted is no pytree
+        return False
 
 
 def _sequence(value: Any, item: Any) -> str:

@@ -9,6 +9,7 @@ and makes a *detached* copy: fresh lists, dicts and sets, with bound methods of 
 records.
 """
 
+import collections
 import copy
 import dataclasses
 import enum
@@ -22,7 +23,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from nnx.core.errors import STATE_IN_STATIC_VALUE
 from nnx.core.info import ModuleBase
+from nnx.core.repr import short
+from nnx.core.trees import holds_state
 
 _ATOMS: frozenset[type] = frozenset({int, bool, str, bytes, type(None), type(...), range})
 _CONTAINERS = (list, dict, set, tuple)
@@ -64,15 +68,16 @@ class HoldsState(Exception):
     """A static value holds a Module or array; `route` says where."""
 
     def __init__(self, value: Any, route: str):
-        self.value = value
+        self.what = f"a Module ({type(value).__name__})" if isinstance(value, ModuleBase) else short(value)
         self.route = route
 
 
 class ForeignMethod(Exception):
-    """A static value is a bound method of a Module outside the graph."""
+    """A static value is, or holds, a bound method of a Module outside the graph."""
 
-    def __init__(self, method: Any):
-        self.method = method
+    def __init__(self, method: Any, route: str):
+        self.what = short(method.__func__)
+        self.route = route
 
 
 class Freezer:
@@ -80,10 +85,12 @@ class Freezer:
 
     Args:
       index_of: the index in the graph of a Module a bound method belongs to, or None if it is not in it.
+      arrays_inside: allow arrays inside a value, too, and compare them by identity.
     """
 
-    def __init__(self, index_of: Callable[[Any], int | None]):
+    def __init__(self, index_of: Callable[[Any], int | None], arrays_inside: bool = False):
         self.index_of = index_of
+        self.arrays_inside = arrays_inside
         self.watch: list[tuple[Any, list[Any]]] = []
         self._active: dict[int, int] = {}
 
@@ -103,7 +110,7 @@ class Freezer:
             return (cls, value)
         if cls is float:
             return (float, struct.pack("d", value))
-        if getattr(cls, "_nnx_holds_state", False):
+        if holds_state(value):
             raise HoldsState(value, route)
         if id(value) in self._active:  # a value that contains itself: refer to it by its place
             return ("again", self._active[id(value)])
@@ -135,7 +142,7 @@ class Freezer:
         if cls is complex:
             return (complex, struct.pack("dd", value.real, value.imag))
         if isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-            if route != "it":
+            if route != "it" and not self.arrays_inside:
                 raise HoldsState(value, route)
             return ById(value)
         if isinstance(value, np.generic):
@@ -147,7 +154,7 @@ class Freezer:
             if isinstance(value.__self__, ModuleBase):
                 index = self.index_of(value.__self__)
                 if index is None:
-                    raise ForeignMethod(value)
+                    raise ForeignMethod(value, route)
                 return (cls, index, self.key(value.__func__, route))
             return (cls, self.key(value.__func__, route), self._captured_key(value.__self__, f"self of {route}"))
         if isinstance(value, BoundMethod):
@@ -267,20 +274,38 @@ def needs_attach(value: Any) -> bool:
     return isinstance(value, _CONTAINERS) or cls is BoundMethod
 
 
-def freeze(value: Any) -> Any:
-    """The key of a static value that stands outside any graph (metadata, flags, a field of a Pytree)."""
-    return Freezer(lambda module: None).key(value, "it")
+def freeze(value: Any, name: str) -> Any:
+    """The key of a static value that stands outside any graph, such as metadata.
+
+    Raises:
+      ValueError: it is or holds a Module, a Variable or a method of a Module; `name` says which value it was.
+    """
+    return _freeze_alone(Freezer(_in_no_graph, arrays_inside=True), value, name)
+
+
+def _in_no_graph(module: Any) -> None:
+    return None
+
+
+def _freeze_alone(freezer: Freezer, value: Any, name: str) -> Any:
+    try:
+        return freezer.key(value, name)
+    except HoldsState as found:
+        text = STATE_IN_STATIC_VALUE.format(route=found.route, what=found.what)
+    except ForeignMethod as found:
+        text = STATE_IN_STATIC_VALUE.format(route=found.route, what=f"a bound method of a Module ({found.what})")
+    raise ValueError(text)
 
 
 class Frozen:
-    """A static value as hashable auxiliary data, compared by its key."""
+    """A static value as hashable auxiliary data, compared by its key; `name` stands for it in errors."""
 
     __slots__ = ("value", "key", "watched")
 
-    def __init__(self, value: Any):
-        freezer = Freezer(lambda module: None)
+    def __init__(self, value: Any, name: str = "in nnx.Static"):
+        freezer = Freezer(_in_no_graph, arrays_inside=True)
         self.value = value
-        self.key = freezer.key(value, "the value")
+        self.key = _freeze_alone(freezer, value, name)
         self.watched = bool(freezer.watch)
 
     def __eq__(self, other: Any) -> bool:
@@ -315,17 +340,31 @@ def find_captured_module(value: Any) -> tuple[Any, str] | None:
         if isinstance(item, types.MethodType):
             if inside or not isinstance(item.__self__, ModuleBase):
                 stack.append((item.__self__, f"self of {route}", True))
-        elif type(item) in (list, tuple, set, frozenset):
+        elif isinstance(item, (list, tuple, set, frozenset, collections.deque)):
+            inside = inside or isinstance(item, collections.deque)  # an object like any other: it is not rebuilt
             stack.extend((x, f"{route}[{i}]", inside) for i, x in enumerate(item))
-        elif type(item) is dict:
+        elif isinstance(item, dict):
+            stack.extend((k, f"a key of {route}", True) for k in item)
             stack.extend((x, f"{route}[{k!r}]", inside) for k, x in item.items())
         elif isinstance(item, types.FunctionType):
             stack.extend(_captures(item))
         elif isinstance(item, functools.partial):
             stack.extend((x, f"an argument of {route}", True) for x in (item.func, *item.args, *item.keywords.values()))
-        elif hasattr(item, "__dict__"):
-            stack.extend((x, f"{route}.{name}", True) for name, x in vars(item).items())
+        else:
+            stack.extend((x, f"{route}.{name}", True) for name, x in _attributes(item))
     return None
+
+
+def _attributes(item: Any) -> Iterable[tuple[str, Any]]:
+    """The names and values of what an object holds in its `__dict__` and its slots."""
+    yield from getattr(item, "__dict__", {}).items()
+    for cls in type(item).__mro__:
+        for name, member in vars(cls).items():
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    yield name, member.__get__(item)
+                except AttributeError:  # a slot that was not filled
+                    continue
 
 
 def _captures(function: types.FunctionType) -> Iterable[tuple[Any, str, bool]]:

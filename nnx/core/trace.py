@@ -5,6 +5,7 @@ or tracers would leak out of (or stale values into) a transformed function. This
 JAX's private modules; if they change, it falls back to the public, slower call.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,15 +21,13 @@ except (ImportError, AttributeError):  # pragma: no cover - only on a JAX that m
     _trace_state = None
 
 
-def _level_by_identity(_state: Any = _trace_state) -> Any:
-    return _state.value
-
-
 def _level_by_equality() -> Any:
     return jax.extend.core.get_opaque_trace_state(convention="nnx")
 
 
-current_level: Callable[[], Any] = _level_by_equality if _trace_state is None else _level_by_identity
+current_level: Callable[[], Any] = (
+    _level_by_equality if _trace_state is None else functools.partial(getattr, _trace_state, "value")
+)
 """The running trace as a token: the same trace gives the same object (or, the slower way, an equal one)."""
 
 
@@ -36,6 +35,13 @@ def same_level(level: Any) -> bool:
     """Whether `level` is the running one."""
     current = current_level()
     return level is current or level == current
+
+
+def is_of_this_trace(value: Any) -> bool:
+    """Whether a value depends on the running trace: under a vmap, whether it differs from member to member."""
+    level = current_level()
+    trace = level() if callable(level) else None
+    return isinstance(value, jax.core.Tracer) and (trace is None or value._trace is trace)
 
 
 def is_tracer(value: Any) -> bool:

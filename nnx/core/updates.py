@@ -5,12 +5,13 @@ from typing import Any
 
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, MUTATE_AT_OTHER_LEVEL, UNKNOWN_PATH, TraceContextError
 from nnx.core.filters import classify
-from nnx.core.graph import TREE_SPEC, Flat, flat_of, fresh, is_static, number_modules
+from nnx.core.graph import TREE_SPEC, Flat, flat_of, is_static, number_modules
 from nnx.core.info import MODULE, NODE, TREE, Absent, ModuleBase, forget_flat_forms, join
 from nnx.core.refs import Ref
 from nnx.core.repr import short
 from nnx.core.state import State
 from nnx.core.trace import current_level
+from nnx.core.trees import fresh
 from nnx.core.variables import Container, Spec
 
 
@@ -41,12 +42,13 @@ def update(root: Any, *states: State) -> None:
             if i >= 0:
                 writes.append((i, _fitting_value(kinds[i], leaf, path)))
             else:
-                owner, name = resolve(root, path)
-                additions.append((owner, name, *_addition(owner, name, leaf, path)))
+                additions.append(_addition(root, path, leaf))
     for i, value in writes:
         flat.write(i, value)
     for owner, name, kind, value in additions:
-        _add(owner, name, kind, value)
+        owner._nnx_info.kinds[name] = kind
+        owner.__dict__[name] = value
+        owner._nnx_info.changed()
 
 
 def to_states(updates: Iterable[Any]) -> list[State]:
@@ -112,38 +114,25 @@ def stored_name(module: Any, segment: str) -> str:
     return mangled if mangled in module._nnx_info.kinds else segment
 
 
-def _addition(owner: Any, name: str, leaf: Any, path: str) -> tuple[Any, Any]:
-    """The kind and value with which a leaf enters at a path that is no canonical one."""
+def _addition(root: Any, path: str, leaf: Any) -> tuple[Any, str, Any, Any]:
+    """The Module, name, kind and value with which a leaf enters at a path that leads to no cell yet."""
+    owner, name = resolve(root, path)
     kind = owner._nnx_info.kinds.get(name)
-    if type(kind) is Ref:
-        return kind, _fitting_value(kind._spec, leaf, path)
-    if kind is MODULE or is_static(kind):
+    if kind is None:
+        name = owner._nnx_attribute_name(name)
+    elif type(kind) is not Absent:
         what = "a submodule" if kind is MODULE else "a static attribute"
         reason = f"it is {what} of {type(owner).__name__}, not a variable"
         raise ValueError(UNKNOWN_PATH.format(path=path, reason=reason))
-    if kind is not None and type(kind) is not Absent:  # a second way to a shared Module
-        return kind, _fitting_value(kind, leaf, path)
     if isinstance(leaf, Container):
         if is_static(leaf._spec):
             raise ValueError(UNKNOWN_PATH.format(path=path, reason="nnx.Static is no state"))
-        spec = TREE if leaf._spec is TREE_SPEC and type(kind) is Absent and kind.spec is TREE else leaf._spec
-        return spec, _fitting_value(spec, leaf, path)
-    if type(kind) is Absent:
-        return kind.spec, _fitting_value(kind.spec, leaf, path)
-    new_kind = NODE if fresh(leaf) is leaf else TREE
-    return new_kind, _fitting_value(new_kind, leaf, path)
-
-
-def _add(owner: Any, name: str, kind: Any, value: Any) -> None:
-    info = owner._nnx_info
-    if type(kind) is Ref:
-        kind.write(value)
-        return
-    if info.kinds.get(name) is not kind:
-        name = name if name in info.kinds else type(owner)._nnx_attribute_name(name)
-        info.kinds[name] = kind
-        info.changed()
-    owner.__dict__[name] = value
+        new = TREE if leaf._spec is TREE_SPEC and type(kind) is Absent and kind.spec is TREE else leaf._spec
+    elif type(kind) is Absent:
+        new = kind.spec
+    else:
+        new = NODE if fresh(leaf) is leaf else TREE
+    return owner, name, new, _fitting_value(new, leaf, path)
 
 
 def pop(root: Any, filters: Sequence[Any]) -> Any:

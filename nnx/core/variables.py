@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx.core.errors import INCOMPATIBLE_CONTAINER
+from nnx.core.errors import INCOMPATIBLE_CONTAINER, MODULE_IN_CONTAINER
+from nnx.core.info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.statics import Frozen, freeze
+from nnx.core.trees import find_module, leaf_types
 
 T = TypeVar("T")
 
@@ -38,7 +40,7 @@ class Spec:
 
     @staticmethod
     def of(container_type: "type[Container]", metadata: dict[str, Any]) -> "Spec":
-        key = (container_type, tuple([(name, freeze(metadata[name])) for name in sorted(metadata)]))
+        key = (container_type, tuple([(name, freeze(metadata[name], name)) for name in sorted(metadata)]))
         spec = _specs.get(key)
         if spec is None:
             spec = Spec()
@@ -101,6 +103,7 @@ class Container(Generic[T]):
             given = {k: v for k, v in metadata.items() if v is not None}
             metadata = {**metadata, **inner, **given}
             value = value.value
+        refuse_modules(type(self), value)
         _set_value(self, value)
         _set_spec(self, Spec.of(type(self), metadata))
 
@@ -124,6 +127,7 @@ class Container(Generic[T]):
             if value._spec is not spec:
                 raise ValueError(INCOMPATIBLE_CONTAINER.format(where="the container", old=spec, new=value._spec))
             value = value.value
+        refuse_modules(spec.type, value)
         if metadata:
             spec = Spec.of(spec.type, {**spec.metadata, **metadata})
         return spec.box(self.value if value is ... else value)
@@ -171,6 +175,16 @@ _set_spec = Container.__dict__["_spec"].__set__
 
 def _rebox(spec: Spec, value: Any) -> Any:
     return spec.box(value)
+
+
+def refuse_modules(cls: type[Container], value: Any) -> None:
+    """Raises ValueError if a value for this type of container is or holds a Module or a Ref."""
+    if leaf_types.get(type(value)) or issubclass(cls, Static):
+        return
+    found = find_module(value)
+    if found is not None:
+        what = f"a Module ({type(found).__name__})" if isinstance(found, ModuleBase) else short(found)
+        raise ValueError(MODULE_IN_CONTAINER.format(kind=cls.__name__, what=what))
 
 
 def _wrong_wrap(container: Container, cls: type) -> str:
@@ -324,10 +338,10 @@ class Static(Container[T]):
     _nnx_holds_state = False
 
     def __hash__(self) -> int:
-        return hash((type(self), freeze(self.value)))
+        return hash((type(self), Frozen(self.value)))
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Static) and freeze(self.value) == freeze(other.value)
+        return isinstance(other, Static) and Frozen(self.value) == Frozen(other.value)
 
 
 jax.tree_util.register_pytree_node(

@@ -9,11 +9,13 @@ import jax
 from nnx.core.info import ModuleBase
 from nnx.core.repr import short
 
-UNHASHABLE_STATIC = """The static argument {label} of {name} is {value}, of type {kind}, which has no hash: a function is \
+UNHASHABLE_STATIC = """The static argument {label} of {name} is {value}, of type {kind}, which has no hash: a \
+function is \
 compiled once per value of its static arguments, so they must be hashable. Pass a tuple for a list, or make the \
 argument dynamic."""
 
-STATIC_MODULE = """The static argument {label} of {name} is a Module ({kind}). Modules are never static: take it out of \
+STATIC_MODULE = """The static argument {label} of {name} is a Module ({kind}). Modules are never static: take it \
+out of \
 static_argnums/static_argnames, and it is split into its state and its static half by itself."""
 
 
@@ -108,7 +110,7 @@ def unwrap_static(fun: Callable[..., Any]) -> Callable[..., Any]:
         args = tuple([a.value if type(a) is StaticArgument else a for a in args])
         return fun(*args, **{k: v.value if type(v) is StaticArgument else v for k, v in kwargs.items()})
 
-    unwrapped.__wrapped__ = fun  # type: ignore[attr-defined]
+    unwrapped.__wrapped__ = fun
     return unwrapped
 
 
@@ -116,7 +118,10 @@ def leaf_flags(selection: Selection, args: Sequence[Any], kwargs: dict[str, Any]
     """For every leaf of the call whether it is in a selected argument."""
     positions = selection.positions(len(args))
     marked = (
-        [jax.tree.map(lambda _: True, a) if i in positions else jax.tree.map(lambda _: False, a) for i, a in enumerate(args)],
+        [
+            jax.tree.map(lambda _: True, a) if i in positions else jax.tree.map(lambda _: False, a)
+            for i, a in enumerate(args)
+        ],
         {k: jax.tree.map(lambda _, s=k in selection.argnames: s, v) for k, v in kwargs.items()},
     )
     return jax.tree.leaves(marked)

@@ -11,7 +11,7 @@ import numpy as np
 
 from nnx.core.variables import Param
 from nnx.transforms.differentiate import Part
-from nnx.transforms.lift import Outcome, commit, target_of
+from nnx.transforms.lift import Outcome, commit, discard, target_of
 from nnx.transforms.wrapper import decorator
 
 
@@ -30,15 +30,17 @@ def _with_aux(pure: Callable[[Any], Outcome], has_aux: bool) -> Callable[[Any], 
     return split
 
 
-def vjp(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param) -> Any:
+def vjp(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param, stateful: bool = True) -> Any:
     """`(out, vjp_fn)`, or `(out, vjp_fn, aux)`: the value and the function that pulls cotangents back.
 
     `vjp_fn(cotangent)` gives one cotangent per primal; for a Module a State of its `wrt` part.
     """
     target = target_of(fun, "nnx.vjp")
-    part = Part(f"nnx.vjp({target.name})", (*target.bound, *primals), {}, _all(len(primals) + len(target.bound)), wrt, True)
+    part = Part(
+        f"nnx.vjp({target.name})", (*target.bound, *primals), {}, _all(len(primals) + len(target.bound)), wrt, False
+    )
     out, pull, outcome = jax.vjp(_with_aux(part.function(target.fun), has_aux), part.primals(), has_aux=True)
-    aux = commit(part.call, outcome)
+    aux = commit(part.call, outcome) if stateful else discard(part.call, outcome)
 
     def vjp_fn(cotangent: Any) -> Any:
         ((cells, data),) = pull(cotangent)
@@ -47,18 +49,26 @@ def vjp(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param) -> Any
     return (out, vjp_fn, aux) if has_aux else (out, vjp_fn)
 
 
-def jvp(fun: Any, primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False, wrt: Any = Param) -> Any:
+def jvp(
+    fun: Any,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    has_aux: bool = False,
+    wrt: Any = Param,
+    stateful: bool = True,
+) -> Any:
     """`(out, tangent_out)`, or `(out, tangent_out, aux)`: the value and the directional derivative.
 
     The tangent of a Module is a State of its `wrt` part; paths it leaves out are zero.
     """
     target = target_of(fun, "nnx.jvp")
     primals = (*target.bound, *primals)
-    part = Part(f"nnx.jvp({target.name})", primals, {}, _all(len(primals)), wrt, True)
+    part = Part(f"nnx.jvp({target.name})", primals, {}, _all(len(primals)), wrt, False)
     given = part.unpack(tuple(tangents), "the tangents")
     function = _with_aux(part.function(target.fun), has_aux)
     out, tangent, outcome = jax.jvp(function, (part.primals(),), (_as_tangents(given, part.primals()),), has_aux=True)
-    aux = commit(part.call, outcome)
+    aux = commit(part.call, outcome) if stateful else discard(part.call, outcome)
     return (out, tangent, aux) if has_aux else (out, tangent)
 
 
@@ -75,15 +85,15 @@ def _zero_tangent(primal: Any) -> Any:
     return np.zeros(jax.numpy.shape(primal), jax.dtypes.float0)
 
 
-def linearize(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param) -> Any:
+def linearize(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param, stateful: bool = True) -> Any:
     """`(out, f_jvp)`, or `(out, f_jvp, aux)`: the value and the derivative at it, as a linear function of tangents."""
     target = target_of(fun, "nnx.linearize")
     primals = (*target.bound, *primals)
-    part = Part(f"nnx.linearize({target.name})", primals, {}, _all(len(primals)), wrt, True)
+    part = Part(f"nnx.linearize({target.name})", primals, {}, _all(len(primals)), wrt, False)
     function = _with_aux(part.function(target.fun), has_aux)
-    out, push, outcome = jax.linearize(function, part.primals(), has_aux=True)
-    aux = commit(part.call, outcome)
     values = part.primals()
+    out, push, outcome = jax.linearize(function, values, has_aux=True)
+    aux = commit(part.call, outcome) if stateful else discard(part.call, outcome)
 
     def f_jvp(*tangents: Any) -> Any:
         return push(_as_tangents(part.unpack(tangents, "the tangents"), values))
@@ -91,12 +101,16 @@ def linearize(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param) 
     return (out, f_jvp, aux) if has_aux else (out, f_jvp)
 
 
-def _jacobian(transform: Any, name: str, fun: Any, wrt: Any, argnums: Any, has_aux: bool, options: Any) -> Callable[..., Any]:
+def _jacobian(
+    transform: Any, name: str, fun: Any, wrt: Any, argnums: Any, has_aux: bool, stateful: bool, options: Any
+) -> Callable[..., Any]:
     target = target_of(fun, name)
     argnums = argnums if isinstance(argnums, int) else tuple(argnums)
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        part = Part(f"{name}({target.name})", (*target.bound, *args), kwargs, argnums, wrt, bool(options.get("allow_int")))
+        part = Part(
+            f"{name}({target.name})", (*target.bound, *args), kwargs, argnums, wrt, bool(options.get("allow_int"))
+        )
         structure: list[Any] = []
         split = _with_aux(part.function(target.fun), has_aux)
 
@@ -106,7 +120,7 @@ def _jacobian(transform: Any, name: str, fun: Any, wrt: Any, argnums: Any, has_a
             return out, outcome
 
         jacobian, outcome = transform(function, has_aux=True, **options)(part.primals())
-        aux = commit(part.call, outcome)
+        aux = commit(part.call, outcome) if stateful else discard(part.call, outcome)
         leaves = [part.pack(*inner) for inner in structure[0].flatten_up_to(jacobian)]
         packed = jax.tree.unflatten(structure[0], leaves)
         return (packed, aux) if has_aux else packed
@@ -122,9 +136,10 @@ def jacfwd(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
+    stateful: bool = True,
 ) -> Callable[..., Any]:
-    """The Jacobian by forward mode: for each output leaf the shape of the differentiated argument, Modules as States."""
-    return _jacobian(jax.jacfwd, "nnx.jacfwd", fun, wrt, argnums, has_aux, {"holomorphic": holomorphic})
+    """The Jacobian by forward mode: per output leaf the shape of the differentiated argument, Modules as States."""
+    return _jacobian(jax.jacfwd, "nnx.jacfwd", fun, wrt, argnums, has_aux, stateful, {"holomorphic": holomorphic})
 
 
 @decorator
@@ -136,10 +151,11 @@ def jacrev(
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
+    stateful: bool = True,
 ) -> Callable[..., Any]:
-    """The Jacobian by reverse mode: for each output leaf the shape of the differentiated argument, Modules as States."""
+    """The Jacobian by reverse mode: per output leaf the shape of the differentiated argument, Modules as States."""
     options = {"holomorphic": holomorphic, "allow_int": allow_int}
-    return _jacobian(jax.jacrev, "nnx.jacrev", fun, wrt, argnums, has_aux, options)
+    return _jacobian(jax.jacrev, "nnx.jacrev", fun, wrt, argnums, has_aux, stateful, options)
 
 
 @decorator
@@ -150,6 +166,7 @@ def hessian(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
+    stateful: bool = True,
 ) -> Callable[..., Any]:
     """The second derivative: the differentiated argument's shape, each leaf holding that shape again.
 
@@ -169,7 +186,7 @@ def hessian(
             return out, outcome
 
         blocks, outcome = jax.hessian(function, has_aux=True, holomorphic=holomorphic)(part.primals())
-        aux = commit(part.call, outcome)
+        aux = commit(part.call, outcome) if stateful else discard(part.call, outcome)
         cells, data = part.primals()
         inner = jax.tree.structure((cells, data))
 

@@ -1,4 +1,5 @@
-"""What the differentiating transforms share: the differentiated part of a call, as a flat value and as the user sees it.
+"""What the differentiating transforms share: the differentiated part of a call, as a flat value and as the user
+sees it.
 
 The *differentiated part* is the data in the chosen arguments, and of the Modules there the cells that `wrt` selects. To
 the user it has the shape of the arguments, with each Module replaced by its State; a cell that several of these
@@ -19,7 +20,8 @@ from nnx.core.variables import Container
 from nnx.transforms.arguments import Selection, leaf_flags
 from nnx.transforms.lift import MODULE, Call, Outcome, run, sort_of
 
-INTEGER_LEAF = """{name} was asked for the gradient of {path!r}, {kind} of dtype {dtype}: only float and complex values \
+INTEGER_LEAF = """{name} was asked for the gradient of {path!r}, {kind} of dtype {dtype}: only float and complex \
+values \
 have gradients. Narrow what is differentiated (wrt=..., now {wrt}), give the value another Variable type, or pass \
 allow_int=True."""
 
@@ -30,7 +32,9 @@ NOT_A_STATE = """{name} needs for {what} a State of its {wrt} part, got {got}. T
 class Part:
     """The differentiated part of a call."""
 
-    def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Any, wrt: Any, allow_int: bool):
+    def __init__(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Any, wrt: Any, allow_int: bool
+    ):
         self.name, self.wrt = name, wrt
         self.call = Call(args, kwargs)
         self.single = isinstance(argnums, int)
@@ -138,20 +142,34 @@ class Part:
         self._check_paths(given)
         return cells, data
 
+    def require_all(self, cotangents: Sequence[Any]) -> None:
+        """Raises ValueError if a State leaves a path of its Module's differentiated part out."""
+        for argument, cotangent in zip(self.arguments, cotangents):
+            for module, state in zip(jax.tree.leaves(argument), [cotangent]):
+                if sort_of(module) == MODULE and isinstance(state, State):
+                    missing = [path for path in self.known_paths(module) if path not in state]
+                    if missing:
+                        raise ValueError(
+                            f"{self.name}: the cotangent of {type(module).__name__} has no {missing[0]!r}. It "
+                            f"must be a State of the whole {describe(self.wrt)} part; zeros where there is no gradient."
+                        )
+
+    def known_paths(self, root: Any) -> list[str]:
+        """The paths of a Module's differentiated part."""
+        if self.flat is None:
+            return []
+        numbers = list(dict.fromkeys(self.flat.key.table[0]))
+        places = [self.flat.key.cell_roots()[i] for i in self.own]
+        return [path for at, path in places if self.roots[numbers.index(at)] is root]
+
     def _check_paths(self, given: dict[int, State]) -> None:
-        numbers = list(dict.fromkeys(self.flat.key.table[0])) if self.flat is not None else []
         for root in self.roots:
-            known = {
-                path
-                for i in self.own
-                for at, path in [self.flat.key.cell_roots()[i]]  # type: ignore[union-attr]
-                if self.roots[numbers.index(at)] is root
-            }
+            known = self.known_paths(root)
             unknown = [path for path in given.get(id(root), ()) if path not in known]
             if unknown:
                 raise ValueError(
                     f"{self.name}: {unknown[0]!r} is not in the part of {type(root).__name__} that is differentiated, "
-                    f"{describe(self.wrt)}: {', '.join(sorted(known)) or 'nothing'}."
+                    f"{describe(self.wrt)}: {', '.join(known) or 'nothing'}."
                 )
 
 

@@ -77,7 +77,8 @@ def grad(
       reduce_axes: names of mapped axes to sum the gradient over.
 
     Returns:
-      A function with the arguments of `fun`. The gradient has the shape of the differentiated argument, with each Module
+      A function with the arguments of `fun`. The gradient has the shape of the differentiated argument, with each
+      Module
       replaced by a State of the same Variable types and metadata.
 
     Raises:

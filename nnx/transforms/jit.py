@@ -1,25 +1,26 @@
 """`nnx.jit`: `jax.jit` for functions that take Modules.
 
 Compiled functions are kept per *signature*: where Modules and Contexts stand in the call and what their structure is.
-An `Entry` is what is compiled for one signature. In the steady state a call checks the trace level and one stamp, gathers
+An `Entry` is what is compiled for one signature. In the steady state a call checks the trace level and one stamp,
+gathers
 the values from the cells, calls the compiled function with one flat list, and writes back what changed.
 """
 
-import functools
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from operator import getitem, setitem
 from typing import Any, TypeVar, overload
 
 import jax
 
-from nnx.core.filters import to_predicate
-from nnx.core.graph import GraphKey
 from nnx.core.info import STRUCTURE, ModuleBase, join
 from nnx.core.moduledef import ModuleDef
-from nnx.transforms.arguments import Selection, leaf_flags, make_static, unwrap_static
+from nnx.core.trace import current_level
+from nnx.transforms.arguments import Selection, make_static, unwrap_static
+from nnx.transforms.donation import Donation
+from nnx.transforms.jit_shardings import constrain_outcome, input_shardings
 from nnx.transforms.lift import (
-    CONTEXT,
     MODULE,
     Call,
     Effects,
@@ -31,8 +32,8 @@ from nnx.transforms.lift import (
     leaf_sorts,
     run,
     target_of,
-    write,
 )
+from nnx.transforms.wrapper import dress
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,110 +51,60 @@ them, so they grow, and the function is compiled anew each time. Take them out a
 model.pop_state(nnx.Intermediate)."""
 
 
-class OtherChangeSet(Exception):
-    """While tracing a donated function for other shapes, other cells changed than before."""
-
-
 class Entry:
-    """The compiled function of one signature."""
+    """The compiled function of one signature.
+
+    Its result is a plain tuple, which JAX handles fastest: `(values, out)`, and one None more for every set of effects
+    it has had before (shapes may decide what changes), so that the length says which effects belong to it.
+    """
 
     def __init__(self, owner: "Jit", call: Call, args: Any, kwargs: Any):
         self.owner = owner
         self.signature = call.signature
         self.statics = call.statics
-        self.shapes: Any = None
+        self.effects: list[Effects] = []
+        self.shapes: list[str] | None = None
         self.donation = Donation(self, call, args, kwargs) if owner.donated else None
-        shardings = _in_shardings(owner.in_shardings, call, args) if owner.in_shardings is not None else None
-        self.cell_shardings = shardings[0] if shardings is not None else None
-        options = dict(owner.options) if shardings is None else {**owner.options, "in_shardings": (*shardings, None)}
+        options = dict(owner.options)
+        self.cell_shardings: list[Any] | None = None
+        if owner.in_shardings is not None:
+            self.cell_shardings, data_shardings = input_shardings(owner.in_shardings, call, args)
+            options["in_shardings"] = (self.cell_shardings, data_shardings, *([None] if call.contexts else []))
         self.jitted = jax.jit(self.traced, **options)
 
-    def traced(self, cells: Any, data: Any, forks: Any) -> Outcome:
+    def traced(self, cells: Any, data: Any, forks: Any = ()) -> tuple[Any, ...]:
         owner = self.owner
-        owner.trace_count += 1
+        owner.count_trace(1)
         owner.explain_shapes(self, cells, data)
-        outcome = run(owner.body, self.signature, self.statics, cells, data, forks, f"nnx.jit({owner.__name__})")
-        return _constrain(owner, self, outcome)
+        outcome = run(owner.body, self.signature, self.statics, cells, data, forks, f"nnx.jit({owner.name})")
+        outcome = constrain_outcome(self.cell_shardings, owner.out_shardings, self.signature.key, outcome, cells)
+        if outcome.effects not in self.effects:
+            self.effects.append(outcome.effects)
+        return (outcome.values, outcome.out, *[None] * self.effects.index(outcome.effects))
 
-    def execute(self, call: Call) -> Outcome:
+    def effects_of(self, result: tuple[Any, ...]) -> Effects:
+        return self.effects[len(result) - 2]
+
+    def execute(self, call: Call) -> Any:
         if self.donation is not None:
             return self.donation.execute(call)
-        return self.jitted(call.cells(), tuple(call.data), tuple(call.forks()))
+        if call.contexts:
+            return self.jitted(call.cells(), tuple(call.data), tuple(call.forks()))
+        return self.jitted(call.cells(), tuple(call.data))
 
-
-class Donation:
-    """How an entry donates: exactly the buffers that the function replaces, found by tracing first."""
-
-    def __init__(self, entry: Entry, call: Call, args: Any, kwargs: Any):
-        self.entry = entry
-        flags = leaf_flags(entry.owner.donated, args, kwargs)
-        marks = entry.signature.marks
-        self.data = [flag for flag, mark in zip(flags, marks) if mark == -1]
-        donated = {mark for flag, mark in zip(flags, marks) if flag and mark >= 0}
-        kept = {mark for flag, mark in zip(flags, marks) if not flag and mark >= 0}
-        self.donatable = _cells_of_only(entry.signature.key, donated - kept) if entry.owner.stateful else set()
-        self.by_avals = False
-        self.compiled: dict[Any, tuple[frozenset[int], Any]] = {}
-
-    def execute(self, call: Call) -> Outcome:
-        cells, data, forks = call.cells(), tuple(call.data), tuple(call.forks())
-        try:
-            return self._run(cells, data, forks)
-        except OtherChangeSet:
-            self.by_avals = True  # shapes decide what changes: from now on one variant per set of shapes
-            self.compiled.clear()
-            return self._run(cells, data, forks)
-
-    def _run(self, cells: list[Any], data: tuple[Any, ...], forks: Any) -> Outcome:
-        replaced, jitted = self.variant(cells, data, forks)
-        return jitted(*self.arrange(replaced, cells, data, copy=True), forks)
-
-    def variant(self, cells: list[Any], data: Any, forks: Any) -> tuple[frozenset[int], Any]:
-        """The cells that may be donated for these arguments, and the function compiled with them."""
-        key = _avals((cells, data)) if self.by_avals else None
-        found = self.compiled.get(key)
-        if found is None:
-            outcome = jax.eval_shape(self.entry.traced, cells, data, forks)
-            replaced = frozenset(_replaced(outcome.effects, len(cells)) & self.donatable)
-            options = self.entry.owner.options
-            found = replaced, jax.jit(functools.partial(self.traced, replaced), donate_argnums=(0, 2), **options)
-            self.compiled[key] = found
-            self.entry.owner.trace_count -= 1  # the look ahead and the compilation are one trace to the user
-        return found
-
-    def traced(self, replaced: frozenset[int], given: Any, kept: Any, given_data: Any, kept_data: Any, forks: Any) -> Outcome:
-        given, kept = iter(given), iter(kept)
-        given_data, kept_data = iter(given_data), iter(kept_data)
-        count = len(self.entry.signature.key.cells) if self.entry.signature.key is not None else 0
-        cells = [next(given) if i in replaced else next(kept) for i in range(count)]
-        data = tuple([next(given_data) if flag else next(kept_data) for flag in self.data])
-        outcome = self.entry.traced(cells, data, forks)
-        if _replaced(outcome.effects, count) & self.donatable != replaced:
-            raise OtherChangeSet
-        return outcome
-
-    def arrange(self, replaced: frozenset[int], cells: list[Any], data: tuple[Any, ...], copy: bool = False) -> Any:
-        """The values as `(donated cells, kept cells, donated data, kept data)`; a buffer in two places is copied."""
-        given = [cell for i, cell in enumerate(cells) if i in replaced]
-        kept = [cell for i, cell in enumerate(cells) if i not in replaced]
-        given_data = [x for x, flag in zip(data, self.data) if flag]
-        kept_data = [x for x, flag in zip(data, self.data) if not flag]
-        if copy:
-            given, given_data = _without_aliases((given, given_data), (kept, kept_data))
-        return given, kept, given_data, kept_data
+    def finish(self, call: Call, result: tuple[Any, ...]) -> Any:
+        """Writes a result into the caller's Modules, or not, and gives the output."""
+        outcome = Outcome(result[0], result[1], self.effects_of(result))
+        return commit(call, outcome) if self.owner.stateful else discard(call, outcome)
 
 
 class Jit:
-    """A function compiled by `nnx.jit`. Call it like the function; `lower`, `trace` and the rest are as in `jax.jit`."""
+    """All that belongs to one use of `nnx.jit`; the user holds `function`."""
 
     def __init__(self, fun: Any, stateful: bool, explain: bool, in_shardings: Any, out_shardings: Any, **options: Any):
         target = target_of(fun, "nnx.jit")
-        functools.update_wrapper(self, fun if not isinstance(fun, ModuleBase) else target.fun)
-        self.__name__ = target.name
-        self.__wrapped__ = fun
-        self.trace_count = 0
-        self.stateful = stateful
-        self.explain = explain
+        self.name = target.name
+        self.stateful, self.explain = stateful, explain
         self.in_shardings, self.out_shardings = in_shardings, out_shardings
         offset = len(target.bound)
         static = (options.pop("static_argnums"), options.pop("static_argnames"))
@@ -162,61 +113,55 @@ class Jit:
         self.donated = Selection(target.fun, *donate, offset)
         self.options = {k: v for k, v in options.items() if v is not None}
         self.bound = target.bound
+        self.target = target.fun
         self.body = unwrap_static(target.fun) if self.static else target.fun
-        self._entries: dict[Signature, Entry] = {}
-        self._fast: dict[tuple[int, ...], dict[GraphKey, Entry]] = {}
-        self._simple = not (self.static or self.donated or self.bound or not stateful)
+        self.entries: dict[Signature, Entry] = {}
+        self.simple = not (self.static or self.donated or self.bound or not stateful)
         self._last: Entry | None = None
         self._static_retraces: dict[str, int] = {}
         self._warned: set[str] = set()
+        self.function = dress(_entrance(self), fun)
+        self.function.trace_count = 0
+        for method in (self.lower, self.trace, self.eval_shape, self.clear_cache):
+            setattr(self.function, method.__name__, method)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._simple and not kwargs:
-            # a Module and arrays, all at the top level: no need to look any further
-            sorts = tuple([leaf_sorts.get(type(arg)) for arg in args])
-            entries = self._fast.get(sorts)
-            if entries is not None:
-                at = sorts.index(MODULE)
-                flat = args[at]._nnx_info.flat
-                if (
-                    flat is not None
-                    and ((flat._stamp is STRUCTURE.stamp and not flat._watch) or flat.is_valid())
-                    and flat.key in entries
-                    and not flat.sown
-                ):
-                    outcome = entries[flat.key].jitted(flat.values(), args[:at] + args[at + 1 :], ())
-                    effects = outcome.effects
-                    if not effects.simple:
-                        return commit(Call(args, kwargs), outcome)
-                    if effects.changed:
-                        write(flat, effects, outcome.values)
-                    return outcome.out
-        call, entry = self._prepare(args, kwargs)
+    def count_trace(self, by: int) -> None:
+        self.function.trace_count += by
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Any call, however its Modules stand."""
+        call, entry = self.prepare(args, kwargs)
         if call.flat is not None and call.flat.sown:
             self._warn_of_sown(call)
-        outcome = entry.execute(call)
-        return commit(call, outcome) if self.stateful else discard(call, outcome)
+        result = entry.execute(call)
+        out = entry.finish(call, result)
+        if self.simple and not kwargs:
+            self._remember_plan(call, entry, result, args)
+        return out
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Entry]:
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Entry]:
         """The call, split, and the entry for its signature."""
         args = (*self.bound, *args)
         if self.static:
-            args, kwargs = make_static(self.static, args, kwargs, self.__name__)
+            args, kwargs = make_static(self.static, args, kwargs, self.name)
         call = Call(args, kwargs)
-        entry = self._entries.get(call.signature)
+        entry = self.entries.get(call.signature)
         if entry is None:
             self._warn_of_closure()
             self._explain_structure(call)
-            entry = self._entries[call.signature] = Entry(self, call, args, kwargs)
-            self._remember_fast(entry, args, kwargs)
+            entry = self.entries[call.signature] = Entry(self, call, args, kwargs)
         self._last = entry
         return call, entry
 
-    def _remember_fast(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        sorts = tuple([leaf_sorts.get(type(arg)) for arg in args])
-        plain = not kwargs and None not in sorts and CONTEXT not in sorts and sorts.count(MODULE) == 1
-        if self._simple and plain and entry.signature.key is not None:
-            self._fast.setdefault(sorts, {})[entry.signature.key] = entry  # type: ignore[index]
+    def _remember_plan(self, call: Call, entry: Entry, result: Any, args: tuple[Any, ...]) -> None:
+        """Keeps with the flat form all that the next call like this one needs, if it is a simple one."""
+        flat, effects = call.flat, entry.effects_of(result)
+        if flat is None or flat.level is None or len(call.roots) > 1 or args[0] is not call.roots[0] or call.contexts:
+            return
+        if len(result) == 2 and effects.simple and not any(i in flat.extra for i in effects.changed):
+            into = [flat.dicts[i] for i in effects.changed]
+            under = [flat.names[i] for i in effects.changed]
+            flat.writers[self] = (entry.jitted, flat.dicts, flat.names, flat.level, into, under)
 
     # As in jax.jit
 
@@ -229,32 +174,37 @@ class Jit:
         return self._stage("trace", args, kwargs)
 
     def _stage(self, stage: str, args: Any, kwargs: Any) -> Any:
-        call, entry = self._prepare(args, kwargs)
+        call, entry = self.prepare(args, kwargs)
         cells, data, forks = call.cells(), tuple(call.data), tuple(call.forks())
         if entry.donation is None:
-            return getattr(entry.jitted, stage)(cells, data, forks)
-        replaced, jitted = entry.donation.variant(cells, data, forks)
-        return getattr(jitted, stage)(*entry.donation.arrange(replaced, cells, data), forks)
+
+            def plain(cells: Any, data: Any, forks: Any) -> Any:
+                return (cells, data, forks) if forks else (cells, data)
+
+            return Staged(self, entry, plain, getattr(entry.jitted, stage)(*plain(cells, data, forks)))
+        donation = entry.donation
+        replaced, jitted = donation.variant(cells, data, forks)
+
+        def arrange(cells: Any, data: Any, forks: Any) -> Any:
+            return (*donation.arrange(replaced, cells, data, copy=True), forks)
+
+        inner = getattr(jitted, stage)(*donation.arrange(replaced, cells, data), forks)
+        return Staged(self, entry, arrange, inner)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The output's shapes and dtypes; nothing is computed and no Module changes."""
-        call, entry = self._prepare(args, kwargs)
-        outcome = jax.eval_shape(entry.jitted, call.cells(), tuple(call.data), tuple(call.forks()))
-        return discard(call, outcome)
+        call, entry = self.prepare(args, kwargs)
+        result = jax.eval_shape(
+            entry.jitted, call.cells(), tuple(call.data), *([tuple(call.forks())] if call.contexts else [])
+        )
+        return discard(call, Outcome(result[0], result[1], entry.effects_of(result)))
 
     def clear_cache(self) -> None:
         """Forgets everything compiled."""
-        for entry in self._entries.values():
-            entry.jitted.clear_cache()
-        self._entries.clear()
-        self._fast.clear()
+        for entry in self.entries.values():
+            entry.jitted.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+        self.entries.clear()
         self._last = None
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-    def __repr__(self) -> str:
-        return f"<nnx.jit of {self.__name__}>"
 
     # Warnings
 
@@ -265,9 +215,9 @@ class Jit:
 
     def _warn_of_closure(self) -> None:
         if "closure" not in self._warned:
-            what = _captured_modules(self.body if not self.static else self.body.__wrapped__)  # type: ignore[attr-defined]
+            what = captured_modules(self.target)
             if what:
-                self._warn(CLOSES_OVER.format(name=self.__name__, what=", ".join(what)), "closure")
+                self._warn(CLOSES_OVER.format(name=self.name, what=", ".join(what)), "closure")
 
     def _warn_of_sown(self, call: Call) -> None:
         if "sown" not in self._warned:
@@ -277,10 +227,10 @@ class Jit:
                 for path, module in root.named_modules()
                 for name in sorted(module._nnx_info.sown or ())
             ]
-            self._warn(NOT_POPPED.format(name=self.__name__, paths=", ".join(paths)), "sown")
+            self._warn(NOT_POPPED.format(name=self.name, paths=", ".join(paths)), "sown")
 
     def _explain_structure(self, call: Call) -> None:
-        """Says why a call needs a compilation of its own, where asked, and warns of static values that keep changing."""
+        """Says why a call needs a compilation of its own, where asked; warns of static values that keep changing."""
         last = self._last
         if last is None:
             return
@@ -298,14 +248,14 @@ class Jit:
         if (old.treedef, old.marks) != (new.treedef, new.marks):
             reasons.append(f"the arguments: {old.treedef} -> {new.treedef}")
         if self.explain and reasons:
-            warnings.warn(f"{self.__name__} is compiled again: {'; '.join(reasons)}", UserWarning, stacklevel=4)
+            warnings.warn(f"{self.name} is compiled again: {'; '.join(reasons)}", UserWarning, stacklevel=4)
 
     def _count_static_retraces(self, differences: Sequence[Any]) -> None:
         for path, before, after in differences:
             if before.startswith("static") and after.startswith("static"):
                 count = self._static_retraces[path] = self._static_retraces.get(path, 0) + 1
                 if count == RETRACES_BEFORE_WARNING:
-                    text = STATIC_RETRACES.format(name=self.__name__, count=count, path=path, before=before, after=after)
+                    text = STATIC_RETRACES.format(name=self.name, count=count, path=path, before=before, after=after)
                     self._warn(text, f"static {path}")
 
     def explain_shapes(self, entry: Entry, cells: Any, data: Any) -> None:
@@ -317,11 +267,44 @@ class Jit:
         now = [str(jax.tree.map(jax.typeof, value)) for value in (*cells, *data)]
         if entry.shapes is not None and entry.shapes != now:
             changes = [f"{label}: {a} -> {b}" for label, a, b in zip(labels, entry.shapes, now) if a != b]
-            warnings.warn(f"{self.__name__} is compiled again: {'; '.join(changes)}", UserWarning, stacklevel=4)
+            warnings.warn(f"{self.name} is compiled again: {'; '.join(changes)}", UserWarning, stacklevel=4)
         entry.shapes = now
 
 
-def _captured_modules(fun: Any) -> list[str]:
+def _entrance(me: Jit) -> Callable[..., Any]:
+    """The function the user calls. A plain closure: this is the path every step takes."""
+    structure = STRUCTURE
+
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        if args and not kwargs and me.simple:
+            first = args[0]
+            if leaf_sorts.get(type(first)) == MODULE:
+                flat = first._nnx_info.flat
+                if flat is not None and flat.ready is structure.stamp:
+                    plan = flat.writers.get(me)
+                    rest = args[1:]
+                    if plan is not None and all_data(rest):
+                        jitted, dicts, names, level, into, under = plan
+                        result = jitted([*map(getitem, dicts, names)], rest)
+                        if len(result) == 2 and level is current_level():
+                            any(map(setitem, into, under, result[0]))  # one C call: an interrupt cannot tear it
+                            return result[1]
+                        call, entry = me.prepare(args, kwargs)
+                        return entry.finish(call, result)
+        return me.call(args, kwargs)
+
+    return lifted
+
+
+def all_data(args: tuple[Any, ...]) -> bool:
+    """Whether all arguments are single leaves that are no Modules or Contexts."""
+    for arg in args:
+        if leaf_sorts.get(type(arg)) != 0:
+            return False
+    return True
+
+
+def captured_modules(fun: Any) -> list[str]:
     """The Modules a function reaches through its closure or by a global name, each with its name there."""
     if not isinstance(fun, types.FunctionType):
         return []
@@ -344,123 +327,34 @@ def _captured_modules(fun: Any) -> list[str]:
     return found
 
 
-# Donation
+class Staged:
+    """A step of `nnx.jit(f).lower(...)` or `.trace(...)`: JAX's own object, whose `compile()` takes Modules again."""
 
+    def __init__(self, owner: Jit, entry: Entry, arrange: Any, inner: Any):
+        self._owner, self._entry, self._arrange, self._inner = owner, entry, arrange, inner
 
-def _replaced(effects: Effects, count: int) -> set[int]:
-    """The cells whose values the function replaced or removed."""
-    if effects.rewrite is None:
-        return set(effects.changed)
-    return set(range(count)) - {source for source in effects.rewrite.sources if source >= 0}
+    def lower(self, *args: Any, **kwargs: Any) -> "Staged":
+        """The next step, as in JAX."""
+        return Staged(self._owner, self._entry, self._arrange, self._inner.lower(*args, **kwargs))
 
+    def compile(self, *args: Any, **kwargs: Any) -> "Staged":
+        """The compiled function; call it with arguments of the same structure and shapes."""
+        return Staged(self._owner, self._entry, self._arrange, self._inner.compile(*args, **kwargs))
 
-def _cells_of_only(key: GraphKey | None, roots: set[int]) -> set[int]:
-    """The cells that can be reached from these roots of a call and from no other."""
-    if key is None:
-        return set()
-    starts = list(dict.fromkeys(key.table[0]))
-    children = [[at for _, at in plan.children] for plan in key.plans]
-    shared = {cell: number for number, cell in enumerate(key.table[2])}
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call, entry = self._owner.prepare(args, kwargs)
+        if entry is not self._entry:
+            raise TypeError(f"{self._owner.name} was compiled for arguments of another structure than these.")
+        return entry.finish(call, self._inner(*self._arrange(call.cells(), tuple(call.data), tuple(call.forks()))))
 
-    def reach(numbers: Any) -> set[int]:
-        seen, stack = set(), [starts[n] for n in numbers]
-        while stack:
-            at = stack.pop()
-            if at not in seen:
-                seen.add(at)
-                stack.extend(children[at])
-        return seen
-
-    inside, outside = reach(roots), reach(set(range(len(starts))) - roots)
-    tied_outside = {number for at in outside for _, number in key.plans[at].shared}
-    return {
-        i
-        for i, (at, _, _) in enumerate(key.cells)
-        if at in inside and at not in outside and shared.get(i) not in tied_outside
-    }
-
-
-def _without_aliases(given: Any, kept: Any) -> Any:
-    """The donated values with a copy in place of every array that also stands elsewhere in the call."""
-    leaves, treedef = jax.tree.flatten(given)
-    ids = [id(leaf) for leaf in leaves]
-    seen = {id(leaf) for leaf in jax.tree.leaves(kept)}
-    if len(set(ids)) == len(ids) and seen.isdisjoint(ids):
-        return given
-    for i, leaf in enumerate(leaves):
-        if id(leaf) in seen and isinstance(leaf, jax.Array):
-            leaves[i] = leaf.copy()
-        seen.add(id(leaf))
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def _avals(tree: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple([str(jax.typeof(leaf)) for leaf in leaves])
-
-
-# Shardings
-
-
-def _in_shardings(shardings: Any, call: Call, args: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]]:
-    """One sharding per cell and per data leaf, from one per argument (for a Module: one, or one per filter)."""
-    per_argument = shardings if isinstance(shardings, (tuple, list)) else (shardings,) * len(args)
-    if len(per_argument) != len(args):
-        raise ValueError(f"in_shardings has {len(per_argument)} entries for a call with {len(args)} arguments.")
-    cells: list[Any] = [None] * len(call.cells())
-    data: list[Any] = []
-    roots = list(dict.fromkeys(call.signature.key.table[0])) if call.signature.key is not None else []
-    for argument, sharding in zip(args, per_argument):
-        if isinstance(argument, ModuleBase):
-            number = next(i for i, root in enumerate(call.roots) if root is argument)
-            chosen = _cell_shardings(sharding, call, roots[number])
-            cells = [mine if mine is not None else other for mine, other in zip(chosen, cells)]
-        else:
-            broadcast = jax.tree.map(
-                lambda s, sub: jax.tree.map(lambda _: _Leaf(s), sub), sharding, argument, is_leaf=lambda s: s is None
-            )
-            data.extend(leaf.value for leaf in jax.tree.leaves(broadcast) if isinstance(leaf, _Leaf))
-    data.extend([None] * (len(call.data) - len(data)))
-    return cells, tuple(data)
-
-
-class _Leaf:
-    def __init__(self, value: Any):
-        self.value = value
-
-
-def _cell_shardings(sharding: Any, call: Call, root: int) -> list[Any]:
-    key = call.signature.key
-    assert key is not None and call.flat is not None
-    if not isinstance(sharding, Mapping):
-        return [sharding if at == root else None for at, _ in key.cell_roots()]
-    cases = [(to_predicate(filter), value) for filter, value in sharding.items()]
-    return [
-        next((s for matches, s in cases if matches(path, leaf)), None) if at == root else None
-        for (at, path), leaf in zip(key.cell_roots(), call.flat.leaves())
-    ]
-
-
-def _constrain(owner: Jit, entry: Entry, outcome: Outcome) -> Outcome:
-    """The outcome with the shardings asked for: of the output, and of the state that goes back into the Modules."""
-    values, out, effects = outcome.values, outcome.out, outcome.effects
-    if entry.cell_shardings is not None and effects.rewrite is None:
-        shardings = [entry.cell_shardings[i] for i in effects.changed]
-        values = [x if s is None else jax.lax.with_sharding_constraint(x, s) for x, s in zip(values, shardings)]
-    if owner.out_shardings is not None:
-        out = jax.tree.map(
-            lambda s, sub: sub if s is None else jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, s), sub),
-            owner.out_shardings,
-            out,
-            is_leaf=lambda s: s is None,
-        )
-    return Outcome(values, out, effects)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 @overload
 def jit(fun: F, /) -> F: ...
 @overload
-def jit(fun: Any = ..., /, **options: Any) -> Any: ...
+def jit(fun: Any = None, /, **options: Any) -> Any: ...  # pyright: ignore[reportInconsistentOverload]
 def jit(
     fun: Any = None,
     /,
@@ -505,7 +399,7 @@ def jit(
     if fun is None:
         options = {k: v for k, v in locals().items() if k != "fun"}
         return lambda fun: jit(fun, **options)
-    return Jit(
+    lifted = Jit(
         fun,
         stateful,
         explain_recompiles,
@@ -519,3 +413,4 @@ def jit(
         inline=inline or None,
         compiler_options=compiler_options,
     )
+    return lifted.function

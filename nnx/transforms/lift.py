@@ -6,9 +6,8 @@ about it. *Entering* rebuilds the Modules inside a trace; *leaving* finds what h
 the change, as its structure. *Committing* an Outcome writes it into the caller's Modules, at once.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from operator import is_
+from operator import is_, setitem
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +25,8 @@ from nnx.transforms.rewrite import Rewrite, find_rewrite
 CONTEXT_RETURNED = """A Context in the result of {name}: its keys belong to the transform that has just ended. Return \
 the keys you need (ctx.make_rng(...)), or use the caller's Context: it has advanced."""
 
-ATTACHED_FROM_OUTSIDE = """Cannot write back a Module from a different trace level: {owner} at {path!r} was made outside \
+ATTACHED_FROM_OUTSIDE = """Cannot write back a Module from a different trace level: {owner} at {path!r} was made \
+outside \
 the function that {name} runs (a closure, perhaps) and was attached to a Module, or returned, inside it.
 Pass it to the function as an argument: then it is one and the same Module inside and outside."""
 
@@ -38,6 +38,7 @@ leaf_sorts: dict[type, int] = {}
 
 
 def sort_of(leaf: Any) -> int:
+    """Whether a leaf of a call is data, a Module or a Context."""
     cls = type(leaf)
     sort = leaf_sorts.get(cls)
     if sort is None:
@@ -142,7 +143,7 @@ class Entered:
 
     def value(self, cell: int) -> Any:
         """What a cell holds now; only while the structure is as it was."""
-        return self.graph.dicts[cell][self.key.cells[cell][1]]  # type: ignore[union-attr]
+        return self.graph.dicts[cell][self.key.cells[cell][1]]
 
     def is_changed(self, cell: int, value: Any) -> bool:
         if cell in self.trees:
@@ -168,8 +169,10 @@ def enter(key: GraphKey | None, statics: Sequence[Any], cells: Sequence[Any]) ->
         for i, ((_, name, _), values) in enumerate(zip(key.cells, entered.graph.dicts)):
             value = values[name]
             entered.before.append(value)
-            if fresh(value) is not value:
-                entered.trees[i] = jax.tree.flatten(value)
+            own = fresh(value)
+            if own is not value:  # containers of the body's own, even where the value has not been through JAX
+                values[name] = entered.before[i] = own
+                entered.trees[i] = jax.tree.flatten(own)
     watched = any(map(needs_attach, statics))
     entered.baseline = traverse(entered.graph.modules).table if watched else None
     return entered
@@ -256,9 +259,7 @@ def leave(entered: Entered, out: Any, name: str) -> Outcome:
         values = [current[i] for i in changed]
         effects = Effects(changed, None, sown, bool(returned))
     if returned:
-        out = jax.tree.unflatten(
-            treedef, [Returned(known[id(x)]) if sort_of(x) == MODULE else x for x in leaves]
-        )
+        out = jax.tree.unflatten(treedef, [Returned(known[id(x)]) if sort_of(x) == MODULE else x for x in leaves])
     return Outcome(values, out, effects)
 
 
@@ -270,17 +271,23 @@ def _check_levels(walk: Any, name: str) -> None:
             raise TraceContextError(text)
 
 
-def run(fun: Callable[..., Any], signature: Signature, statics: Any, cells: Any, data: Any, forks: Any, name: str) -> Outcome:
+def run(
+    fun: Callable[..., Any], signature: Signature, statics: Any, cells: Any, data: Any, forks: Any, name: str
+) -> Outcome:
     """Runs a function on the Modules, Contexts and data of a split call, inside the current trace."""
-    entered = enter(signature.key, statics, cells)
     contexts = [definition.from_fork(fork) for definition, fork in zip(signature.contexts, forks)]
-    args, kwargs = signature.fill(entered.roots, contexts, data)
+    entered, args, kwargs = enter_call(signature, statics, cells, data, contexts)
     return leave(entered, fun(*args, **kwargs), name)
 
 
-# Committing
+def enter_call(signature: Signature, statics: Any, cells: Any, data: Any, contexts: Any) -> tuple[Entered, Any, Any]:
+    """The Modules of a split call, rebuilt, and its arguments with them."""
+    entered = enter(signature.key, statics, cells)
+    args, kwargs = signature.fill(entered.roots, contexts, data)
+    return entered, args, kwargs
 
-_set_item = dict.__setitem__
+
+# Committing
 
 
 def commit(call: Call, outcome: Outcome) -> Any:
@@ -314,7 +321,7 @@ def write(flat: Flat, effects: Effects, values: Sequence[Any]) -> None:
     dicts, names, repeat, _ = writer
     if repeat is not None:
         values = [values[i] for i in repeat]
-    deque(map(_set_item, dicts, names, values), maxlen=0)
+    any(map(setitem, dicts, names, values))  # setitem gives None, so any() goes through all, in one C call
 
 
 def _writer(flat: Flat, changed: Sequence[int]) -> tuple[list[Any], list[str], list[int] | None]:
@@ -366,13 +373,14 @@ def discard(call: Call, outcome: Outcome) -> Any:
     """The output without any effect on the caller's Modules (`stateful=False`); Modules in it are new ones."""
     if not outcome.effects.returns_modules:
         return outcome.out
-    copies = build(call.signature.key, call.statics, call.cells()) if call.flat is not None else Graph([], [], [])
+    key = call.signature.key
+    copies = build(key, call.statics, call.cells()) if key is not None else Graph([], [], [])
     effects, modules = outcome.effects, copies.modules
     if effects.rewrite is not None:
         modules = effects.rewrite.apply(modules, call.signature.key, outcome.values)
     else:
         for i, value in zip(effects.changed, outcome.values):
-            at, name, _ = call.signature.key.cells[i]  # type: ignore[union-attr]
+            at, name, _ = call.signature.key.cells[i]
             modules[at].__dict__[name] = value
     return fill_returned(outcome.out, modules)
 
@@ -404,5 +412,3 @@ def target_of(fun: Any, transform: str) -> Target:
     if not callable(fun):
         raise TypeError(f"{transform} takes a function, a Module or a method; got {short(fun)}.")
     return Target(fun, (), getattr(fun, "__name__", type(fun).__name__))
-
-

@@ -27,5 +27,5 @@ def dress(lifted: Callable[..., Any], fun: Any) -> Callable[..., Any]:
     """Gives a lifted function the name, docstring and signature of what it lifts."""
     source = type(fun).__call__ if isinstance(fun, ModuleBase) else fun
     functools.update_wrapper(lifted, source)
-    lifted.__wrapped__ = fun  # type: ignore[attr-defined]
+    lifted.__wrapped__ = fun
     return lifted

@@ -94,6 +94,18 @@ def test_assigning_a_module_to_a_variable_is_an_error_and_changes_nothing():
     assert list(m.modules()) == [m]
 
 
+@pytest.mark.parametrize(
+    "hide",
+    [lambda m: nnx.Param(m), lambda m: nnx.Cache({"k": m}), lambda m: nnx.Node([m]), lambda m: nnx.Ref(nnx.Param(m))],
+    ids=["variable", "dict in variable", "node", "ref"],
+)
+def test_a_module_wrapped_in_a_container_is_an_error(hide):
+    m = Box()
+    with pytest.raises((ValueError, TypeError)):
+        m.w = hide(Scale())
+    assert not hasattr(m, "w")
+
+
 def test_after_deletion_an_attribute_is_free_for_another_kind():
     m = Box(w=nnx.Param(1.0))
     del m.w
@@ -445,14 +457,13 @@ def test_an_empty_pytree_seen_first_does_not_change_how_later_ones_are_treated()
             self.items = items
 
     jax.tree_util.register_pytree_node(Bag, lambda b: (tuple(b.items), None), lambda _, items: Bag(list(items)))
-    for items in ([], [jnp.zeros(())]):
-        m = Box(cache=nnx.Cache(Bag(items)))
-        state = m.get_state()
+    for length in (0, 1):
+        m = Box(cache=nnx.Cache(Bag([jnp.zeros(())] * length)))
+        state, twin = m.get_state(), m.clone()
         m.cache.items.append(jnp.ones(()))
-        assert len(state["cache"].value.items) == len(items) - 1 + (items is not m.cache.items)
-        twin = m.clone()
-        twin.cache.items.append(jnp.ones(()))
-        assert len(m.cache.items) == len(twin.cache.items) - 1
+        assert len(m.cache.items) == length + 1
+        assert len(state["cache"].value.items) == length
+        assert len(twin.cache.items) == length
 
 
 def test_partition_does_not_share_a_registered_node_with_the_module():

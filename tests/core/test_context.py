@@ -53,6 +53,16 @@ def test_a_false_flag_is_there():
     assert ctx.get_flag("deterministic", True) is False
 
 
+def test_a_flag_may_hold_an_array_or_is_refused_by_name():
+    try:
+        ctx = nnx.context(0, flags={"mask": jnp.ones(2)})
+        again = ctx.partition().merge()
+    except (TypeError, ValueError) as error:
+        assert "mask" in str(error)
+    else:
+        assert again.get_flag("mask") is ctx.get_flag("mask")
+
+
 def test_an_empty_context():
     ctx = nnx.context()
     assert not ctx.has_rng("params")
@@ -237,17 +247,91 @@ def test_keys_drawn_inside_a_transform_equal_those_drawn_outside():
 # split
 
 
-def stacked_keys(split):
-    """All leaves of a split that are stacked keys."""
-    return [leaf for leaf in jax.tree.leaves(split) if getattr(leaf, "ndim", 0) >= 1]
+def three_streams(**kwargs):
+    return nnx.context(0, dropout=1, noise=2, **kwargs)
 
 
-def test_split_gives_stacked_keys_for_manual_vmap():
-    ctx = nnx.context(0, dropout=1)
-    split = ctx.split(3)
-    leaves = jax.tree.leaves(split)
-    assert leaves
-    assert all(leaf.shape[0] == 3 for leaf in stacked_keys(split))
+def split_streams(rng_filter):
+    """The names of the streams that a filter selects to be split."""
+    keys, _ = three_streams().split(4, filter=rng_filter)
+    assert all(key.shape in ((), (4,)) for key in keys.values())
+    return {name for name, key in keys.items() if key.shape == (4,)}
+
+
+ALL_STREAMS = {"params", "dropout", "noise"}
+
+
+@pytest.mark.parametrize(
+    "rng_filter, selected",
+    [
+        (None, set()),
+        (..., ALL_STREAMS),
+        ("params", {"params"}),
+        ("unknown", set()),
+        (lambda name: name.startswith("d"), {"dropout"}),
+        (["params", "noise"], {"params", "noise"}),
+        (("params",), {"params"}),
+        ([], set()),
+        ([None, lambda name: name == "noise"], {"noise"}),
+        ({"params": True, "dropout": False}, {"params"}),
+        ({"dropout": False, ...: True}, {"params", "noise"}),
+        ({("params", "noise"): True}, {"params", "noise"}),
+        ({}, set()),
+    ],
+)
+def test_rng_filters_select_streams(rng_filter, selected):
+    assert split_streams(rng_filter) == selected
+
+
+@pytest.mark.parametrize("bad", [1, 1.5, object()], ids=["int", "float", "object"])
+def test_anything_else_as_an_rng_filter_is_a_type_error_that_shows_it(bad):
+    with pytest.raises(TypeError) as error:
+        three_streams().split(2, filter=bad)
+    assert str(bad) in str(error.value) or type(bad).__name__ in str(error.value)
+
+
+def test_split_selects_every_stream_by_default():
+    keys, _ = three_streams().split(3)
+    assert {name: key.shape for name, key in keys.items()} == dict.fromkeys(ALL_STREAMS, (3,))
+
+
+def test_split_keys_can_be_mapped_by_hand():
+    ctx = nnx.context(0, dropout=1, flags={"deterministic": True})
+    keys, ctxdef = ctx.split(3, filter="params")
+
+    def draw_both(keys):
+        inner = ctxdef.merge(keys)
+        assert inner.get_flag("deterministic") is True
+        return jax.random.key_data(inner.make_rng("params")), jax.random.key_data(inner.make_rng("dropout"))
+
+    params, dropout = jax.vmap(draw_both, in_axes=({"params": 0, "dropout": None},))(keys)
+    assert len({data(key) for key in params}) == 3
+    assert len({data(key) for key in dropout}) == 1
+    _, scanned = jax.lax.scan(
+        lambda carry, key: (carry, jax.random.key_data(ctxdef.merge({**keys, "params": key}).make_rng("params"))),
+        0,
+        keys["params"],
+    )
+    np.testing.assert_array_equal(scanned, params)
+
+
+def test_split_of_legacy_keys():
+    keys, ctxdef = nnx.context(jax.random.PRNGKey(0)).split(3)
+    assert keys["params"].shape[0] == 3
+    drawn = [draw(ctxdef.merge({"params": key}))[0] for key in keys["params"]]
+    assert len(set(drawn)) == 3
+
+
+def test_the_keys_of_a_split_are_never_produced_again():
+    ctx = nnx.context(0)
+    drawn = draw(ctx, n=2)
+    for _ in range(2):
+        keys, ctxdef = ctx.split(4)
+        for key in keys["params"]:
+            drawn.append(data(key))
+            drawn += draw(ctxdef.merge({"params": key}), n=2)
+        drawn += draw(ctx, n=2) + draw(ctx.fork(), n=2)
+    assert len(set(drawn)) == len(drawn)
 
 
 def test_the_parent_of_a_split_goes_on_with_fresh_keys():
@@ -260,7 +344,7 @@ def test_the_parent_of_a_split_goes_on_with_fresh_keys():
 
 @pytest.mark.parametrize("bad", [0.5, "3", -1])
 def test_a_split_into_nonsense_is_an_error(bad):
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises((TypeError, ValueError), match=str(bad)):
         nnx.context(0).split(bad)
 
 

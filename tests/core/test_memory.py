@@ -190,17 +190,14 @@ def test_an_error_leaves_nothing_behind():
 
 
 def test_calling_a_sequence_keeps_no_item_alive(without_garbage_collector):
-    layer = Layer()
-    array = weakref.ref(layer.w)
-
     def run():
         def scaled(x, ctx):
             return x * captured
 
-        captured = jnp.full(4, 2.0)
-        return weakref.ref(captured), nnx.Sequence([layer, scaled])(jnp.ones(4), ctx=nnx.context(0))
+        layer, captured = Layer(), jnp.full(4, 2.0)
+        nnx.Sequence([layer, scaled])(jnp.ones(4), ctx=nnx.context(0))
+        return weakref.ref(layer), weakref.ref(captured)
 
-    captured, _ = run()
-    del layer
-    assert array() is None
+    layer, captured = run()
+    assert layer() is None
     assert captured() is None

@@ -1,0 +1,255 @@
+"""Recurrent networks: cells run over sequences.
+
+`RNN` scans a cell (see `rnn_cells.py`) along time; `Bidirectional` runs one network forwards and another backwards. A
+sequence is `[batch..., time, *features]`, or `[time, batch..., *features]` when `time_major`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nnx.core.containers import accepts_ctx
+from nnx.core.context import Context
+from nnx.core.module import Module
+from nnx.core.variables import Param
+from nnx.nn.rnn_cells import RNNCellBase
+from nnx.transforms.loops import scan
+
+
+class RNN(Module):
+    """A cell run over a sequence.
+
+    Args:
+        cell: any `RNNCellBase`. It may hold Variables that change from step to step, and take `ctx`.
+        time_major: inputs and outputs have time first instead of after the batch axes.
+        return_carry: return `(carry, outputs)` instead of the outputs alone.
+        reverse: go from the last step to the first; outputs then come in the order they were made.
+        keep_order: with `reverse`, put the outputs back into the order of the inputs.
+        unroll: steps per iteration of the compiled loop.
+        variable_axes, variable_broadcast, variable_carry, split_rngs: what becomes of the cell's Variables and of the
+            Context's streams from step to step, as in `scan`. By default parameters are read only, other Variables are
+            handed on, and every step draws keys of its own.
+
+    >>> import nnx, jax.numpy as jnp
+    >>> rnn = nnx.RNN(nnx.GRUCell(3, 4, ctx=nnx.context(0)), return_carry=True)
+    >>> x = jnp.ones((2, 5, 3))  # batch, time, features
+    >>> carry, y = rnn(x, seq_lengths=jnp.array([5, 2]))
+    >>> carry.shape, y.shape
+    ((2, 4), (2, 5, 4))
+    """
+
+    def __init__(
+        self,
+        cell: RNNCellBase,
+        *,
+        time_major: bool = False,
+        return_carry: bool = False,
+        reverse: bool = False,
+        keep_order: bool = False,
+        unroll: int = 1,
+        variable_axes: Mapping[Any, int] | None = None,
+        variable_broadcast: Any = Param,
+        variable_carry: Any = ...,
+        split_rngs: Any = ...,
+    ):
+        self.cell = cell
+        self.time_major = time_major
+        self.return_carry = return_carry
+        self.reverse = reverse
+        self.keep_order = keep_order
+        self.unroll = unroll
+        self.variable_axes = variable_axes
+        self.variable_broadcast = variable_broadcast
+        self.variable_carry = variable_carry
+        self.split_rngs = split_rngs
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        initial_carry: Any = None,
+        seq_lengths: jax.Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+        ctx: Context | None = None,
+    ) -> Any:
+        """Runs the cell.
+
+        Args:
+            inputs: `[batch..., time, *features]`; any number of batch axes, none included.
+            initial_carry: the carry to start with; by default the cell's `initialize_carry`.
+            seq_lengths: `[batch...]`, real steps in each row; they stand first. The carry stops at a row's last real
+                step (`reverse` starts there); outputs past it mean nothing.
+            return_carry, time_major, reverse, keep_order: override those of the instance.
+            ctx: given to a cell that takes it, with different keys in every step.
+
+        Returns:
+            The outputs, `[batch..., time, *output_features]`, or `(carry, outputs)`.
+        """
+        return_carry = self.return_carry if return_carry is None else return_carry
+        time_major = self.time_major if time_major is None else time_major
+        reverse = self.reverse if reverse is None else reverse
+        keep_order = self.keep_order if keep_order is None else keep_order
+
+        feature_axes = self.cell.num_feature_axes
+        batch_axes = inputs.ndim - feature_axes - 1
+        if batch_axes < 0:
+            raise ValueError(
+                f"RNN: expected an input with a time axis and {feature_axes} axes of features for "
+                f"{type(self.cell).__name__}, got shape {inputs.shape}."
+            )
+        time_axis = 0 if time_major else batch_axes
+        steps = jnp.moveaxis(inputs, time_axis, 0) if time_axis else inputs  # [time, batch..., *features]
+        batch = steps.shape[1 : 1 + batch_axes]
+        if seq_lengths is not None and seq_lengths.shape != batch:
+            raise ValueError(
+                f"RNN: expected seq_lengths of shape {batch}, one per row of inputs {inputs.shape}, got "
+                f"{seq_lengths.shape}."
+            )
+        carry = self.cell.initialize_carry(steps.shape[1:], ctx) if initial_carry is None else initial_carry
+
+        run = scan(
+            _step,
+            variable_axes=self.variable_axes,
+            variable_broadcast=self.variable_broadcast,
+            variable_carry=self.variable_carry,
+            split_rngs=self.split_rngs,
+            length=steps.shape[0] if self.variable_axes else None,
+            reverse=reverse,
+            unroll=self.unroll,
+        )
+        numbers = None if seq_lengths is None else jnp.arange(steps.shape[0])
+        carry, outputs = run(self.cell, carry, (steps, numbers), seq_lengths, ctx)
+
+        if reverse and not keep_order:
+            outputs = jax.tree.map(lambda y: _flipped(y, seq_lengths), outputs)
+        if time_axis:
+            outputs = jax.tree.map(lambda y: jnp.moveaxis(y, 0, time_axis), outputs)
+        return (carry, outputs) if return_carry else outputs
+
+
+def _step(
+    cell: Any,
+    carry: Any,
+    step: tuple[jax.Array, jax.Array | None],
+    seq_lengths: jax.Array | None,
+    ctx: Context | None,
+) -> tuple[Any, Any]:
+    """One step of a scan; rows that have ended keep their carry."""
+    x, number = step
+    new_carry, y = cell(carry, x) if ctx is None or not accepts_ctx(cell) else cell(carry, x, ctx=ctx)
+    if number is not None and seq_lengths is not None:
+        real = number < seq_lengths
+        new_carry = jax.tree.map(lambda new, old: jnp.where(_aligned(real, new), new, old), new_carry, carry)
+    return new_carry, y
+
+
+class Bidirectional(Module):
+    """Two networks, one forwards and one backwards in time, and their outputs merged.
+
+    Args:
+        forward_rnn, backward_rnn: the networks; they must not be one object.
+        merge_fn: `(forward, backward) -> output`; joins the features by default.
+        time_major: inputs and outputs have time first.
+        return_carry: return `((forward_carry, backward_carry), outputs)`.
+
+    >>> import nnx, jax.numpy as jnp
+    >>> ctx = nnx.context(0)
+    >>> layer = nnx.Bidirectional(nnx.RNN(nnx.GRUCell(3, 4, ctx=ctx)), nnx.RNN(nnx.GRUCell(3, 4, ctx=ctx)))
+    >>> layer(jnp.ones((2, 5, 3))).shape
+    (2, 5, 8)
+    """
+
+    def __init__(
+        self,
+        forward_rnn: RNN,
+        backward_rnn: RNN,
+        *,
+        merge_fn: Callable[[Any, Any], Any] | None = None,
+        time_major: bool = False,
+        return_carry: bool = False,
+    ):
+        if forward_rnn is backward_rnn:
+            raise ValueError(
+                "Bidirectional: forward_rnn and backward_rnn are the same object, so both directions would have the "
+                "same weights. Make two."
+            )
+        self.forward_rnn = forward_rnn
+        self.backward_rnn = backward_rnn
+        self.merge_fn = merge_features if merge_fn is None else merge_fn
+        self.time_major = time_major
+        self.return_carry = return_carry
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        initial_carry: tuple[Any, Any] | None = None,
+        ctx: Context | None = None,
+        seq_lengths: jax.Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+    ) -> Any:
+        """Runs both networks over the whole sequence.
+
+        Args:
+            inputs: `[batch..., time, *features]`.
+            initial_carry: the carries to start with, forward and backward.
+            ctx: given to cells that take it.
+            seq_lengths: `[batch...]`, real steps in each row.
+            return_carry, time_major: override those of the instance.
+            reverse: swap the directions of the two networks.
+            keep_order: must not be False: the directions are aligned before they are merged.
+
+        Returns:
+            The merged outputs, `[batch..., time, *output_features]`, or `((forward_carry, backward_carry), outputs)`.
+        """
+        if keep_order is False:
+            raise ValueError(
+                "Bidirectional: keep_order=False would merge the first step of one direction with the last of the "
+                "other."
+            )
+        return_carry = self.return_carry if return_carry is None else return_carry
+        time_major = self.time_major if time_major is None else time_major
+        forward_carry, backward_carry = (None, None) if initial_carry is None else initial_carry
+        options: dict[str, Any] = {
+            "seq_lengths": seq_lengths,
+            "return_carry": True,
+            "time_major": time_major,
+            "ctx": ctx,
+        }
+        options["keep_order"] = True
+        forward_carry, forward = self.forward_rnn(inputs, initial_carry=forward_carry, reverse=bool(reverse), **options)
+        backward_carry, backward = self.backward_rnn(
+            inputs, initial_carry=backward_carry, reverse=not reverse, **options
+        )
+        outputs = jax.tree.map(self.merge_fn, forward, backward)
+        return ((forward_carry, backward_carry), outputs) if return_carry else outputs
+
+
+def merge_features(forward: jax.Array, backward: jax.Array) -> jax.Array:
+    """The features of both directions side by side."""
+    return lax.concatenate((forward, backward), forward.ndim - 1)
+
+
+def _aligned(rows: jax.Array, like: jax.Array) -> jax.Array:
+    """One value per row, with axes of size one for the rest of `like`."""
+    return rows.reshape(rows.shape + (1,) * (like.ndim - rows.ndim))
+
+
+def _flipped(outputs: jax.Array, seq_lengths: jax.Array | None) -> jax.Array:
+    """`[time, batch..., …]` with the real steps of each row in reverse order and the padding where it was."""
+    if seq_lengths is None:
+        return lax.rev(outputs, (0,))
+    numbers = jnp.arange(outputs.shape[0]).reshape((-1,) + (1,) * seq_lengths.ndim)
+    source = jnp.where(numbers < seq_lengths, seq_lengths - 1 - numbers, numbers)
+    return jnp.take_along_axis(outputs, _aligned(source, outputs), axis=0)

@@ -1,0 +1,253 @@
+"""Wrappers that normalise the weights of a layer, not its activations: `SpectralNorm` and `WeightNorm`.
+
+The wrapped layer keeps its weights as they are. Each call computes the normalised ones and runs a copy of the layer
+with them, so that a gradient goes through the normalisation to the stored weights; what else the layer changes in the
+call (statistics, say) is written back to it.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from nnx.core.containers import Dict
+from nnx.core.context import Context
+from nnx.core.filters import Filter, PathMatches
+from nnx.core.module import Module
+from nnx.core.state import State
+from nnx.core.variables import BatchStat, Param
+from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, cast, infer_dtype, promote_dtype, statistics_dtype
+from nnx.nn.initializers import InitializerLike, default_scale_init, initial_value, normal
+
+KERNELS = PathMatches("**/kernel")
+
+NOT_A_MATRIX = (
+    "SpectralNorm is defined for matrices, and `error_on_non_matrix` is set: {path!r} has shape {shape}. "
+    "Without it, the leading axes are flattened into one."
+)
+NOTHING_TO_NORMALIZE = "{wrapper} found no weights to normalise in {layer}; its state has the paths {paths}."
+
+
+def _key(path: str) -> str:
+    """A path as one key of a `Dict`."""
+    return path.replace("/", ".")
+
+
+def _weights(wrapper: Module, layer: Module, filter: Filter, min_axes: int) -> State:
+    found = layer.filter(filter)
+    weights = State({path: leaf for path, leaf in found.items() if jnp.ndim(leaf.value) >= min_axes})
+    if not weights:
+        paths = ", ".join(layer.get_state()) or "(none)"
+        raise ValueError(
+            NOTHING_TO_NORMALIZE.format(wrapper=type(wrapper).__name__, layer=type(layer).__name__, paths=paths)
+        )
+    return weights
+
+
+def _run_with(layer: Module, weights: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a copy of `layer` that has these weights; everything else the call changes is written to `layer`."""
+    before, moduledef = layer.partition()
+    out, after = moduledef.apply(before, weights)(*args, **kwargs)
+
+    def changed(path: str, leaf: Any) -> bool:
+        if path in weights:
+            return False
+        old = jax.tree.leaves(before[path]) if path in before else []
+        new = jax.tree.leaves(leaf)
+        return len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True))
+
+    changes = State({path: leaf for path, leaf in after.get_state().items() if changed(path, leaf)})
+    if changes:
+        layer.update_state(changes)
+    return out
+
+
+def _unit(x: Array, epsilon: float) -> Array:
+    return x * lax.rsqrt(jnp.sum(lax.square(x), keepdims=True) + epsilon)
+
+
+@partial(jax.jit, static_argnames=("n_steps", "epsilon", "dtype"))
+def _spectral(weight: Array, u: Array, *, n_steps: int, epsilon: float, dtype: Any) -> tuple[Array, Array, Array]:
+    """The weight over its largest singular value, estimated by power iteration from `u`; the new `u`; that value."""
+    out_dtype = infer_dtype((weight,), dtype)
+    wide = cast(weight, statistics_dtype(weight.dtype))
+    matrix = jnp.reshape(wide, (-1, weight.shape[-1]))  # (inputs, outputs)
+    fixed = lax.stop_gradient(matrix)
+
+    def step(_: int, vectors: tuple[Array, Array]) -> tuple[Array, Array]:
+        v = _unit(vectors[0] @ fixed.T, epsilon)
+        return _unit(v @ fixed, epsilon), v
+
+    # u: (1, outputs), v: (1, inputs)
+    u, v = lax.fori_loop(0, n_steps, step, (cast(u, wide.dtype), jnp.zeros_like(fixed[:, 0])[None]))
+    sigma = (v @ matrix @ u.T)[0, 0]
+    normalized = wide / jnp.where(sigma != 0, sigma, 1)
+    return cast(normalized, out_dtype), u, sigma
+
+
+class SpectralNorm(Module):
+    """Runs a layer with its weights divided by their largest singular value.
+
+    All `Param`s with at least two axes are normalised, leading axes flattened into one. The estimate is refined by
+    power iteration from the stored vectors `u`, in every call that updates them.
+
+    Args:
+        layer_instance: the layer.
+        n_steps: steps of power iteration per call.
+        epsilon: added to squared norms.
+        dtype: of the normalised weights; by default that of the stored ones.
+        param_dtype: of the stored vectors, at least float32.
+        error_on_non_matrix: whether weights with more than two axes are an error.
+        update_stats: whether a call stores the refined `u` and `sigma` (`BatchStat`).
+        ctx: draws the first `u` from its stream "params".
+
+    >>> import nnx, jax.numpy as jnp
+    >>> ctx = nnx.context(0)
+    >>> layer = nnx.SpectralNorm(nnx.Linear(4, 5, ctx=ctx), n_steps=20, ctx=ctx)
+    >>> layer(jnp.ones((3, 4)), update_stats=True).shape
+    (3, 5)
+    >>> list(layer.sigma)
+    ['kernel']
+    """
+
+    def __init__(
+        self,
+        layer_instance: Module,
+        *,
+        n_steps: int = 1,
+        epsilon: float = 1e-12,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        error_on_non_matrix: bool = False,
+        update_stats: bool = True,
+        ctx: Context,
+    ):
+        if n_steps < 1:
+            raise ValueError(f"SpectralNorm: `n_steps` must be at least 1, got {n_steps}.")
+        self.layer_instance = layer_instance
+        self.n_steps = n_steps
+        self.epsilon = epsilon
+        self.dtype = as_optional_dtype(dtype)
+        self.param_dtype = as_dtype(param_dtype)
+        self.error_on_non_matrix = error_on_non_matrix
+        self.update_stats = update_stats
+        stat_dtype = statistics_dtype(self.param_dtype)
+        vectors, values = {}, {}
+        for path, leaf in _weights(self, layer_instance, Param, 2).items():
+            if error_on_non_matrix and leaf.value.ndim > 2:
+                raise ValueError(NOT_A_MATRIX.format(path=path, shape=leaf.value.shape))
+            first = initial_value(self, normal(1.0), ctx, (1, leaf.value.shape[-1]), stat_dtype)
+            vectors[_key(path)] = BatchStat(first)
+            values[_key(path)] = BatchStat(jnp.ones((), stat_dtype))
+        self.u = Dict(vectors)
+        self.sigma = Dict(values)
+
+    def __call__(self, x: Any, update_stats: bool | None = None, **kwargs: Any) -> Any:
+        update = self.update_stats if update_stats is None else update_stats
+        normalized = {}
+        for path, leaf in _weights(self, self.layer_instance, Param, 2).items():
+            key = _key(path)
+            value, u, sigma = _spectral(
+                leaf.value, self.u[key], n_steps=self.n_steps, epsilon=self.epsilon, dtype=self.dtype
+            )
+            normalized[path] = leaf.replace(value)
+            if update:
+                self.u[key] = cast(u, self.u[key].dtype)
+                self.sigma[key] = cast(sigma, self.sigma[key].dtype)
+        return _run_with(self.layer_instance, State(normalized), (x,), kwargs)
+
+
+def _weight_norm(
+    weight: Array,
+    scale: Array | None,
+    *,
+    feature_axes: tuple[int, ...] | None,
+    epsilon: float,
+    dtype: Any,
+    promote: PromoteDtype = promote_dtype,
+) -> Array:
+    if promote is promote_dtype:
+        out_dtype = infer_dtype((weight, scale), dtype)
+    else:
+        out_dtype = promote((weight, scale), dtype=dtype)[0].dtype
+    wide = cast(weight, statistics_dtype(weight.dtype))
+    features = () if feature_axes is None else tuple(axis % weight.ndim for axis in feature_axes)
+    axes = tuple(axis for axis in range(weight.ndim) if axis not in features)
+    normalized = wide * lax.rsqrt(jnp.sum(lax.square(wide), axes, keepdims=True) + epsilon)
+    if scale is not None:
+        layout = tuple(size if axis in features else 1 for axis, size in enumerate(weight.shape))
+        normalized = normalized * jnp.reshape(scale, layout)
+    return cast(normalized, out_dtype)
+
+
+_weight_norm_compiled = partial(jax.jit, static_argnames=("feature_axes", "epsilon", "dtype"))(_weight_norm)
+
+
+class WeightNorm(Module):
+    """Runs a layer with its weights brought to norm 1 and multiplied by a learned scale.
+
+    Args:
+        layer_instance: the layer.
+        feature_axes: axes of a weight that have their own norm and scale, the norm being over all the others; `None`
+            for one norm and one scale per weight.
+        use_scale: whether there is a learned scale.
+        scale_init: initialiser of the scales.
+        epsilon: added to squared norms.
+        dtype: of the normalised weights; by default that of the stored weights and scales.
+        param_dtype: in which the scales are stored.
+        variable_filter: which Variables are normalised; by default those named `kernel`.
+        promote_dtype: replaces the function that decides the dtype of the normalised weights.
+        ctx: only needed for initialisers that draw random numbers.
+
+    >>> import nnx, jax.numpy as jnp
+    >>> ctx = nnx.context(0)
+    >>> layer = nnx.WeightNorm(nnx.Linear(8, 4, ctx=ctx), ctx=ctx)
+    >>> layer(jnp.ones((5, 8))).shape, layer.scale["kernel"].shape
+    ((5, 4), (4,))
+    """
+
+    def __init__(
+        self,
+        layer_instance: Module,
+        *,
+        feature_axes: int | Sequence[int] | None = -1,
+        use_scale: bool = True,
+        scale_init: InitializerLike = default_scale_init,
+        epsilon: float = 1e-12,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        variable_filter: Filter = KERNELS,
+        promote_dtype: PromoteDtype = promote_dtype,
+        ctx: Context | None = None,
+    ):
+        self.layer_instance = layer_instance
+        self.feature_axes = (feature_axes,) if isinstance(feature_axes, int) else feature_axes and tuple(feature_axes)
+        self.use_scale = use_scale
+        self.epsilon = epsilon
+        self.dtype = as_optional_dtype(dtype)
+        self.param_dtype = as_dtype(param_dtype)
+        self.promote_dtype = promote_dtype
+        weights = _weights(self, layer_instance, variable_filter, 0)
+        self.paths = tuple(weights)
+        scales = {}
+        for path, leaf in weights.items() if use_scale else ():
+            shape = tuple(leaf.value.shape[axis] for axis in self.feature_axes or ())
+            scales[_key(path)] = Param(initial_value(self, scale_init, ctx, shape, self.param_dtype))
+        self.scale = Dict(scales)
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self.layer_instance.get_state()
+        settings = {"feature_axes": self.feature_axes, "epsilon": self.epsilon, "dtype": self.dtype}
+        normalized = {}
+        for path in self.paths:
+            scale = self.scale[_key(path)] if self.use_scale else None
+            if self.promote_dtype is promote_dtype:
+                value = _weight_norm_compiled(state[path].value, scale, **settings)
+            else:
+                value = _weight_norm(state[path].value, scale, **settings, promote=self.promote_dtype)
+            normalized[path] = state[path].replace(value)
+        return _run_with(self.layer_instance, State(normalized), (x, *args), kwargs)

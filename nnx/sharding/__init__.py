@@ -1,0 +1,1 @@
+"""Sharding: logical axis names, and how they meet the axes of a mesh."""

@@ -1,0 +1,97 @@
+"""Axis names of one Variable, and what stacking does to them.
+
+*Logical axis names* are a Variable's `sharding` metadata: a tuple (or `PartitionSpec`) with one entry per dimension, each
+a name, a tuple of names, or None. A scan or vmap over stacked Variables adds a dimension, whose name comes from
+`metadata_params={nnx.PARTITION_NAME: "layers"}`: outside the stacked Variable has the name, inside the body it has not.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from nnx.core.variables import Spec
+
+PARTITION_NAME = "partition_name"
+"""The key of `metadata_params` that names the axis along which a scan or vmap stacks Variables."""
+
+
+class DefaultAxes(tuple[Any, ...]):
+    """Names a layer gives by default: they speak of an array's last axes, and give way where they do not fit."""
+
+    __slots__ = ()
+
+
+def axis_names(sharding: Any) -> tuple[Any, ...]:
+    """The names in `sharding` metadata as a tuple; none for None.
+
+    Raises:
+      TypeError: it is no tuple, list or PartitionSpec of names.
+    """
+    if sharding is None:
+        return ()
+    if isinstance(sharding, str) or not isinstance(sharding, (tuple, list, PartitionSpec)):
+        hint = f" For an array of one dimension write ({sharding!r},)." if isinstance(sharding, str) else ""
+        raise TypeError(
+            f"sharding is a tuple of axis names, one per dimension, or a PartitionSpec; got {sharding!r}.{hint}"
+        )
+    for entry in sharding:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        if not all(name is None or name is PartitionSpec.UNCONSTRAINED or isinstance(name, str) for name in names):
+            raise TypeError(f"An axis name is a string, a tuple of strings or None; got {entry!r} in {sharding!r}.")
+    return tuple(sharding)
+
+
+def add_axis(spec: Spec, index: int, params: Mapping[Any, Any]) -> Spec:
+    """The spec of a Variable that was stacked along axis `index`: its `sharding` has the new name there.
+
+    Args:
+      spec: type and metadata of one slice. Without `sharding` it stays as it is.
+      index: the new axis; negative ones count from the end of the names there are then.
+      params: the transform's `metadata_params`. Without `PARTITION_NAME` the spec stays as it is.
+    """
+    sharding = spec.metadata.get("sharding")
+    if not _concerns(sharding, params):
+        return spec
+    names = list(axis_names(sharding))
+    at = index if index >= 0 else len(names) + 1 + index
+    names += [None] * (at - len(names))
+    names.insert(at, params[PARTITION_NAME])
+    return _with_sharding(spec, sharding, names)
+
+
+def remove_axis(spec: Spec, index: int, params: Mapping[Any, Any]) -> Spec:
+    """The spec of one slice of a stacked Variable: `add_axis` undone.
+
+    Raises:
+      ValueError: the `sharding` has another name at that axis.
+    """
+    sharding = spec.metadata.get("sharding")
+    if not _concerns(sharding, params):
+        return spec
+    names = list(axis_names(sharding))
+    at = index if index >= 0 else len(names) + index
+    name = params[PARTITION_NAME]
+    if not 0 <= at < len(names):
+        if name is None:
+            return spec
+        raise ValueError(WRONG_STACKED_NAME.format(spec=spec, name=name, index=index, found="no entry"))
+    if names[at] != name:
+        raise ValueError(WRONG_STACKED_NAME.format(spec=spec, name=name, index=index, found=repr(names[at])))
+    del names[at]
+    return _with_sharding(spec, sharding, names)
+
+
+WRONG_STACKED_NAME = """metadata_params says that axis {index} of the stacked Variables is named {name!r}, but {spec} has \
+{found} there. Build the stack with the same metadata_params, or give the stacked Variable a `sharding` with \
+{name!r} at axis {index}."""
+
+
+def _concerns(sharding: Any, params: Mapping[Any, Any]) -> bool:
+    # default names speak of the last axes, so a leading one changes nothing
+    return sharding is not None and not isinstance(sharding, DefaultAxes) and PARTITION_NAME in params
+
+
+def _with_sharding(spec: Spec, sharding: Any, names: Iterable[Any]) -> Spec:
+    new = PartitionSpec(*names) if isinstance(sharding, PartitionSpec) else tuple(names)
+    return Spec.of(spec.type, {**spec.metadata, "sharding": new})

@@ -1,0 +1,124 @@
+"""Placement: putting a Module onto a mesh, or building it there from the start."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from nnx.core.context import Context
+from nnx.core.module import Module
+from nnx.core.pure import Pure
+from nnx.core.repr import short
+from nnx.sharding.defaults import name_axes
+from nnx.sharding.rules import as_rules, logical_axis_rules
+from nnx.sharding.specs import logical_to_mesh_sharding
+
+T = TypeVar("T")
+
+
+def shard(model: T, mesh: Mesh | None = None, rules: Any = None) -> T:
+    """Places a Module on a mesh, in place: every array is split as the rules say for its axis names.
+
+    Variables without names get the default ones of their layer (`nnx.name_axes`); what has no name is on every device.
+
+    Args:
+      model: a Module; or a State, TrainState or other pytree, of which a placed copy is returned.
+      mesh: by default that of `jax.set_mesh`. Without one nothing happens.
+      rules: by default those of `logical_axis_rules`.
+
+    Returns:
+      The Module itself.
+
+    Raises:
+      ValueError: a rule names an axis that the mesh has not, an axis does not divide, a name stands twice in one array,
+        or there are more names than axes; the message says at which path and by which rule. Nothing was placed.
+
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> model = nnx.shard(nnx.Dict(w=nnx.Param(jnp.ones((4, 2)), ("embed", None))), mesh, [("embed", "data")])
+    >>> model.w.sharding.spec
+    P('data', None)
+    """
+    mesh = _concrete(mesh)
+    if mesh is None:
+        return model
+    if not isinstance(model, Module):
+        return _put(model, logical_to_mesh_sharding(model, mesh, rules))
+    shardings = logical_to_mesh_sharding(model, mesh, rules)
+    state = model.get_state()
+    placed = _put(state, shardings)
+    model.update_state(placed)
+    name_axes(model)
+    return model
+
+
+def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: Any, ctx: Context) -> T:
+    """Builds a Module that is split over a mesh from the start: no array of it is ever whole on one device.
+
+    The constructor is traced for its shapes first, and then compiled with the shardings that follow from them. The numbers
+    are those the constructor gives on one device.
+
+    Args:
+      build: called with a Context; returns the Module, or a TrainState or other pytree. It runs under `jax.jit`, twice.
+      mesh: None for that of `jax.set_mesh`. Without one, `build` is simply called.
+      rules: None for those of `logical_axis_rules`; else they hold inside `build`.
+      ctx: forked, so that it can be used again afterwards.
+
+    Raises:
+      ValueError: as in `nnx.shard`, before anything is allocated.
+
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> build = lambda ctx: nnx.Dict(w=nnx.Param(jax.random.normal(ctx.make_rng("params"), (4, 2)), ("embed", None)))
+    >>> nnx.init_sharded(build, mesh, [("embed", "data")], nnx.context(0)).w.sharding.spec
+    P('data', None)
+    """
+    if not isinstance(ctx, Context):
+        raise TypeError(f"nnx.init_sharded takes a Context as its last argument, e.g. nnx.context(0); got {short(ctx)}.")
+    rules = as_rules(rules)
+    mesh = _concrete(mesh)
+    if mesh is None:
+        with logical_axis_rules(rules):
+            return build(ctx.fork())
+
+    def make(pure_ctx: Any) -> Any:
+        built = build(pure_ctx.merge())
+        return name_axes(built).partition() if isinstance(built, Module) else built
+
+    # explicit axes would have every value computed whole before it is split, so the partitioner decides here
+    automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    pure_ctx = jax.tree.map(lambda key: _onto(automatic, key), ctx.partition())
+    with jax.set_mesh(automatic), logical_axis_rules(rules):
+        abstract = jax.eval_shape(make, pure_ctx)
+        shardings = logical_to_mesh_sharding(abstract, automatic, rules)
+        built = jax.jit(make, out_shardings=shardings)(pure_ctx)
+    built = _put(built, logical_to_mesh_sharding(abstract, mesh, rules))
+    return built.merge() if isinstance(built, Pure) else built
+
+
+def _concrete(mesh: Mesh | None) -> Mesh | None:
+    if mesh is None:
+        mesh = jax.sharding.get_mesh()
+    elif not isinstance(mesh, Mesh):
+        raise TypeError(f"A mesh with devices is needed, e.g. jax.make_mesh((4, 2), ('data', 'model')); got {mesh!r}.")
+    return None if mesh.empty else mesh
+
+
+def _onto(mesh: Mesh, key: jax.Array) -> jax.Array:
+    """A key that was made under some mesh, on every device of another one."""
+    return jax.device_put(key, NamedSharding(mesh, PartitionSpec())) if isinstance(key.sharding, NamedSharding) else key
+
+
+def _put(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(_put_array, tree, shardings)
+
+
+def _put_array(x: Any, sharding: NamedSharding) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.sharding == sharding:
+        return x
+    if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return jax.device_put(x, sharding)
+    whole = np.asarray(x)  # several processes, each with the same value: each takes its own part
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])

@@ -1,0 +1,171 @@
+"""The sharding report: how a model would lie on a mesh, before anything is allocated."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from nnx.sharding.constraints import current_mesh
+from nnx.sharding.rules import Rules, as_rules, resolve
+from nnx.sharding.specs import map_named
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingRow:
+    """One array of a model on a mesh.
+
+    Attributes:
+      path: of the array in the model.
+      shape, dtype: of the whole array.
+      logical_axes: its axis names.
+      mesh_axes: what the rules made of them.
+      shard_shape: the part on one device.
+      bytes_per_device: the size of that part.
+      errors: why it cannot be placed like this.
+      notes: axes that a rule wanted to split and did not: not divisible, or the mesh axis was claimed.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    logical_axes: tuple[Any, ...]
+    mesh_axes: PartitionSpec
+    shard_shape: tuple[int, ...]
+    bytes_per_device: int
+    errors: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The size of the whole array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingReport:
+    """How a model lies on a mesh; its `str` is a table.
+
+    Attributes:
+      rows: one per array.
+      mesh_shape: the size of every mesh axis; empty if there is no mesh.
+      rules: those that were tried.
+    """
+
+    rows: tuple[ShardingRow, ...]
+    mesh_shape: Mapping[str, int]
+    rules: Rules
+
+    @property
+    def bytes(self) -> int:
+        """The size of the whole model."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """What each device holds of it."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+    @property
+    def errors(self) -> dict[str, tuple[str, ...]]:
+        """By path, what would make `nnx.shard` fail."""
+        return {row.path: row.errors for row in self.rows if row.errors}
+
+    @property
+    def notes(self) -> dict[str, tuple[str, ...]]:
+        """By path, every axis that could not be divided or whose mesh axis was claimed by another."""
+        return {row.path: row.notes for row in self.rows if row.notes}
+
+    def __str__(self) -> str:
+        header = ("path", "shape", "dtype", "logical axes", "mesh axes", "per device", "")
+        lines = _aligned([header, *(_cells(row) for row in self.rows)])
+        rule = "─" * max(map(len, lines))
+        return "\n".join([lines[0], rule, *lines[1:], rule, self._summary(), *self._remarks()])
+
+    def _summary(self) -> str:
+        total, devices = _size(self.bytes), math.prod(self.mesh_shape.values())
+        if not self.mesh_shape:
+            return f"{total} in {len(self.rows)} arrays; no mesh, so nothing is split"
+        axes = " × ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
+        return f"{total} in {len(self.rows)} arrays on {devices} devices ({axes}): {_size(self.bytes_per_device)} on each"
+
+    def _remarks(self) -> list[str]:
+        errors = [f"! {path}: {text}" for path, texts in self.errors.items() for text in texts]
+        return errors + [f"* {path}: {text}" for path, texts in self.notes.items() for text in texts]
+
+
+def sharding_report(model: Any, mesh: Any = None, rules: Any = None) -> ShardingReport:
+    """How a model would lie on a mesh: names, mesh axes, bytes per device, and what could not be split.
+
+    Nothing is allocated or placed: the model may be abstract (`nnx.eval_shape`), and so may the mesh
+    (`jax.sharding.AbstractMesh`), which need not exist here. Nothing is raised either: errors are in the report.
+
+    Args:
+      model: a Module, State, TrainState or other pytree, of arrays or `jax.ShapeDtypeStruct`s.
+      mesh: by default that of `jax.set_mesh`.
+      rules: by default those of `logical_axis_rules`.
+
+    >>> model = nnx.Dict(w=nnx.Param(jax.ShapeDtypeStruct((1024, 512), jnp.float32), ("embed", "mlp")))
+    >>> report = nnx.sharding_report(model, jax.sharding.AbstractMesh((8,), ("model",)), [("mlp", "model")])
+    >>> report.bytes_per_device
+    262144
+    """
+    rules = as_rules(rules)
+    mesh = current_mesh(mesh)
+    mesh_shape = {} if mesh is None else dict(mesh.shape)
+    rows: list[ShardingRow] = []
+
+    def add(path: str, names: tuple[Any, ...], leaf: Any) -> None:
+        shape, dtype = tuple(jax.numpy.shape(leaf)), jax.dtypes.result_type(leaf) if _is_number(leaf) else leaf.dtype
+        resolution = resolve(names, rules if mesh_shape else (), shape, mesh_shape or None)
+        part = () if resolution.errors else tuple(resolution.spec)
+        shard_shape = tuple(size // _parts(entry, mesh_shape) for size, entry in zip(shape, part, strict=False))
+        shard_shape += shape[len(shard_shape) :]
+        on_each = math.prod(shard_shape) * dtype.itemsize
+        errors, notes = resolution.errors, resolution.notes
+        rows.append(ShardingRow(path, shape, dtype, names, resolution.spec, shard_shape, on_each, errors, notes))
+
+    map_named(add, model)
+    return ShardingReport(tuple(rows), mesh_shape, rules)
+
+
+def _is_number(leaf: Any) -> bool:
+    return not hasattr(leaf, "dtype")
+
+
+def _parts(entry: Any, mesh_shape: Mapping[str, int]) -> int:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return 1
+    return math.prod(mesh_shape[axis] for axis in (entry if isinstance(entry, tuple) else (entry,)))
+
+
+def _cells(row: ShardingRow) -> tuple[str, ...]:
+    return (
+        row.path,
+        "×".join(map(str, row.shape)) or "scalar",
+        str(row.dtype),
+        _axes(row.logical_axes),
+        _axes(tuple(row.mesh_axes)),
+        _size(row.bytes_per_device),
+        "!" if row.errors else "*" if row.notes else "",
+    )
+
+
+def _axes(names: Sequence[Any]) -> str:
+    shown = ["–" if name is None else "+".join(name) if isinstance(name, tuple) else str(name) for name in names]
+    return ", ".join(shown) or "–"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def _size(count: int) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count} B" if unit == "B" else f"{count:.1f} {unit}"
+        count = count / 1024  # type: ignore[assignment]
+    raise AssertionError("the last unit returns")

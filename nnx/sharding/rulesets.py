@@ -1,0 +1,69 @@
+"""Ready rule sets for the axis names of the built-in layers (see the table in this room's README).
+
+Each ends in `(name, None)` for every parameter name: an axis that does not divide, or whose mesh axis is taken, stays
+whole instead of being an error; `nnx.sharding_report` lists those. Add your own rules in front: the first that fits wins.
+"""
+
+from nnx.sharding.rules import MeshAxes, Rule, Rules
+
+PARAMETER_NAMES = ("heads", "mlp", "vocab", "embed", "in", "out", "head_dim", "norm")
+"""The axis names the built-in layers give their parameters."""
+
+_SPLIT_BY_TENSOR_PARALLELISM = ("heads", "mlp", "vocab", "out")
+_SPLIT_BY_FSDP = ("embed", "in", "mlp", "out", "vocab")  # in this order: one axis of each array is split
+_LEFT_WHOLE: Rules = tuple((name, None) for name in PARAMETER_NAMES)
+
+
+def data_parallel_rules(data: MeshAxes = "data") -> Rules:
+    """Every device has all parameters and a part of the batch.
+
+    Args:
+      data: the mesh axis, or axes, over which the batch is split.
+
+    >>> nnx.logical_to_mesh_axes(("batch", "embed"), nnx.data_parallel_rules())
+    P('data', None)
+    """
+    return (_batch(data), *_LEFT_WHOLE)
+
+
+def fsdp_rules(data: MeshAxes = "data") -> Rules:
+    """Every device has a part of the batch, and of each parameter; parameters are gathered when they are used.
+
+    Args:
+      data: the mesh axis, or axes, over which both are split.
+
+    >>> nnx.logical_to_mesh_axes(("embed", "mlp"), nnx.fsdp_rules())
+    P('data', None)
+    """
+    return (_batch(data), *((name, data) for name in _SPLIT_BY_FSDP), *_LEFT_WHOLE)
+
+
+def tensor_parallel_rules(model: MeshAxes = "model", data: MeshAxes = None) -> Rules:
+    """Every device computes some heads, some hidden units and some of the vocabulary.
+
+    Args:
+      model: the mesh axis, or axes, over which the layers are split.
+      data: that of the batch, if it is split as well.
+
+    >>> nnx.logical_to_mesh_axes(("mlp", "embed"), nnx.tensor_parallel_rules())
+    P('model', None)
+    """
+    return (_batch(data), *((name, model) for name in _SPLIT_BY_TENSOR_PARALLELISM), *_LEFT_WHOLE)
+
+
+def fsdp_tensor_parallel_rules(data: MeshAxes = "data", model: MeshAxes = "model") -> Rules:
+    """Layers are split over one mesh axis; the batch, and what is left of each parameter, over the other.
+
+    Args:
+      data: the mesh axis, or axes, of the batch and of fully sharded data parallelism.
+      model: that of tensor parallelism.
+
+    >>> nnx.logical_to_mesh_axes(("embed", "mlp"), nnx.fsdp_tensor_parallel_rules())
+    P('data', 'model')
+    """
+    by_model = ((name, model) for name in _SPLIT_BY_TENSOR_PARALLELISM)
+    return (_batch(data), *by_model, *((name, data) for name in _SPLIT_BY_FSDP), *_LEFT_WHOLE)
+
+
+def _batch(data: MeshAxes) -> Rule:
+    return ("batch", data)

@@ -1,0 +1,343 @@
+"""Axes: what `variable_axes`, `split_rngs` and their kin mean, said once for scan and vmap.
+
+Every cell of a call has a *group*: an axis along which it is stacked, `CARRY` (scan: handed from step to step) or
+`BROADCAST` (the same for all). Inside the body a stacked Variable is one slice; with `metadata_params` its
+`sharding` then
+lacks the name of the stacked axis.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from nnx.core.context import rng_predicate
+from nnx.core.filters import describe, to_predicate
+from nnx.core.graph import SHARED, TREE_SPEC, GraphKey
+from nnx.core.info import MODULE, NODE, TREE, join
+from nnx.core.state import State
+from nnx.core.trace import is_of_this_trace
+from nnx.core.variables import Container, Spec
+from nnx.sharding.axes import add_axis, remove_axis
+from nnx.transforms.bodies import NEW_VARIABLE, check_structure
+from nnx.transforms.lift import MODULE as MODULE_LEAF
+from nnx.transforms.lift import Call, Effects, cell_paths, sort_of
+from nnx.transforms.rewrite import Rewrite
+
+CARRY, BROADCAST = "carry", "broadcast"
+
+NO_LENGTH = """Cannot use variable_axes without specifying a {size}: {name} was given variable_axes={axes}, and how \
+many \
+slices to make of them cannot be seen from a Module that does not exist yet. Write {size}=..."""
+
+LENGTHS_DISAGREE = """{name}: the lengths disagree. {listing}. They must all be the same: check variable_axes, \
+in_axes and \
+{size}=..."""
+
+UNKNOWN_LENGTH = """{name}: there is nothing to take the {size} from: no argument is mapped and no variable is \
+stacked. \
+Write {size}=..."""
+
+TWO_AXES = """{name}: one variable is reached under two axes: {path!r} ({group}) and {other!r} ({other_group}). It is \
+shared, so it has one value: make the filters of variable_axes agree on it."""
+
+NO_GROUP = """{name}: {path!r}, {kind}, is in none of variable_axes={axes}, variable_broadcast={broadcast} and \
+variable_carry={carry}. Add it to one of them (`...` is all the rest)."""
+
+DIFFERS = """{name}: the variable {path!r} is not under variable_axes, so it is the same for all {size} members, \
+but the \
+body gave it a value that differs from member to member. Stack it (variable_axes={{{kind}: 0}}), or do not change it."""
+
+READ_ONLY = """{name}: the body changed {path!r}, which is under variable_broadcast and so read only: every step \
+reads the \
+same value. Carry it from step to step (variable_carry), or stack it (variable_axes)."""
+
+ADD_TO_AXES = (
+    "Every run makes a value of its own, so it must be stacked: add its type to variable_axes, e.g. {{{kind}: 0}}."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The options of one scan or vmap that concern Modules and Contexts."""
+
+    name: str  # of the transform, for texts
+    size_name: str
+    variable_axes: tuple[tuple[Any, int], ...]
+    broadcast: Any
+    carry: Any
+    split_rngs: Any
+    size: int | None
+    metadata_params: tuple[tuple[Any, Any], ...]
+    data_transform: Callable[[State], State] | None
+
+    @staticmethod
+    def of(
+        name: str,
+        size_name: str,
+        axes: Any,
+        broadcast: Any,
+        carry: Any,
+        split: Any,
+        size: Any,
+        params: Any,
+        transform: Any,
+    ) -> "Axes":
+        if isinstance(axes, Mapping):
+            axes = tuple(axes.items())
+        elif axes is None:
+            axes = ()
+        else:
+            raise TypeError(f"{name}: variable_axes maps filters to axes, e.g. {{nnx.Param: 0}}; got {axes!r}.")
+        for filter, axis in axes:
+            to_predicate(filter)
+            if not isinstance(axis, int):
+                raise TypeError(f"{name}: variable_axes[{describe(filter)}] is an axis, an int; got {axis!r}.")
+        rng_predicate(split)
+        split = tuple(split) if isinstance(split, list) else split
+        return Axes(name, size_name, axes, broadcast, carry, split, size, tuple((params or {}).items()), transform)
+
+    def require_size(self) -> None:
+        if self.variable_axes and self.size is None:
+            axes = "{" + ", ".join(f"{describe(f)}: {a}" for f, a in self.variable_axes) + "}"
+            raise ValueError(NO_LENGTH.format(size=self.size_name, name=self.name, axes=axes))
+
+    # Groups
+
+    def classifier(self) -> Callable[[str, Any], Any]:
+        cases = [(to_predicate(f), axis) for f, axis in self.variable_axes]
+        rest = [(self.broadcast, BROADCAST), (self.carry, CARRY)]
+        rest.sort(key=lambda case: case[0] is ...)  # `...` is what no other filter takes
+        cases += [(to_predicate(f), group) for f, group in rest]
+
+        def classify(path: str, leaf: Any) -> Any:
+            return next((group for matches, group in cases if matches(path, leaf)), None)
+
+        return classify
+
+    def groups(self, call: Call) -> list[Any]:
+        """The group of every cell of a call.
+
+        Raises:
+          ValueError: a cell is in no group, or shared between Modules in two.
+        """
+        if call.flat is None:
+            return []
+        classify, key = self.classifier(), call.flat.key
+        leaves = call.flat.leaves()
+        groups = [classify(path, leaf) for (_, path), leaf in zip(key.cell_roots(), leaves)]
+        for group, path, kind in zip(groups, cell_paths(key), key.kinds):
+            if group is None:
+                axes = tuple(f"{describe(f)}: {a}" for f, a in self.variable_axes)
+                rest = {"broadcast": describe(self.broadcast), "carry": describe(self.carry)}
+                raise ValueError(NO_GROUP.format(name=self.name, path=path, kind=kind, axes=axes, **rest))
+        for cell, other in _other_paths(key):
+            group = classify(other, leaves[cell])
+            if group != groups[cell]:
+                path = key.cell_roots()[cell][1]
+                text = {"path": path, "group": groups[cell], "other": other, "other_group": group}
+                raise ValueError(TWO_AXES.format(name=self.name, **text))
+        return groups
+
+    # Sizes
+
+    def find_size(self, call: Call, groups: Sequence[Any], data_axes: Sequence[Any], labels: Sequence[str]) -> int:
+        """How many slices there are.
+
+        Raises:
+          ValueError: the arguments and variables disagree about it, or do not say.
+        """
+        found: list[tuple[str, int]] = [] if self.size is None else [(f"{self.size_name}=", self.size)]
+        for path, group, value in zip(cell_paths(call.signature.key), groups, call.cells()):
+            if isinstance(group, int):
+                found += [(path, size) for size in _sizes(value, group, path, self.name)]
+        for label, axis, value in zip(labels, data_axes, call.data):
+            if axis is not None:
+                found += [(label, size) for size in _sizes(value, axis, label, self.name)]
+        if not found:
+            raise ValueError(UNKNOWN_LENGTH.format(name=self.name, size=self.size_name))
+        if len({size for _, size in found}) > 1:
+            listing = ", ".join(f"{label}: {size}" if label[-1] != "=" else f"{label}{size}" for label, size in found)
+            raise ValueError(LENGTHS_DISAGREE.format(name=self.name, listing=listing, size=self.size_name))
+        return found[0][1]
+
+    # Random keys
+
+    def keys(self, call: Call, size: int) -> tuple[list[Any], list[Any]]:
+        """Forked keys of every Context: `{stream: keys}` of those that are split, and of the others."""
+        selects = rng_predicate(self.split_rngs)
+        split, shared = [], []
+        for ctx in call.contexts:
+            keys = ctx.partition().keys
+            split.append({name: jax.random.split(key, size) for name, key in keys.items() if selects(name)})
+            shared.append({name: key for name, key in keys.items() if not selects(name)})
+        return split, shared
+
+    def contexts(self, call: Call, split: list[Any], shared: list[Any]) -> list[Any]:
+        return [d.merge({**s, **o}) for d, s, o in zip(call.signature.contexts, split, shared)]
+
+    # Specs inside and outside
+
+    def inner_key(self, key: GraphKey | None, groups: Sequence[Any]) -> GraphKey | None:
+        """The structure as the body sees it: stacked Variables without the name of the stacked axis."""
+        if key is None or not self.metadata_params:
+            return key
+        params = dict(self.metadata_params)
+        stacked = {i: g for i, g in enumerate(groups) if isinstance(g, int) and type(key.kinds[i]) is Spec}
+        return with_specs(key, {i: remove_axis(key.kinds[i], axis, params) for i, axis in stacked.items()})
+
+    def outer_rewrite(self, rewrite: Rewrite, groups: Mapping[int, Any]) -> Rewrite:
+        """A Rewrite found inside the body, with the Variables as they are outside."""
+        if not self.metadata_params:
+            return rewrite
+        params, key = dict(self.metadata_params), rewrite.key
+        stacked = {i: g for i, g in groups.items() if isinstance(g, int) and type(key.kinds[i]) is Spec}
+        outer = with_specs(key, {i: add_axis(key.kinds[i], axis, params) for i, axis in stacked.items()})
+        return Rewrite(outer, rewrite.statics, rewrite.sources, rewrite.old_count)
+
+    def transformed(self, key: GraphKey | None, cells: list[Any]) -> list[Any]:
+        """The cells after the user's `data_transform`, which sees them as a State."""
+        if self.data_transform is None or key is None:
+            return cells
+        paths = [path for _, path in key.cell_roots()]
+        leaves = [x if k is NODE else TREE_SPEC.box(x) if k is TREE else k.box(x) for k, x in zip(key.kinds, cells)]
+        state = self.data_transform(State(dict(zip(paths, leaves))))
+        values = [state[path] for path in paths]
+        return [value.value if isinstance(value, Container) else value for value in values]
+
+    # What came out of a body
+
+    def output_groups(self, before: GraphKey | None, groups: Sequence[Any], effects: Effects) -> dict[int, Any]:
+        """For each value of an outcome its group; new variables are classified by the filters.
+
+        Raises:
+          ValueError: the body changed the structure in a way it must not, or added a variable that is not stacked.
+        """
+        rewrite = effects.rewrite
+        if rewrite is None:
+            return {i: groups[i] for i in effects.changed}
+        classify = self.classifier()
+        added = check_structure(self.name, before, rewrite, effects.returns_modules)
+        found: dict[int, Any] = {}
+        for cell, source in enumerate(rewrite.sources):
+            if source >= 0:
+                found[cell] = groups[source]
+        places = _occurrences_of(before)
+        for cell, (at, name, _) in enumerate(rewrite.key.cells):
+            if cell not in found and (at, name) in places:
+                found[cell] = groups[places[at, name]]
+        for cell, path, kind in added:
+            leaf = kind.box(None) if type(kind) is Spec else TREE_SPEC.box(None) if kind is TREE else jnp.zeros(())
+            group = classify(path, leaf)
+            at = rewrite.key.cells[cell][0]
+            if not isinstance(group, int) and at < rewrite.old_count:
+                label = kind.type.__name__ if type(kind) is Spec else "nnx.buffers"
+                cure = ADD_TO_AXES.format(kind=label)
+                raise ValueError(NEW_VARIABLE.format(name=self.name, path=path, kind=kind, cure=cure))
+            found[cell] = group if isinstance(group, int) else BROADCAST
+        return found
+
+    def check_same(self, path: str, kind: Any, value: Any) -> None:
+        """Raises ValueError if a value that is to be the same for all members is not."""
+        if any(map(is_of_this_trace, jax.tree.leaves(value))):
+            label = kind.type.__name__ if type(kind) is Spec else "nnx.buffers"
+            raise ValueError(DIFFERS.format(name=self.name, path=path, size=self.size or "the", kind=label))
+
+
+def _sizes(value: Any, axis: int, label: str, name: str) -> list[int]:
+    sizes = []
+    for leaf in jax.tree.leaves(value):
+        shape = jnp.shape(leaf)
+        if not -len(shape) <= axis < len(shape):
+            raise ValueError(f"{name}: {label} is mapped along axis {axis}, but its shape is {shape}.")
+        sizes.append(shape[axis])
+    return sizes
+
+
+def _occurrences_of(key: GraphKey | None) -> dict[tuple[int, str], int]:
+    if key is None:
+        return {}
+    return {(at, name): cell for cell, (at, name, _) in enumerate(key.cells)}
+
+
+def _other_paths(key: GraphKey) -> list[tuple[int, str]]:
+    """Further paths, one per shared Module or Ref, on which a cell is reached: `(cell, path)`."""
+    parents, table = key.parents(), key.table[1]
+    prefixes: list[str] = []
+    for at in range(len(table)):
+        parent, name = parents[at]
+        prefixes.append(join(prefixes[parent], name) if parent >= 0 else "")
+    found = []
+    for at, (_, attrs) in enumerate(table):
+        for name, kind, *rest in attrs:
+            path = join(prefixes[at], name)
+            if kind is SHARED:
+                cell = key.table[2][rest[1]]
+                if key.cells[cell][:2] != (at, name):
+                    found.append((cell, path))
+            elif kind is MODULE and parents[rest[0]] != (at, name):
+                child = prefixes[rest[0]]
+                for cell, (_, cell_path) in enumerate(key.cell_roots()):
+                    if child and cell_path.startswith(f"{child}/"):
+                        found.append((cell, f"{path}{cell_path[len(child) :]}"))
+    return found
+
+
+def with_specs(key: GraphKey, specs: Mapping[int, Spec]) -> GraphKey:
+    """The same structure with other specs for some cells."""
+    if not specs:
+        return key
+    roots, modules, ref_cells = key.table
+
+    def replace(entry: Any) -> Any:
+        if entry[1] is SHARED and ref_cells[entry[3]] in specs:
+            return (entry[0], SHARED, specs[ref_cells[entry[3]]], entry[3])
+        if type(entry[1]) is Spec and len(entry) == 3 and entry[2] in specs:
+            return (entry[0], specs[entry[2]], entry[2])
+        return entry
+
+    return GraphKey.of((roots, tuple([(cls, tuple(map(replace, attrs))) for cls, attrs in modules]), ref_cells))
+
+
+def data_axes(
+    name: str, axes: Any, args: Sequence[Any], kwargs: Mapping[str, Any], keyword: Any
+) -> tuple[list[Any], list[str]]:
+    """Per data leaf of a call its axis, from `in_axes` over the arguments, and a label; Modules' are ignored."""
+    if isinstance(axes, (tuple, list)):
+        if len(axes) != len(args):
+            raise ValueError(f"{name}: in_axes has {len(axes)} entries for a call with {len(args)} arguments.")
+        per_argument = list(axes)
+    else:
+        per_argument = [axes] * len(args)
+    found: list[Any] = []
+    labels: list[str] = []
+    for i, (argument, axis) in enumerate([*zip(args, per_argument), *((kwargs[k], keyword) for k in sorted(kwargs))]):
+        label = f"argument {i}" if i < len(args) else sorted(kwargs)[i - len(args)]
+        for path, leaf_axis in _prefix_axes(name, axis, argument):
+            found.append(leaf_axis)
+            labels.append(f"{label}{jax.tree_util.keystr(path)}")
+    return found, labels
+
+
+def _prefix_axes(name: str, axis: Any, argument: Any) -> list[tuple[Any, Any]]:
+    """The axis of every data leaf of an argument, from one that may stand for whole subtrees."""
+    leaves = jax.tree_util.tree_leaves_with_path(argument)
+    if axis is None or isinstance(axis, int):
+        return [(path, axis) for path, leaf in leaves if sort_of(leaf) == 0]
+    if all(sort_of(leaf) == MODULE_LEAF for _, leaf in leaves):
+        return []
+    try:
+        spread = jax.tree.map(
+            lambda a, sub: jax.tree.map(lambda _: (a,), sub), axis, argument, is_leaf=lambda a: a is None
+        )
+    except ValueError as error:
+        raise ValueError(f"{name}: in_axes {axis!r} does not fit the argument: {error}") from None
+    flat = jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, tuple) and len(x) == 1)
+    return [(path, a[0]) for (path, leaf), a in zip(leaves, flat) if sort_of(leaf) == 0]
+
+
+def move_axis(value: Any, source: int, destination: int) -> Any:
+    """Moves an axis of every array in a value; nothing happens where it stands already."""
+    return value if source == destination else jax.tree.map(lambda x: jnp.moveaxis(x, source, destination), value)

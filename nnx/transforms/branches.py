@@ -1,0 +1,174 @@
+"""`cond` and `switch`: whichever branch ran, its changes to Modules stand.
+
+The branches are traced first; what any of them changes is the output of all, so that JAX can choose between them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from nnx.core.graph import GraphKey, module_path
+from nnx.core.info import join
+from nnx.transforms.bodies import check_structure
+from nnx.transforms.lift import Call, Effects, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
+from nnx.transforms.rewrite import Rewrite
+
+OUTPUTS_DISAGREE = """{name}: the branches disagree in structure: branch 0 returns {first}, branch {number} returns \
+{other}. All branches must return the same structure."""
+
+NEW_VARIABLES_DISAGREE = """{name}: the branches disagree in structure: {what}. A new variable is allowed in a \
+branch only \
+if every branch makes it, with the same type. Make it before, or in all of them."""
+
+TYPES_DISAGREE = """{name}: the branches disagree about {path!r}: it is {first} after branch 0 and {other} after \
+branch \
+{number}. Cast it, so that it has one type whichever branch runs."""
+
+
+class Branches:
+    """One call of `cond` or `switch`, its branches traced."""
+
+    def __init__(self, name: str, functions: Sequence[Any], operands: tuple[Any, ...]):
+        self.name = name
+        self.targets = [target_of(fun, name) for fun in functions]
+        bound = {id(owner): owner for target in self.targets for owner in target.bound}
+        self.bound = list(bound.values())
+        self.call = Call((self.bound, *operands), {})
+        self.cells, self.data, self.forks = self.call.cells(), list(self.call.data), self.call.forks()
+        shapes = [jax.eval_shape(self.branch(i), self.cells, self.data, self.forks) for i in range(len(functions))]
+        self.effects = [shape.effects for shape in shapes]
+        self.shapes = shapes
+        self.rewrite = self._common_rewrite()
+        self._check_outputs()
+
+    def branch(self, number: int) -> Callable[..., Outcome]:
+        """One branch as a function of the split call."""
+        target = self.targets[number]
+
+        def run(cells: Any, data: Any, forks: Any) -> Outcome:
+            contexts = [d.from_fork(fork) for d, fork in zip(self.call.signature.contexts, forks)]
+            entered, args, _ = enter_call(self.call.signature, self.call.statics, cells, data, contexts)
+            owners, *operands = args
+            owner = [owners[i] for i, o in enumerate(self.bound) for b in target.bound if o is b]
+            return leave(entered, target.fun(*owner, *operands), self.name)
+
+        return run
+
+    def _common_rewrite(self) -> Rewrite | None:
+        key = self.call.signature.key
+        rewrites = [effects.rewrite for effects in self.effects]
+        added = []
+        for effects in self.effects:
+            if effects.rewrite is None:
+                added.append({})
+            else:
+                found = check_structure(self.name, key, effects.rewrite, effects.returns_modules)
+                added.append({path: kind for _, path, kind in found})
+        for number, paths in enumerate(added):
+            for path in {**added[0], **paths}:
+                if added[0].get(path) is not paths.get(path):
+                    first, other = added[0].get(path, "nothing"), paths.get(path, "nothing")
+                    what = f"at {path!r} branch 0 makes {first}, branch {number} makes {other}"
+                    raise ValueError(NEW_VARIABLES_DISAGREE.format(name=self.name, what=what))
+        present = [rewrite for rewrite in rewrites if rewrite is not None]
+        if not present or any(r is None for r in rewrites) or any(r.key is not present[0].key for r in present):
+            if present and any(added):
+                raise ValueError(NEW_VARIABLES_DISAGREE.format(name=self.name, what="they make other Modules"))
+            return None
+        # a cell is output if any branch changed it
+        sources = tuple(min(column) for column in zip(*(r.sources for r in present)))
+        return Rewrite(present[0].key, present[0].statics, sources, present[0].old_count)
+
+    def _check_outputs(self) -> None:
+        first = jax.tree.structure(self.shapes[0].out)
+        for number, shape in enumerate(self.shapes):
+            other = jax.tree.structure(shape.out)
+            if other != first:
+                text = {"first": first, "number": number, "other": other}
+                raise TypeError(OUTPUTS_DISAGREE.format(name=self.name, **text))
+        columns = [self.union_values(number, shape, self.cells) for number, shape in enumerate(self.shapes)]
+        paths = self._union_paths()
+        for i, path in enumerate(paths):
+            types = [_type_text(column[i]) for column in columns]
+            for number, text in enumerate(types):
+                if text != types[0]:
+                    raise TypeError(
+                        TYPES_DISAGREE.format(name=self.name, path=path, first=types[0], other=text, number=number)
+                    )
+
+    def union(self) -> list[int]:
+        """The cells that the whole outputs: of the rewritten graph, or of the one before."""
+        if self.rewrite is not None:
+            return self.rewrite.outputs()
+        return sorted({cell for effects in self.effects for cell in effects.changed})
+
+    def _union_paths(self) -> list[str]:
+        key = self.rewrite.key if self.rewrite is not None else self.call.signature.key
+        if self.rewrite is None:
+            return [cell_paths(key)[i] for i in self.union()]
+        return [_rewritten_path(self.call.signature.key, self.rewrite, i) for i in self.union()]
+
+    def union_values(self, number: int, outcome: Outcome, cells: Sequence[Any]) -> list[Any]:
+        """One branch's values for all the cells that are output."""
+        effects = outcome.effects
+        if self.rewrite is None:
+            own = dict(zip(effects.changed, outcome.values))
+            return [own[i] if i in own else cells[i] for i in self.union()]
+        own = dict(zip(effects.rewrite.outputs(), outcome.values))  # type: ignore[union-attr]
+        sources = effects.rewrite.sources  # type: ignore[union-attr]
+        return [own[i] if i in own else cells[sources[i]] for i in self.union()]
+
+    def function(self, number: int) -> Callable[..., Any]:
+        branch = self.branch(number)
+
+        def run(cells: Any, data: Any, forks: Any) -> Any:
+            outcome = branch(cells, data, forks)
+            return self.union_values(number, outcome, cells), outcome.out
+
+        return run
+
+    def finish(self, result: Any, stateful: bool) -> Any:
+        values, out = result
+        first = self.effects[0]
+        sown = tuple(dict.fromkeys(item for effects in self.effects for item in effects.sown))
+        changed = () if self.rewrite is not None else tuple(self.union())
+        outcome = Outcome(values, out, Effects(changed, self.rewrite, sown, first.returns_modules))
+        return commit(self.call, outcome) if stateful else discard(self.call, outcome)
+
+
+def _rewritten_path(key: GraphKey | None, rewrite: Rewrite, cell: int) -> str:
+    at, name, _ = rewrite.key.cells[cell]
+    if key is None or at >= rewrite.old_count:
+        return rewrite.key.cell_roots()[cell][1]
+    return join(module_path(key.parents(), at), name)
+
+
+def _type_text(value: Any) -> str:
+    return str(jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", value))
+
+
+def cond(
+    pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any, stateful: bool = True
+) -> Any:
+    """`jax.lax.cond` with Modules and Contexts anywhere in the operands; the changes of the branch that ran stand.
+
+    >>> m = nnx.Dict(n=nnx.Variable(jnp.array(0)))
+    >>> def add(m): m.n += 10
+    >>> nnx.cond(True, add, lambda m: None, m)
+    >>> int(m.n)
+    10
+    """
+    branches = Branches("nnx.cond", (true_fun, false_fun), operands)
+    arguments = (branches.cells, branches.data, branches.forks)
+    return branches.finish(jax.lax.cond(pred, branches.function(0), branches.function(1), *arguments), stateful)
+
+
+def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any, stateful: bool = True) -> Any:
+    """`jax.lax.switch` with Modules and Contexts anywhere in the operands; the changes of the branch that ran stand."""
+    if not branches:
+        raise ValueError("nnx.switch needs at least one branch.")
+    chosen = Branches("nnx.switch", tuple(branches), operands)
+    functions = [chosen.function(i) for i in range(len(chosen.targets))]
+    return chosen.finish(jax.lax.switch(index, functions, chosen.cells, chosen.data, chosen.forks), stateful)

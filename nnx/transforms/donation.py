@@ -1,0 +1,137 @@
+"""Donation: giving away exactly the buffers that a lifted function replaces.
+
+Which ones these are is known only after tracing, so a function is traced once to see, then compiled with them donated.
+"""
+
+import functools
+from typing import Any
+
+import jax
+
+from nnx.core.graph import GraphKey
+from nnx.core.trace import current_level
+from nnx.transforms.arguments import leaf_flags
+from nnx.transforms.lift import Call, Effects
+
+
+class OtherChangeSet(Exception):
+    """While tracing a donated function for other shapes, other cells changed than before."""
+
+
+class Donation:
+    """How an entry donates: exactly the buffers that the function replaces, found by tracing first."""
+
+    def __init__(self, entry: Any, call: Call, args: Any, kwargs: Any):
+        self.entry = entry
+        flags = leaf_flags(entry.owner.donated, args, kwargs)
+        marks = entry.signature.marks
+        self.data = [flag for flag, mark in zip(flags, marks) if mark == -1]
+        donated = {mark for flag, mark in zip(flags, marks) if flag and mark >= 0}
+        kept = {mark for flag, mark in zip(flags, marks) if not flag and mark >= 0}
+        self.donatable = _cells_of_only(entry.signature.key, donated - kept) if entry.owner.stateful else set()
+        self.by_avals = False
+        self.compiled: dict[Any, tuple[frozenset[int], Any]] = {}
+
+    def execute(self, call: Call) -> Any:
+        cells, data, forks = call.cells(), tuple(call.data), tuple(call.forks())
+        try:
+            return self._run(call, cells, data, forks)
+        except OtherChangeSet:
+            self.by_avals = True  # shapes decide what changes: from now on one variant per set of shapes
+            self.compiled.clear()
+            return self._run(call, cells, data, forks)
+
+    def _run(self, call: Call, cells: list[Any], data: tuple[Any, ...], forks: Any) -> Any:
+        if call.flat is not None and call.flat.level is not current_level():
+            # what cannot be written back must not be given away: run undonated, and let commit say so
+            return self.entry.jitted(cells, data, forks)
+        replaced, jitted = self.variant(cells, data, forks)
+        return jitted(*self.arrange(replaced, cells, data, copy=True), forks)
+
+    def variant(self, cells: list[Any], data: Any, forks: Any) -> tuple[frozenset[int], Any]:
+        """The cells that may be donated for these arguments, and the function compiled with them."""
+        key = _avals((cells, data)) if self.by_avals else None
+        found = self.compiled.get(key)
+        if found is None:
+            result = jax.eval_shape(self.entry.traced, cells, data, forks)
+            replaced = frozenset(_replaced(self.entry.effects_of(result), len(cells)) & self.donatable)
+            options = self.entry.owner.options
+            found = replaced, jax.jit(functools.partial(self.traced, replaced), donate_argnums=(0, 2), **options)
+            self.compiled[key] = found
+            self.entry.owner.count_trace(-1)  # the look ahead and the compilation are one trace to the user
+        return found
+
+    def traced(
+        self, replaced: frozenset[int], given: Any, kept: Any, given_data: Any, kept_data: Any, forks: Any
+    ) -> Any:
+        given, kept = iter(given), iter(kept)
+        given_data, kept_data = iter(given_data), iter(kept_data)
+        count = len(self.entry.signature.key.cells) if self.entry.signature.key is not None else 0
+        cells = [next(given) if i in replaced else next(kept) for i in range(count)]
+        data = tuple([next(given_data) if flag else next(kept_data) for flag in self.data])
+        result = self.entry.traced(cells, data, forks)
+        if _replaced(self.entry.effects_of(result), count) & self.donatable != replaced:
+            raise OtherChangeSet
+        return result
+
+    def arrange(self, replaced: frozenset[int], cells: list[Any], data: tuple[Any, ...], copy: bool = False) -> Any:
+        """The values as `(donated cells, kept cells, donated data, kept data)`; a buffer in two places is copied."""
+        given = [cell for i, cell in enumerate(cells) if i in replaced]
+        kept = [cell for i, cell in enumerate(cells) if i not in replaced]
+        given_data = [x for x, flag in zip(data, self.data) if flag]
+        kept_data = [x for x, flag in zip(data, self.data) if not flag]
+        if copy:
+            given, given_data = _without_aliases((given, given_data), (kept, kept_data))
+        return given, kept, given_data, kept_data
+
+
+def _replaced(effects: Effects, count: int) -> set[int]:
+    """The cells whose values the function replaced or removed."""
+    if effects.rewrite is None:
+        return set(effects.changed)
+    return set(range(count)) - {source for source in effects.rewrite.sources if source >= 0}
+
+
+def _cells_of_only(key: GraphKey | None, roots: set[int]) -> set[int]:
+    """The cells that can be reached from these roots of a call and from no other."""
+    if key is None:
+        return set()
+    starts = list(dict.fromkeys(key.table[0]))
+    children = [[at for _, at in plan.children] for plan in key.plans]
+    shared = {cell: number for number, cell in enumerate(key.table[2])}
+
+    def reach(numbers: Any) -> set[int]:
+        seen, stack = set(), [starts[n] for n in numbers]
+        while stack:
+            at = stack.pop()
+            if at not in seen:
+                seen.add(at)
+                stack.extend(children[at])
+        return seen
+
+    inside, outside = reach(roots), reach(set(range(len(starts))) - roots)
+    tied_outside = {number for at in outside for _, number in key.plans[at].shared}
+    return {
+        i
+        for i, (at, _, _) in enumerate(key.cells)
+        if at in inside and at not in outside and shared.get(i) not in tied_outside
+    }
+
+
+def _without_aliases(given: Any, kept: Any) -> Any:
+    """The donated values with a copy in place of every array that also stands elsewhere in the call."""
+    leaves, treedef = jax.tree.flatten(given)
+    ids = [id(leaf) for leaf in leaves]
+    seen = {id(leaf) for leaf in jax.tree.leaves(kept)}
+    if len(set(ids)) == len(ids) and seen.isdisjoint(ids):
+        return given
+    for i, leaf in enumerate(leaves):
+        if id(leaf) in seen and isinstance(leaf, jax.Array):
+            leaves[i] = leaf.copy()
+        seen.add(id(leaf))
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _avals(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple([str(jax.typeof(leaf)) for leaf in leaves])

@@ -1,0 +1,142 @@
+"""What `in_shardings` and `out_shardings` of `nnx.jit` mean for Modules: one sharding for all, or one per filter."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from nnx.core.filters import to_predicate
+from nnx.core.graph import GraphKey
+from nnx.core.info import ModuleBase, join
+from nnx.core.variables import Spec
+from nnx.transforms.lift import Call, Effects, Outcome, Returned
+from nnx.transforms.rewrite import Rewrite
+
+
+def input_shardings(shardings: Any, call: Call, args: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]]:
+    """One sharding per cell and per data leaf, from one per argument (for a Module: one, or one per filter)."""
+    per_argument = shardings if isinstance(shardings, (tuple, list)) else (shardings,) * len(args)
+    if len(per_argument) != len(args):
+        raise ValueError(f"in_shardings has {len(per_argument)} entries for a call with {len(args)} arguments.")
+    cells: list[Any] = [None] * len(call.cells())
+    data: list[Any] = []
+    roots = list(dict.fromkeys(call.signature.key.table[0])) if call.signature.key is not None else []
+    for argument, sharding in zip(args, per_argument):
+        if isinstance(argument, ModuleBase):
+            number = next(i for i, root in enumerate(call.roots) if root is argument)
+            chosen = _cell_shardings(sharding, call, roots[number])
+            cells = [mine if mine is not None else other for mine, other in zip(chosen, cells)]
+        else:
+            broadcast = jax.tree.map(
+                lambda s, sub: jax.tree.map(lambda _: _Leaf(s), sub), sharding, argument, is_leaf=lambda s: s is None
+            )
+            data.extend(leaf.value for leaf in jax.tree.leaves(broadcast) if isinstance(leaf, _Leaf))
+    data.extend([None] * (len(call.data) - len(data)))
+    return cells, tuple(data)
+
+
+class _Leaf:
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def _cell_shardings(sharding: Any, call: Call, root: int) -> list[Any]:
+    key = call.signature.key
+    assert key is not None and call.flat is not None
+    if not isinstance(sharding, Mapping):
+        return [sharding if at == root else None for at, _ in key.cell_roots()]
+    cases = [(to_predicate(filter), value) for filter, value in sharding.items()]
+    return [
+        next((s for matches, s in cases if matches(path, leaf)), None) if at == root else None
+        for (at, path), leaf in zip(key.cell_roots(), call.flat.leaves())
+    ]
+
+
+def constrain_outcome(
+    cell_shardings: Any, out_shardings: Any, key: GraphKey | None, outcome: Outcome, cells: Sequence[Any]
+) -> Outcome:
+    """The outcome with the shardings asked for: of the output, and of the state that goes back into the Modules."""
+    if cell_shardings is None and out_shardings is None:
+        return outcome
+    values, out, effects = list(outcome.values), outcome.out, outcome.effects
+    if cell_shardings is not None and effects.rewrite is None:
+        shardings = [cell_shardings[i] for i in effects.changed]
+        values = [x if s is None else jax.lax.with_sharding_constraint(x, s) for x, s in zip(values, shardings)]
+    if out_shardings is not None:
+        modules: dict[int, Any] = {}
+        out = _constrain_output(out_shardings, out, modules)
+        for index, sharding in modules.items():
+            values, effects = _constrain_module(index, sharding, values, effects, key, cells)
+    return Outcome(values, out, effects)
+
+
+def _constrain_output(sharding: Any, out: Any, modules: dict[int, Any]) -> Any:
+    """Applies a sharding, or a tree of them that is a prefix of the output; notes those meant for Modules."""
+    if sharding is None:
+        return out
+    if isinstance(out, Returned):
+        modules[out.index] = sharding
+        return out
+    if isinstance(sharding, (jax.sharding.Sharding, jax.sharding.PartitionSpec)):
+
+        def constrain(leaf: Any) -> Any:
+            if isinstance(leaf, Returned):
+                modules[leaf.index] = sharding
+                return leaf
+            return jax.lax.with_sharding_constraint(leaf, sharding)
+
+        return jax.tree.map(constrain, out, is_leaf=lambda x: isinstance(x, Returned))
+    children, treedef = jax.tree.flatten(out, is_leaf=lambda x: x is not out)
+    parts = jax.tree.leaves(sharding, is_leaf=lambda x: x is not sharding)
+    if len(parts) != len(children):
+        raise ValueError(f"out_shardings {sharding!r} is no prefix of the output, {jax.tree.structure(out)}.")
+    return jax.tree.unflatten(treedef, [_constrain_output(s, child, modules) for s, child in zip(parts, children)])
+
+
+def _constrain_module(
+    index: int, sharding: Any, values: list[Any], effects: Effects, before: GraphKey | None, cells: Sequence[Any]
+) -> tuple[list[Any], Effects]:
+    """Applies a sharding, or one per filter, to the state of a returned Module; all of it is then output."""
+    cases = sharding.items() if isinstance(sharding, Mapping) else [(..., sharding)]
+    tests = [(to_predicate(filter), s) for filter, s in cases]
+    rewrite = effects.rewrite
+    key = rewrite.key if rewrite is not None else before
+    assert key is not None
+    sources = rewrite.sources if rewrite is not None else tuple(range(len(key.cells)))
+    outputs = rewrite.outputs() if rewrite is not None else effects.changed
+    current = {i: cells[source] for i, source in enumerate(sources) if source >= 0}
+    current.update(zip(outputs, values))
+    wanted = set(outputs)
+    for cell, path in _cells_under(key, index):
+        kind = key.kinds[cell]
+        leaf = kind.box(current[cell]) if type(kind) is Spec else current[cell]
+        chosen = next((s for matches, s in tests if matches(path, leaf)), None)
+        if chosen is not None:
+            current[cell] = jax.lax.with_sharding_constraint(current[cell], chosen)
+            wanted.add(cell)
+    if rewrite is not None:
+        sources = tuple(-1 if i in wanted else source for i, source in enumerate(sources))
+        rewrite = Rewrite(rewrite.key, rewrite.statics, sources, rewrite.old_count)
+    changed = () if rewrite is not None else tuple(sorted(wanted))
+    effects = Effects(changed, rewrite, effects.sown, effects.returns_modules)
+    return [current[i] for i in sorted(wanted)], effects
+
+
+def _cells_under(key: GraphKey, index: int) -> list[tuple[int, str]]:
+    """The cells reached from a Module, with their paths from there."""
+    by_place = {(at, name): cell for cell, (at, name, _) in enumerate(key.cells)}
+    found: dict[int, str] = {}
+    stack, seen = [(index, "")], set()
+    while stack:
+        at, prefix = stack.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        plan = key.plans[at]
+        for name in plan.kinds:
+            if (at, name) in by_place:
+                found.setdefault(by_place[at, name], join(prefix, name))
+        for name, number in plan.shared:
+            found.setdefault(key.table[2][number], join(prefix, name))
+        stack.extend((child, join(prefix, name)) for name, child in plan.children)
+    return list(found.items())

@@ -1,0 +1,186 @@
+"""`vmap`: one function over many members; Modules stacked, split or shared as `variable_axes` says."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from nnx.core.attributes import settle
+from nnx.core.graph import is_static
+from nnx.core.info import new_module
+from nnx.core.refs import Ref
+from nnx.transforms.axes import Axes, data_axes, move_axis
+from nnx.transforms.lift import Call, Effects, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
+from nnx.transforms.wrapper import decorator
+
+
+def map_call(
+    axes: Axes, fun: Callable[..., Any], call: Call, axes_of_data: Any, labels: Any, out_axes: Any, **options: Any
+) -> Outcome:
+    """Maps a function over the members of a split call."""
+    groups = axes.groups(call)
+    size = axes.find_size(call, groups, axes_of_data, labels)
+    split, shared = axes.keys(call, size)
+    outer = call.signature.key
+    inner = axes.inner_key(outer, groups)
+    signature = call.signature._replace(key=inner)
+    found: list[tuple[Effects, dict[int, Any]]] = []
+
+    mapped_data = [i for i, axis in enumerate(axes_of_data) if axis is not None]
+
+    def body(cells: Any, slices: Any, split: Any) -> Any:
+        contexts = axes.contexts(call, split, shared)
+        data = list(call.data)  # what is not mapped is used as it is, whatever it is
+        for i, value in zip(mapped_data, slices):
+            data[i] = value
+        entered, args, kwargs = enter_call(signature, call.statics, axes.transformed(inner, cells), data, contexts)
+        outcome = leave(entered, fun(*args, **kwargs), axes.name)
+        effects = outcome.effects
+        out_groups = axes.output_groups(inner, groups, effects)
+        found[:] = [(effects, out_groups)]
+        stacked, same = [], []
+        for cell, value in zip(_outputs(effects), outcome.values):
+            if isinstance(out_groups[cell], int):
+                stacked.append(value)
+            else:
+                key = effects.rewrite.key if effects.rewrite is not None else inner
+                axes.check_same(cell_paths(key)[cell], key.kinds[cell], value)
+                same.append(value)
+        return stacked, same, outcome.out
+
+    cell_axes = [group if isinstance(group, int) else None for group in groups]
+    in_axes = (cell_axes, [axes_of_data[i] for i in mapped_data], 0)
+    mapped = jax.vmap(body, in_axes=in_axes, out_axes=(0, None, out_axes), axis_size=size, **options)
+    stacked, same, out = mapped(call.cells(), [call.data[i] for i in mapped_data], split)
+    effects, out_groups = found[0]
+    return assemble(axes, effects, out_groups, iter(stacked), iter(same), out)
+
+
+def _outputs(effects: Effects) -> Any:
+    return effects.changed if effects.rewrite is None else effects.rewrite.outputs()
+
+
+def assemble(
+    axes: Axes, effects: Effects, out_groups: Mapping[int, Any], stacked: Any, others: Any, out: Any
+) -> Outcome:
+    """The outcome of all runs together: stacked values with their axis in its place, the others as they are."""
+    values = []
+    for cell in _outputs(effects):
+        group = out_groups[cell]
+        values.append(move_axis(next(stacked), 0, group) if isinstance(group, int) else next(others))
+    if effects.rewrite is not None:
+        rewrite = axes.outer_rewrite(effects.rewrite, out_groups)
+        effects = Effects(effects.changed, rewrite, effects.sown, effects.returns_modules)
+    return Outcome(values, out, effects)
+
+
+def construct(axes: Axes, make: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Builds one Module whose variables are stacked over all members; the arguments are the same for all."""
+    axes.require_size()
+    call = Call(args, kwargs)
+    count = len(call.data)
+    return commit(call, map_call(axes, make, call, [None] * count, [""] * count, 0))
+
+
+def is_init_method(fun: Any, is_init: bool | None) -> bool:
+    """Whether a decorated function builds variables: as it was said, else by its name."""
+    return getattr(fun, "__name__", "") == "__init__" if is_init is None else is_init
+
+
+def stacked_init(axes: Axes, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The constructor that runs `fun` once per member and gives `self` the stacked variables."""
+    axes.require_size()
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        statics = {name: self.__dict__[name] for name, kind in self._nnx_info.kinds.items() if is_static(kind)}
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            member = new_module(type(self), {})
+            for name, value in statics.items():
+                setattr(member, name, value)
+            fun(member, *args, **kwargs)
+            settle(member)
+            return member
+
+        adopt(self, construct(axes, make, args, kwargs))
+
+    return init
+
+
+def adopt(module: Any, built: Any) -> None:
+    """Gives a Module all attributes of another of its class."""
+    for name, kind in built._nnx_info.kinds.items():
+        if isinstance(kind, Ref):
+            kind.detach(built, name)
+            kind.attach(module, name)
+        module._nnx_info.kinds[name] = kind
+        module.__dict__[name] = built.__dict__[name]
+    module._nnx_info.changed()
+
+
+@decorator
+def vmap(
+    fun: Any,
+    *,
+    variable_axes: Mapping[Any, int] | None = None,
+    variable_broadcast: Any = ...,
+    split_rngs: Any = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    axis_size: int | None = None,
+    axis_name: Any = None,
+    spmd_axis_name: Any = None,
+    data_transform: Callable[[Any], Any] | None = None,
+    metadata_params: Mapping[Any, Any] | None = None,
+    stateful: bool = True,
+    is_init: bool | None = None,
+) -> Callable[..., Any]:
+    """Maps a function over axes of its arguments and of the variables of its Modules.
+
+    Args:
+      fun: the function, a Module, or a bound method of one. On a method, `@nnx.vmap(...)` maps over `self`; on
+        `__init__` (or with `is_init=True`) it builds the stacked variables.
+      variable_axes: which variables are stacked, `{filter: axis}`; each member sees one slice.
+      variable_broadcast: which variables are the same for all members; everything else, by default.
+      split_rngs: which streams of Contexts differ from member to member; an RNG filter.
+      in_axes, out_axes: as in `jax.vmap`, for plain arrays; entries for Modules and Contexts are ignored.
+      axis_size: the number of members, where the arguments do not say.
+      axis_name, spmd_axis_name: as in `jax.vmap`.
+      data_transform: applied to the State of the Modules inside the body.
+      metadata_params: with `{nnx.PARTITION_NAME: "name"}`, the stacked axis's name in `sharding` metadata.
+      stateful: whether changes to Modules are written back.
+
+    >>> models = nnx.Vmap(nnx.Linear, variable_axes={nnx.Param: 0}, split_rngs="params", axis_size=6, in_axes=None)(
+    ...     3, 2, ctx=nnx.context(0))
+    >>> models(jnp.ones((4, 3))).shape
+    (6, 4, 2)
+    """
+    axes = Axes.of(
+        "nnx.vmap",
+        "axis_size",
+        variable_axes,
+        variable_broadcast,
+        None,
+        split_rngs,
+        axis_size,
+        metadata_params,
+        data_transform,
+    )
+    if is_init_method(fun, is_init):
+        return stacked_init(axes, fun)
+    target = target_of(fun, "nnx.vmap")
+    options = {"axis_name": axis_name, "spmd_axis_name": spmd_axis_name}
+    options = {k: v for k, v in options.items() if v is not None}
+
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        if target.bound:
+            args = (*target.bound, *args)
+        entries = in_axes
+        if target.bound and isinstance(in_axes, (tuple, list)):
+            entries = (None, *in_axes)
+        call = Call(args, kwargs)
+        axes_of_data, labels = data_axes(axes.name, entries, args, kwargs, 0)
+        outcome = map_call(axes, target.fun, call, axes_of_data, labels, out_axes, **options)
+        return commit(call, outcome) if stateful else discard(call, outcome)
+
+    return lifted

@@ -1,0 +1,46 @@
+"""`remat`: compute again in the backward pass instead of keeping in memory."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from nnx.transforms.arguments import Selection, make_static, unwrap_static
+from nnx.transforms.lift import Call, commit, discard, run, target_of
+from nnx.transforms.wrapper import decorator
+
+
+@decorator
+def remat(
+    fun: Any,
+    *,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] | None = None,
+    policy: Callable[..., bool] | None = None,
+    stateful: bool = True,
+) -> Callable[..., Any]:
+    """`jax.checkpoint` for functions that take Modules; keyword arguments are allowed.
+
+    Args:
+      fun: the function, a Module, or a bound method of one.
+      prevent_cse, policy: as in `jax.checkpoint`.
+      static_argnums: arguments that are no data; indices count Modules as usual.
+      stateful: whether changes to Modules are written back.
+    """
+    target = target_of(fun, "nnx.remat")
+    static = Selection(target.fun, static_argnums, None, len(target.bound))
+    body = unwrap_static(target.fun)
+    name = f"nnx.remat({target.name})"
+
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = make_static(static, (*target.bound, *args), kwargs, target.name)
+        call = Call(args, kwargs)
+
+        def pure(cells: Any, data: Any, forks: Any) -> Any:
+            return run(body, call.signature, call.statics, cells, data, forks, name)
+
+        checkpointed = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
+        outcome = checkpointed(call.cells(), call.data, call.forks())
+        return commit(call, outcome) if stateful else discard(call, outcome)
+
+    return lifted

@@ -1,0 +1,176 @@
+"""`Scan`, `Vmap` and `Remat`: transforms of a Module class, as constructors of Modules that wrap one.
+
+The wrapped Module is an attribute (`scan_module`, `vmap_module`, `remat_module`); calling the wrapper runs its
+`__call__` transformed, and `.call.method(...)` any other method.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nnx.core.module import Module
+from nnx.core.proxies import Access
+from nnx.transforms.axes import Axes
+from nnx.transforms.loops import scan
+from nnx.transforms.maps import construct, vmap
+from nnx.transforms.remat import remat
+
+
+class Wrapper(Module):
+    """A Module that runs another one transformed."""
+
+    def _inner(self) -> Any:
+        raise AssertionError("each wrapper says which Module it wraps")
+
+    def _lift(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        raise AssertionError("each wrapper says how it transforms")
+
+    @property
+    def call(self) -> Access:
+        """Any method of the wrapped Module, transformed: `m.call.method(...)`."""
+
+        def run(find: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
+            def method(module: Any, *args: Any, **kwargs: Any) -> Any:
+                return find(module)(*args, **kwargs)
+
+            return self._lift(method)(self._inner(), *args, **kwargs)
+
+        return Access(run)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the wrapped Module's `__call__`, transformed."""
+        return self.call(*args, **kwargs)
+
+
+class ScanModule(Wrapper):
+    """What `nnx.Scan` builds: `m(carry, xs, *broadcast)` gives `(carry, ys)`."""
+
+    def __init__(self, module: Any, options: dict[str, Any]):
+        self.scan_module = module
+        self.options = options
+
+    def _inner(self) -> Any:
+        return self.scan_module
+
+    def _lift(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        return scan(fun, **self.options)
+
+
+class VmapModule(Wrapper):
+    """What `nnx.Vmap` builds: one Module that is many, called on mapped arguments."""
+
+    def __init__(self, module: Any, options: dict[str, Any]):
+        self.vmap_module = module
+        self.options = options
+
+    def _inner(self) -> Any:
+        return self.vmap_module
+
+    def _lift(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        in_axes = self.options.get("in_axes", 0)
+        if isinstance(in_axes, (tuple, list)):
+            return vmap(fun, **{**self.options, "in_axes": (None, *in_axes)})
+        return vmap(fun, **self.options)
+
+
+class RematModule(Wrapper):
+    """What `nnx.Remat` builds: the wrapped Module, computed again in the backward pass."""
+
+    def __init__(self, module: Any, options: dict[str, Any]):
+        self.remat_module = module
+        self.options = options
+
+    def _inner(self) -> Any:
+        return self.remat_module
+
+    def _lift(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        static = self.options.get("static_argnums")
+        if static is not None:  # the user counts without the Module
+            numbers = (static,) if isinstance(static, int) else tuple(static)
+            return remat(fun, **{**self.options, "static_argnums": tuple(n + 1 if n >= 0 else n for n in numbers)})
+        return remat(fun, **self.options)
+
+
+def _stacked(wrapper: Any, name: str, size_name: str, module_type: Any, options: dict[str, Any]) -> Callable[..., Any]:
+    axes = Axes.of(
+        name,
+        size_name,
+        options.get("variable_axes"),
+        ...,
+        None,
+        options.get("split_rngs"),
+        options.get(size_name),
+        options.get("metadata_params"),
+        None,
+    )
+    axes.require_size()
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(construct(axes, module_type, args, kwargs), options)
+
+    make.__name__ = f"{wrapper.__name__}[{getattr(module_type, '__name__', module_type)}]"
+    make.__doc__ = module_type.__doc__
+    return make
+
+
+def Scan(
+    module_type: Callable[..., Any],
+    *,
+    variable_axes: Mapping[Any, int] | None = None,
+    length: int | None = None,
+    **options: Any,
+) -> Callable[..., ScanModule]:
+    """A constructor of `length` Modules in one, scanned over when called.
+
+    Args:
+      module_type: a Module class, or another such constructor (`nnx.Remat(Block)`).
+      variable_axes: which variables are stacked, `{filter: axis}`.
+      length: the number of steps.
+      **options: those of `nnx.scan`.
+
+    >>> class Block(nnx.Module):
+    ...     def __init__(self, *, ctx):
+    ...         self.linear = nnx.Linear(2, 2, ctx=ctx)
+    ...     def __call__(self, x, _):
+    ...         return self.linear(x), None
+    >>> stack = nnx.Scan(Block, variable_axes={nnx.Param: 0}, split_rngs="params", length=5)(ctx=nnx.context(0))
+    >>> stack.scan_module.linear.kernel.shape
+    (5, 2, 2)
+    >>> carry, _ = stack(jnp.ones((1, 2)), None)
+    """
+    options = {"variable_axes": dict(variable_axes or {}), "length": length, **options}
+    return _stacked(ScanModule, "nnx.scan", "length", module_type, options)
+
+
+def Vmap(
+    module_type: Callable[..., Any],
+    *,
+    variable_axes: Mapping[Any, int] | None = None,
+    axis_size: int | None = None,
+    **options: Any,
+) -> Callable[..., VmapModule]:
+    """A constructor of `axis_size` Modules in one, mapped over when called: an ensemble.
+
+    Args:
+      module_type: a Module class, or another such constructor.
+      variable_axes: which variables are stacked, `{filter: axis}`.
+      axis_size: the number of members.
+      **options: those of `nnx.vmap`.
+    """
+    options = {"variable_axes": dict(variable_axes or {}), "axis_size": axis_size, **options}
+    return _stacked(VmapModule, "nnx.vmap", "axis_size", module_type, options)
+
+
+def Remat(module_type: Callable[..., Any], **options: Any) -> Callable[..., RematModule]:
+    """A constructor of Modules that are computed again in the backward pass.
+
+    Args:
+      module_type: a Module class, or another such constructor.
+      **options: those of `nnx.remat`.
+    """
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return RematModule(module_type(*args, **kwargs), options)
+
+    make.__name__ = f"RematModule[{getattr(module_type, '__name__', module_type)}]"
+    make.__doc__ = module_type.__doc__
+    return make
