@@ -47,9 +47,11 @@ from nnx.core.variables import var as var
 from nnx.core.variables import with_metadata as with_metadata
 from nnx.core.variables import with_partitioning as with_partitioning
 
+# isort: split
 # sharding: logical axes to meshes
 from nnx.sharding.axes import PARTITION_NAME as PARTITION_NAME
 
+# isort: split
 # transforms: JAX transforms, lifted
 from nnx.transforms.autodiff import hessian as hessian
 from nnx.transforms.autodiff import jacfwd as jacfwd
@@ -75,6 +77,7 @@ from nnx.transforms.stacks import Remat as Remat
 from nnx.transforms.stacks import Scan as Scan
 from nnx.transforms.stacks import Vmap as Vmap
 
+# isort: split
 # nn: layers
 from nnx.nn import initializers as initializers
 from nnx.nn.activations import PReLU as PReLU
@@ -144,8 +147,8 @@ from nnx.nn.masks import make_causal_mask as make_causal_mask
 from nnx.nn.masks import make_padding_mask as make_padding_mask
 from nnx.nn.masks import make_segment_mask as make_segment_mask
 from nnx.nn.masks import make_sliding_window_mask as make_sliding_window_mask
-from nnx.nn.mlp import Identity as Identity
 from nnx.nn.mlp import MLP as MLP
+from nnx.nn.mlp import Identity as Identity
 from nnx.nn.norm import LayerNorm as LayerNorm
 from nnx.nn.norm import RMSNorm as RMSNorm
 from nnx.nn.pool import AvgPool as AvgPool
@@ -155,8 +158,8 @@ from nnx.nn.pool import avg_pool as avg_pool
 from nnx.nn.pool import max_pool as max_pool
 from nnx.nn.pool import min_pool as min_pool
 from nnx.nn.pool import pool as pool
-from nnx.nn.recurrent import Bidirectional as Bidirectional
 from nnx.nn.recurrent import RNN as RNN
+from nnx.nn.recurrent import Bidirectional as Bidirectional
 from nnx.nn.resize import AdaptiveAvgPool as AdaptiveAvgPool
 from nnx.nn.resize import AdaptiveMaxPool as AdaptiveMaxPool
 from nnx.nn.resize import GlobalAvgPool as GlobalAvgPool
@@ -175,10 +178,19 @@ from nnx.nn.rotary import RotaryEmbedding as RotaryEmbedding
 from nnx.nn.rotary import RotaryScaling as RotaryScaling
 from nnx.nn.rotary import YaRNScaling as YaRNScaling
 from nnx.nn.rotary import apply_rotary as apply_rotary
-from nnx.nn.stochastic import DropPath as DropPath
 from nnx.nn.stochastic import Dropout as Dropout
+from nnx.nn.stochastic import DropPath as DropPath
 from nnx.nn.stochastic import GaussianNoise as GaussianNoise
 from nnx.nn.weight_norm import SpectralNorm as SpectralNorm
 from nnx.nn.weight_norm import WeightNorm as WeightNorm
+
+# isort: split
+# inspection: looking at a model
+from nnx.inspection.display import display as display
+from nnx.inspection.metrics_file import read_metrics as read_metrics
+from nnx.inspection.plots import plot_metrics as plot_metrics
+from nnx.inspection.summary import count_params as count_params
+from nnx.inspection.summary import summary as summary
+from nnx.inspection.train_log import TrainLog as TrainLog
 
 __version__ = "0.1.0"

@@ -18,7 +18,7 @@ from nnx.core.info import NODE, TREE
 from nnx.core.state import State
 from nnx.core.variables import Container
 from nnx.transforms.arguments import Selection, leaf_flags
-from nnx.transforms.lift import MODULE, Call, Outcome, run, sort_of
+from nnx.transforms.lift import MODULE, Call, Outcome, run, sort_of, unique
 
 INTEGER_LEAF = """{name} was asked for the gradient of {path!r}, {kind} of dtype {dtype}: only float and complex \
 values \
@@ -44,7 +44,7 @@ class Part:
         marks = self.call.signature.marks
         data_flags = [flag for flag, mark in zip(flags, marks) if mark == -1]
         self.data = [i for i, flag in enumerate(data_flags) if flag]
-        self.roots = _distinct([leaf for leaf in jax.tree.leaves(self.arguments) if sort_of(leaf) == MODULE])
+        self.roots = unique([leaf for leaf in jax.tree.leaves(self.arguments) if sort_of(leaf) == MODULE])
         self.flat: Flat | None = joint_flat_of(self.roots) if self.roots else None
         self.cells: list[int] = []  # of the call
         self.own: list[int] = []  # the same cells, numbered from the differentiated Modules alone
@@ -179,10 +179,6 @@ def _positions(name: str, argnums: Any, count: int) -> list[int]:
         if not -count <= number < count:
             raise ValueError(f"{name}: argnums={argnums} names argument {number} of a call with {count} arguments.")
     return [number % count for number in numbers]
-
-
-def _distinct(modules: Sequence[Any]) -> list[Any]:
-    return list({id(module): module for module in modules}.values())
 
 
 def _places(flat: Flat | None) -> dict[tuple[int, str], int]:

@@ -354,8 +354,8 @@ class Staged:
 @overload
 def jit(fun: F, /) -> F: ...
 @overload
-def jit(fun: Any = None, /, **options: Any) -> Any: ...  # pyright: ignore[reportInconsistentOverload]
-def jit(
+def jit(fun: Any = None, /, **options: Any) -> Any: ...
+def jit(  # pyright: ignore[reportInconsistentOverload]
     fun: Any = None,
     /,
     *,

@@ -65,6 +65,31 @@ class Signature(NamedTuple):
         return jax.tree.unflatten(self.treedef, leaves)
 
 
+_places: dict[tuple[type, ...], Any] = {}  # where Modules, Contexts and data stand among leaves of these types
+
+
+def _find_places(leaves: Sequence[Any]) -> tuple[list[int], list[int], list[int], tuple[int, ...]]:
+    """The places of Modules, Contexts and data among leaves, and their marks if no Module or Context stands twice."""
+    places: tuple[list[int], list[int], list[int]] = ([], [], [])
+    marks = []
+    for i, leaf in enumerate(leaves):
+        sort = sort_of(leaf)
+        found = places[(2, 0, 1)[sort]]
+        marks.append(-1 if sort == DATA else len(found) if sort == MODULE else -2 - len(found))
+        found.append(i)
+    return (*places, tuple(marks))
+
+
+def unique(values: Sequence[Any]) -> list[Any]:
+    """The distinct objects among values, in order."""
+    return list({id(value): value for value in values}.values())
+
+
+def _marks_of_repeated(leaves: Sequence[Any], roots: Sequence[Any], contexts: Sequence[Any]) -> tuple[int, ...]:
+    numbers = {id(root): n for n, root in enumerate(roots)} | {id(ctx): -2 - n for n, ctx in enumerate(contexts)}
+    return tuple([numbers[id(leaf)] if sort_of(leaf) != DATA else -1 for leaf in leaves])
+
+
 class Call:
     """One call, split."""
 
@@ -72,29 +97,21 @@ class Call:
 
     def __init__(self, args: Any, kwargs: Any):
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        marks: list[int] = []
-        roots: list[Any] = []
-        contexts: list[Context] = []
-        numbers: dict[int, int] = {}
-        data: list[Any] = []
-        for leaf in leaves:
-            sort = leaf_sorts.get(type(leaf))
-            if sort is None:
-                sort = sort_of(leaf)
-            if sort == DATA:
-                data.append(leaf)
-                marks.append(-1)
-                continue
-            found = roots if sort == MODULE else contexts
-            number = numbers.get(id(leaf))
-            if number is None:
-                number = numbers[id(leaf)] = len(found)
-                found.append(leaf)
-            marks.append(number if sort == MODULE else -2 - number)
-        self.roots, self.contexts, self.data = roots, contexts, data
+        types = tuple(map(type, leaves))
+        places = _places.get(types)
+        if places is None:
+            places = _places[types] = _find_places(leaves)
+        module_places, context_places, data_places, marks = places
+        roots = [leaves[i] for i in module_places]
+        contexts = [leaves[i] for i in context_places]
+        if len(set(map(id, roots))) < len(roots) or len(set(map(id, contexts))) < len(contexts):
+            roots, contexts = unique(roots), unique(contexts)
+            marks = _marks_of_repeated(leaves, roots, contexts)
+        self.roots, self.contexts = roots, contexts
+        self.data = [leaves[i] for i in data_places]
         self.flat: Flat | None = joint_flat_of(roots) if roots else None
         key = self.flat.key if self.flat is not None else None
-        self.signature = Signature(treedef, tuple(marks), key, tuple([ctx.definition() for ctx in contexts]))
+        self.signature = Signature(treedef, marks, key, tuple([ctx.definition() for ctx in contexts]))
 
     @property
     def statics(self) -> tuple[Any, ...]:

@@ -1,0 +1,116 @@
+"""Floating-point operations of a traced function, counted in its jaxpr: nothing is compiled or run.
+
+A *scope* is a numbered `jax.named_scope`; JAX writes the scopes an operation was traced under into its equation. What
+an equation costs belongs to every scope around it: those of its own jaxpr, and those of the equations that call that
+jaxpr.
+
+Counted are products and convolutions (a multiplication and an addition are two), one operation per element for
+arithmetic on floating-point numbers, and one per reduced element. The body of a scan counts once per step; of a `cond`
+the dearest branch; of a `while` one turn, since nobody knows how many there will be.
+"""
+
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_SCOPE = re.compile(r"nnx@(\d+)")
+
+Scopes = frozenset[int]
+
+_ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil cos cosh digamma div erf erf_inv erfc exp exp2 "
+    "expm1 floor integer_pow lgamma log log1p logistic max min mul neg nextafter pow rem round rsqrt sign sin sinh "
+    "sqrt square sub tan tanh".split()
+)
+_REDUCING = frozenset(
+    "argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce_max reduce_min reduce_prod reduce_sum".split()
+)
+
+
+def scope(number: int) -> Any:
+    """The named scope with this number, as a context manager."""
+    return jax.named_scope(f"nnx@{number}")
+
+
+def count_by_scope(jaxpr: Any) -> Counter[int]:
+    """The operations of a jaxpr (closed or not) under each numbered scope; what lies in two scopes counts in both."""
+    totals: Counter[int] = Counter()
+    for scopes, operations in _count(getattr(jaxpr, "jaxpr", jaxpr), {}).items():
+        for number in scopes:
+            totals[number] += operations
+    return totals
+
+
+def _count(jaxpr: Any, known: dict[int, Counter[Scopes]]) -> Counter[Scopes]:
+    """The operations of a jaxpr by the set of scopes they lie in; a jaxpr that is called often is counted once."""
+    totals = known.get(id(jaxpr))
+    if totals is not None:
+        return totals
+    totals = known[id(jaxpr)] = Counter()
+    for equation in jaxpr.eqns:
+        inner = [_count(sub, known) for sub in _called(equation)]
+        if equation.primitive.name == "cond":
+            inner = [max(inner, key=lambda branch: sum(branch.values()))]
+        own = 0 if inner else _operations(equation)
+        if not own and not any(inner):
+            continue
+        around = frozenset(map(int, _SCOPE.findall(str(equation.source_info.name_stack))))
+        if own:
+            totals[around] += own
+        times = _repetitions(equation)
+        for sub in inner:
+            for scopes, operations in sub.items():
+                totals[around | scopes] += times * operations
+    return totals
+
+
+def _called(equation: Any) -> list[Any]:
+    """The jaxprs an equation runs."""
+    found = []
+    for value in equation.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            item = getattr(item, "jaxpr", item)
+            if hasattr(item, "eqns"):
+                found.append(item)
+    return found
+
+
+def _repetitions(equation: Any) -> int:
+    match equation.primitive.name:
+        case "scan":
+            return equation.params["length"]
+        case "shard_map":
+            return equation.params["mesh"].size
+        case "pallas_call":
+            grid = equation.params["grid_mapping"].grid
+            return math.prod(size for size in grid if isinstance(size, int))
+    return 1
+
+
+def _operations(equation: Any) -> int:
+    name, out = equation.primitive.name, equation.outvars[0].aval
+    if name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        return 2 * out.size * _sizes(equation.invars[0], contracted)
+    if name == "ragged_dot_general":
+        (contracted, _), _ = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        return 2 * out.size * _sizes(equation.invars[0], contracted)
+    if name == "conv_general_dilated":
+        kernel, features = equation.invars[1].aval, equation.params["dimension_numbers"].rhs_spec[0]
+        holes = math.prod(equation.params["lhs_dilation"])
+        return 2 * out.size * kernel.size // (kernel.shape[features] * holes)
+    if name in _ELEMENTWISE and jnp.issubdtype(out.dtype, jnp.inexact):
+        return out.size
+    if name in _REDUCING and jnp.issubdtype(equation.invars[0].aval.dtype, jnp.inexact):
+        return equation.invars[0].aval.size
+    if name.startswith("reduce_window"):
+        return out.size * math.prod(equation.params["window_dimensions"])
+    return 0
+
+
+def _sizes(variable: Any, axes: Any) -> int:
+    return math.prod(variable.aval.shape[axis] for axis in axes)

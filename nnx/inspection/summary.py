@@ -1,0 +1,262 @@
+"""The table of a model: what it consists of, what flows out of each part, and what that costs. Nothing is allocated.
+
+A *row* is one distinct Module under its canonical path. Its parameters and bytes are those of the Module and all below
+it; what is shared is counted once, at its canonical place. Its FLOPs are those of all its calls, including what they
+call in turn.
+"""
+
+import html
+import importlib.util
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx.core.module import Module
+from nnx.core.pure import Pure
+from nnx.core.repr import short
+from nnx.core.state import State
+from nnx.core.variables import Param, Variable
+from nnx.inspection.recording import Recording, record
+
+MAX_OUTPUT = 60
+
+NOT_COUNTABLE = """nnx.count_params takes a Module, a State or a Pure, got {value} of type {type}. For a plain pytree \
+of arrays: sum(x.size for x in jax.tree.leaves(tree))."""
+
+
+class Row(NamedTuple):
+    """One Module of the table; `output` and `flops` are None where it was not called."""
+
+    path: str
+    layer: str
+    output: str | None
+    parameters: int
+    bytes: int
+    flops: int | None
+
+
+class Total(NamedTuple):
+    """What one collection holds in all."""
+
+    arrays: int
+    elements: int
+    bytes: int
+
+
+class Summary:
+    """The table of a model; `str` is its text.
+
+    Attributes:
+      rows: one per distinct Module, the root first.
+      collections: the totals by collection name; what is in no Variable is under "(none)".
+      parameters: the elements of all `nnx.Param`s.
+      bytes: those of all state.
+      flops: of the whole call, or None where no inputs were given.
+    """
+
+    def __init__(self, rows: Sequence[Row], collections: dict[str, Total]):
+        self.rows = tuple(rows)
+        self.collections = collections
+        self.parameters = self.rows[0].parameters
+        self.bytes = self.rows[0].bytes
+        self.flops = self.rows[0].flops
+
+    def table(self, depth: int | None = None) -> str:
+        """The table as text; with a `depth`, without the Modules that lie deeper below the root."""
+        lines = _aligned(self._header(), self._cells(depth), left=3 if self.flops is not None else 2)
+        totals = _aligned(("collection", "arrays", "elements", "bytes"), self._total_cells(), left=1)
+        return "\n".join([*lines, "", *totals])
+
+    def print(self, depth: int | None = None) -> None:
+        """Prints the table, in colour where rich is installed."""
+        if importlib.util.find_spec("rich") is None:
+            print(self.table(depth))
+            return
+        from rich.console import Console
+        from rich.table import Table
+
+        for header, cells, left in (
+            (self._header(), self._cells(depth), 3 if self.flops is not None else 2),
+            (("collection", "arrays", "elements", "bytes"), self._total_cells(), 1),
+        ):
+            table = Table(header_style="bold")
+            for i, title in enumerate(header):
+                table.add_column(title, justify="left" if i < left else "right", style="cyan" if i == 0 else None)
+            for row in cells:
+                table.add_row(*row)
+            Console().print(table)
+
+    def _header(self) -> tuple[str, ...]:
+        output, flops = (("output",), ("FLOPs",)) if self.flops is not None else ((), ())
+        return ("path", "layer", *output, "parameters", "bytes", *flops)
+
+    def _cells(self, depth: int | None) -> list[tuple[str, ...]]:
+        cells = []
+        for row in self.rows:
+            if depth is not None and row.path and row.path.count("/") >= depth:
+                continue
+            output, flops = (), ()
+            if self.flops is not None:
+                output, flops = (row.output or "",), ("" if row.flops is None else _scaled(row.flops),)
+            label = row.path or "(root)"
+            cells.append((label, row.layer, *output, f"{row.parameters:,}", _memory(row.bytes), *flops))
+        return cells
+
+    def _total_cells(self) -> list[tuple[str, ...]]:
+        totals = {**self.collections, "total": _sum(self.collections.values())}
+        return [(name, f"{t.arrays:,}", f"{t.elements:,}", _memory(t.bytes)) for name, t in totals.items()]
+
+    def __str__(self) -> str:
+        return self.table()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+            head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+            body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+            return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+        totals = table(("collection", "arrays", "elements", "bytes"), self._total_cells())
+        return table(self._header(), self._cells(None)) + totals
+
+
+def summary(model: Module, *inputs: Any, ctx: Any = None, method: Any = None, **kwargs: Any) -> Summary:
+    """The table of a model: path, layer, output, parameters, bytes and FLOPs of every Module.
+
+    The call is traced on abstract values: nothing is allocated, compiled or changed, so models of any size will do,
+    abstract ones included. The FLOPs are counted in the traced program: two for a multiply-add of a product or
+    convolution, one for each element of other floating-point arithmetic.
+
+    Args:
+      model: a Module; its arrays may be `ShapeDtypeStruct`s.
+      *inputs: what to call it on: arrays or `ShapeDtypeStruct`s (only shape and dtype matter), or any other arguments.
+        Without inputs the table has no output shapes and no FLOPs.
+      ctx: passed to the call as `ctx`; the Context itself does not advance.
+      method: what to call instead of `__call__`: the name of a method, or a function of the Module and the inputs.
+      **kwargs: further arguments of the call.
+
+    >>> model = nnx.Sequence([nnx.Linear(2, 3, ctx=nnx.context(0)), jax.nn.relu])
+    >>> print(nnx.summary(model, jnp.ones((4, 2))))
+    path    layer     output        parameters  bytes  FLOPs
+    --------------------------------------------------------
+    (root)  Sequence  float32[4,3]           9   36 B     72
+    0       Linear    float32[4,3]           9   36 B     60
+    <BLANKLINE>
+    collection  arrays  elements  bytes
+    -----------------------------------
+    params           2         9   36 B
+    total            2         9   36 B
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"nnx.summary takes a Module, got {short(model)} of type {type(model).__name__}.")
+    if ctx is not None:
+        kwargs["ctx"] = ctx
+    recording = None
+    if inputs or kwargs or method is not None:
+        recording = record(model, method or "__call__", inputs, kwargs)
+    parameters, sizes, collections = _held(model.get_state())
+    rows = []
+    for number, (path, module) in enumerate(model.named_modules()):
+        output, flops = _called(recording, number)
+        rows.append(Row(path, type(module).__name__, output, parameters.get(path, 0), sizes.get(path, 0), flops))
+    return Summary(rows, collections)
+
+
+def count_params(model: Any, filter: Any = Param) -> int:
+    """The number of elements in the state of a model that a filter selects.
+
+    Args:
+      model: a Module, State or Pure; its arrays may be abstract.
+      filter: any filter, e.g. `nnx.BatchStat`, `...`, or `nnx.PathMatches("encoder/**")`.
+
+    >>> nnx.count_params(nnx.Linear(2, 3, ctx=nnx.context(0)))
+    9
+    """
+    if not isinstance(model, (Module, State, Pure)):
+        raise TypeError(NOT_COUNTABLE.format(value=short(model), type=type(model).__name__))
+    chosen = model.filter(filter)
+    return sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(chosen))
+
+
+def _called(recording: Recording | None, number: int) -> tuple[str | None, int | None]:
+    if recording is None or number not in recording.outputs:
+        return None, None
+    return " | ".join(map(_output_text, recording.outputs[number])), recording.flops[number]
+
+
+def _held(state: State) -> tuple[dict[str, int], dict[str, int], dict[str, Total]]:
+    """Parameters and bytes by the path of every Module above them, and the totals by collection."""
+    parameters: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    collections: dict[str, Total] = {}
+    for path, leaf in state.items():
+        total = _sum(map(_array_total, jax.tree.leaves(leaf)))
+        name = type(leaf).collection if isinstance(leaf, Variable) else "(none)"
+        collections[name] = _sum((collections.get(name, Total(0, 0, 0)), total))
+        above = path
+        while above:
+            above = above.rpartition("/")[0]
+            sizes[above] = sizes.get(above, 0) + total.bytes
+            if isinstance(leaf, Param):
+                parameters[above] = parameters.get(above, 0) + total.elements
+    return parameters, sizes, dict(sorted(collections.items(), key=lambda item: -item[1].bytes))
+
+
+def _array_total(leaf: Any) -> Total:
+    size = math.prod(np.shape(leaf))
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    return Total(1, size, size * dtype.itemsize)
+
+
+def _sum(totals: Iterable[Total]) -> Total:
+    arrays, elements, size = 0, 0, 0
+    for total in totals:
+        arrays, elements, size = arrays + total.arrays, elements + total.elements, size + total.bytes
+    return Total(arrays, elements, size)
+
+
+def _output_text(out: Any) -> str:
+    if isinstance(out, jax.ShapeDtypeStruct):
+        return f"{out.dtype}[{','.join(map(str, out.shape))}]"
+    if out is None or isinstance(out, (bool, int, float, str)):
+        return repr(out)
+    if type(out) in (tuple, list):
+        inner = ", ".join(map(_output_text, out))
+        text = f"({inner})" if type(out) is tuple else f"[{inner}]"
+    elif type(out) is dict:
+        text = "{" + ", ".join(f"{key}: {_output_text(value)}" for key, value in out.items()) + "}"
+    elif isinstance(out, Module) or len(jax.tree.leaves(out)) == 1:
+        text = type(out).__name__
+    else:
+        text = f"{type(out).__name__}({', '.join(map(_output_text, jax.tree.leaves(out)))})"
+    return text if len(text) <= MAX_OUTPUT else f"{text[: MAX_OUTPUT - 1]}…"
+
+
+def _scaled(number: int) -> str:
+    for power, unit in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if number >= 10**power:
+            return f"{number / 10**power:.2f} {unit}"
+    return str(number)
+
+
+def _memory(size: int) -> str:
+    for power, unit in ((50, "PiB"), (40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.2f} {unit}"
+    return f"{size} B"
+
+
+def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Lines of columns as wide as their widest cell, the first `left` of them flush left."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        return "  ".join(padded).rstrip()
+
+    return [line(header), "-" * (sum(widths) + 2 * (len(widths) - 1)), *map(line, rows)]

@@ -1,0 +1,123 @@
+"""nnx.display: a model as a tree, in a notebook or as an HTML page."""
+
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import nnx
+
+BROWSERS = (
+    "chromium",
+    "chromium-browser",
+    "chromium-headless-shell",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+)
+
+# The tree is drawn into a shadow root, which --dump-dom leaves out: copy the text that can be seen into the page.
+COLLECT = """<script>
+addEventListener("load", () => setTimeout(() => {
+  const roots = [...document.querySelectorAll("*")].map(element => element.shadowRoot).filter(root => root);
+  const seen = document.createElement("pre");
+  seen.id = "seen";
+  seen.textContent = roots.flatMap(root => [...root.children]).map(child => child.innerText).join("\\n");
+  document.body.append(seen);
+}, 500));
+</script>"""
+
+
+class TinyBlock(nnx.Module):
+    def __init__(self, *, ctx):
+        self.linear = nnx.Linear(2, 2, ctx=ctx)
+        self.activation = jax.nn.relu
+
+
+class TinyNet(nnx.Module):
+    def __init__(self, *, ctx):
+        self.blocks = [TinyBlock(ctx=ctx), TinyBlock(ctx=ctx)]
+        self.heads = {"mean": nnx.Linear(2, 1, ctx=ctx)}
+        self.scale = nnx.Param(jnp.ones((2, 3)), sharding=("rows", None))
+        self.tied = self.blocks[0].linear
+        self.me = self
+        self.title = "a <b>bold</b> title"
+
+
+def model():
+    return TinyNet(ctx=nnx.context(0))
+
+
+def text_of(value, capsys):
+    assert nnx.display(value) is None
+    return capsys.readouterr().out
+
+
+def test_outside_of_a_notebook_the_tree_is_printed(capsys):
+    text = text_of(model(), capsys)
+    assert text.startswith("TinyNet(")
+    assert "blocks=Sequence([" in text and "TinyBlock(" in text and "heads=Dict({" in text
+    assert "sharding=('rows', None)" in text and "float32(2, 3)" in text
+
+
+def test_what_is_shared_is_shown_once(capsys):
+    text = text_of(model(), capsys)
+    assert "tied=Linear(...)  # the same as .blocks[0].linear" in text
+    assert text.count("TinyNet(") == 1
+
+
+def test_states_variables_and_abstract_models_are_shown(capsys):
+    assert "'scale': Param(" in text_of(model().get_state(), capsys)
+    assert text_of(nnx.Param(jnp.ones(2)), capsys).startswith("Param(")
+    assert "ShapeDtypeStruct" in text_of(nnx.eval_shape(TinyNet, ctx=nnx.context(0)), capsys)
+
+
+def test_a_module_without_its_state_is_shown(capsys):
+    _, moduledef = model().partition()
+    assert "TinyBlock(" in text_of(moduledef.merge(), capsys)
+
+
+def test_a_page_is_complete_in_itself(tmp_path):
+    path = nnx.display(model(), tmp_path / "pages" / "model.html")
+    assert path == tmp_path / "pages" / "model.html"
+    page = path.read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>") and "<title>TinyNet</title>" in page
+    assert all(name in page for name in ("TinyBlock", "Linear", "Sequence", "Param"))
+    assert "<b>bold</b>" not in page
+    assert 'src="http' not in page and 'href="http' not in page
+
+
+def test_arrays_may_be_drawn(tmp_path):
+    plain = nnx.display(model(), tmp_path / "plain.html")
+    drawn = nnx.display(model(), tmp_path / "drawn.html", visualize=True)
+    assert plain is not None and drawn is not None
+    assert drawn.stat().st_size > plain.stat().st_size
+
+
+def test_showing_changes_nothing(tmp_path):
+    net = model()
+    state, moduledef = net.partition()
+    nnx.display(net, tmp_path / "model.html")
+    assert net.get_state() == state and net.get_module_def() == moduledef
+
+
+def test_a_missing_library_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "treescope", None)
+    with pytest.raises(ImportError, match=r"nnx.display needs the package 'treescope'.*nnx\[display\]"):
+        nnx.display(model())
+
+
+@pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="no browser is installed")
+def test_a_browser_shows_the_layer_names(tmp_path):
+    browser = next(found for found in map(shutil.which, BROWSERS) if found)
+    path = nnx.display(model(), tmp_path / "model.html")
+    assert path is not None
+    path.write_text(path.read_text(encoding="utf-8").replace("</body>", f"{COLLECT}</body>"), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
+    run = subprocess.run([browser, *options, path.as_uri()], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    seen = run.stdout.partition('<pre id="seen">')[2]
+    assert all(name in seen for name in ("TinyNet(", "TinyBlock(", "Linear(", "Sequence("))
