@@ -50,6 +50,24 @@ from nnx.core.variables import with_partitioning as with_partitioning
 # isort: split
 # sharding: logical axes to meshes
 from nnx.sharding.axes import PARTITION_NAME as PARTITION_NAME
+from nnx.sharding.constraints import with_logical_constraint as with_logical_constraint
+from nnx.sharding.constraints import with_logical_partitioning as with_logical_partitioning
+from nnx.sharding.placement import init_sharded as init_sharded
+from nnx.sharding.placement import shard as shard
+from nnx.sharding.report import ShardingReport as ShardingReport
+from nnx.sharding.report import sharding_report as sharding_report
+from nnx.sharding.rules import RulesFallback as RulesFallback
+from nnx.sharding.rules import get_logical_axis_rules as get_logical_axis_rules
+from nnx.sharding.rules import logical_axis_rules as logical_axis_rules
+from nnx.sharding.rules import logical_to_mesh_axes as logical_to_mesh_axes
+from nnx.sharding.rules import set_logical_axis_rules as set_logical_axis_rules
+from nnx.sharding.rulesets import data_parallel_rules as data_parallel_rules
+from nnx.sharding.rulesets import fsdp_rules as fsdp_rules
+from nnx.sharding.rulesets import fsdp_tensor_parallel_rules as fsdp_tensor_parallel_rules
+from nnx.sharding.rulesets import tensor_parallel_rules as tensor_parallel_rules
+from nnx.sharding.specs import get_partition_spec as get_partition_spec
+from nnx.sharding.specs import logical_to_mesh as logical_to_mesh
+from nnx.sharding.specs import logical_to_mesh_sharding as logical_to_mesh_sharding
 
 # isort: split
 # transforms: JAX transforms, lifted
@@ -170,6 +188,7 @@ from nnx.nn.resize import adaptive_max_pool as adaptive_max_pool
 from nnx.nn.resize import global_avg_pool as global_avg_pool
 from nnx.nn.resize import global_max_pool as global_max_pool
 from nnx.nn.rnn_cells import GRUCell as GRUCell
+from nnx.nn.rnn_cells import RNNCellBase as RNNCellBase
 from nnx.nn.rnn_cells import SimpleCell as SimpleCell
 from nnx.nn.rotary import LinearScaling as LinearScaling
 from nnx.nn.rotary import Llama3Scaling as Llama3Scaling
@@ -185,6 +204,27 @@ from nnx.nn.weight_norm import SpectralNorm as SpectralNorm
 from nnx.nn.weight_norm import WeightNorm as WeightNorm
 
 # isort: split
+# training: fitting a model
+from nnx.training.checkpoint import LoadReport as LoadReport
+from nnx.training.checkpoint import load as load
+from nnx.training.checkpoint import save as save
+from nnx.training.checkpoint_manager import CheckpointManager as CheckpointManager
+from nnx.training.ema import EMA as EMA
+from nnx.training.ema import EmaState as EmaState
+from nnx.training.manifest import CheckpointError as CheckpointError
+from nnx.training.metrics import Accuracy as Accuracy
+from nnx.training.metrics import Average as Average
+from nnx.training.metrics import Metric as Metric
+from nnx.training.metrics import MetricState as MetricState
+from nnx.training.metrics import MultiMetric as MultiMetric
+from nnx.training.metrics import Statistics as Statistics
+from nnx.training.metrics import Welford as Welford
+from nnx.training.modes import set_mode as set_mode
+from nnx.training.optimizer import Optimizer as Optimizer
+from nnx.training.optimizer import OptState as OptState
+from nnx.training.train_state import TrainState as TrainState
+
+# isort: split
 # inspection: looking at a model
 from nnx.inspection.display import display as display
 from nnx.inspection.metrics_file import read_metrics as read_metrics
@@ -192,5 +232,10 @@ from nnx.inspection.plots import plot_metrics as plot_metrics
 from nnx.inspection.summary import count_params as count_params
 from nnx.inspection.summary import summary as summary
 from nnx.inspection.train_log import TrainLog as TrainLog
+
+# isort: split
+# interop: other people's weights
+from nnx.interop.safetensors import load_safetensors as load_safetensors
+from nnx.interop.safetensors import save_safetensors as save_safetensors
 
 __version__ = "0.1.0"

@@ -1,0 +1,397 @@
+"""Every layer, once: what drives the suites of `test_registry.py`.
+
+To add a layer, add one `Entry` to `LAYERS`. An entry says how to build the layer and what goes in and out; the suites
+do the rest. `make` takes a Context and the dtype options of the entry (`dtype=`, `param_dtype=`), if it has any.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import nnx
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One layer.
+
+    Attributes:
+        name: shown as the test's id; starts with the class's name.
+        make: `make(ctx, **dtypes)` builds it.
+        inputs: shapes of the positional inputs; an input that is no float32 array is `(shape, dtype)`.
+        output: shape of the output.
+        call: keyword arguments of every call.
+        ctx: whether the call takes a Context (given one with all streams and training flags off).
+        dtypes: which of "dtype" and "param_dtype" the constructor takes.
+        leading: whether extra leading axes on all inputs become leading axes of the output.
+        wrong: for each wrong call, the shapes of its inputs; every one must be a ValueError naming the layer.
+        blames: the name in those errors, where it is that of a layer inside.
+        arrange: turns the inputs into the arguments of the call, where they are not the inputs themselves.
+        pick: takes the array to look at out of the output.
+        differentiable: whether the suite takes gradients with respect to the float inputs.
+        stateless: whether a call leaves the layer's state as it was.
+    """
+
+    name: str
+    make: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    output: tuple[int, ...]
+    call: dict[str, Any] = field(default_factory=dict)
+    ctx: bool = False
+    dtypes: tuple[str, ...] = ("dtype", "param_dtype")
+    leading: bool = True
+    wrong: tuple[tuple[Any, ...], ...] = ()
+    blames: str | None = None
+    arrange: Callable[..., tuple[Any, ...]] = lambda *inputs: inputs
+    pick: Callable[[Any], Any] = lambda out: out
+    differentiable: bool = True
+    stateless: bool = True
+
+    @property
+    def layer_name(self) -> str:
+        return self.name.split(" ")[0]
+
+    def build(self, seed: int = 0, **dtypes: Any) -> Any:
+        return self.make(nnx.context(seed), **dtypes)
+
+    def run(self, layer: Any, *inputs: Any) -> Any:
+        """The layer's (picked) output."""
+        options = dict(self.call)
+        if self.ctx:
+            options["ctx"] = nnx.context(dropout=3, flags={"deterministic": True, "use_running_average": True})
+        return self.pick(layer(*self.arrange(*inputs), **options))
+
+    def sample(self, *leading: int, dtype: Any = jnp.float32, seed: int = 1, shapes: Any = None) -> list[Any]:
+        """Inputs with these extra leading axes; floats have `dtype`."""
+        made = []
+        random = np.random.default_rng(seed)
+        for spec in self.inputs if shapes is None else shapes:
+            shape, kind = spec if spec and isinstance(spec[0], tuple) else (spec, jnp.float32)
+            shape = (*leading, *shape)
+            if jnp.issubdtype(kind, jnp.integer):
+                made.append(jnp.asarray(random.integers(0, 5, shape), kind))
+            elif kind == jnp.bool_:
+                made.append(jnp.asarray(random.random(shape) < 0.7))
+            else:
+                made.append(jnp.asarray(np.asarray(random.standard_normal(shape), dtype)))
+        return made
+
+
+def _layers() -> list[Entry]:
+    e = Entry
+    return [
+        # linear
+        e(
+            "Linear",
+            lambda ctx, **d: nnx.Linear(3, 4, ctx=ctx, **d),
+            ((2, 3),),
+            (2, 4),
+            wrong=(((2, 1),), ((2, 4),), ((),)),
+        ),
+        e("Linear no bias", lambda ctx, **d: nnx.Linear(3, 4, use_bias=False, ctx=ctx, **d), ((3,),), (4,)),
+        e(
+            "LinearGeneral",
+            lambda ctx, **d: nnx.LinearGeneral((2, 3), (4, 5), axis=(-2, -1), ctx=ctx, **d),
+            ((6, 2, 3),),
+            (6, 4, 5),
+            wrong=(((6, 3, 2),), ((6, 1, 3),), ((3,),)),
+        ),
+        e(
+            "LinearGeneral batched",
+            lambda ctx, **d: nnx.LinearGeneral(3, 4, batch_axis={0: 2}, ctx=ctx, **d),
+            ((2, 5, 3),),
+            (2, 5, 4),
+            leading=False,
+            wrong=(((1, 5, 3),), ((2, 5, 1),)),
+        ),
+        e(
+            "Einsum",
+            lambda ctx, **d: nnx.Einsum("...ta,hab->...thb", (3, 2, 4), (3, 4), ctx=ctx, **d),
+            ((5, 2),),
+            (5, 3, 4),
+            wrong=(((5, 1),), ((5, 3),), ((2,),)),
+        ),
+        e(
+            "Bilinear",
+            lambda ctx, **d: nnx.Bilinear(3, 4, 5, ctx=ctx, **d),
+            ((2, 3), (2, 4)),
+            (2, 5),
+            wrong=(((2, 4), (2, 4)), ((2, 3), (2, 1)), ((1, 3), (2, 4)), ((3,), (2, 4))),
+        ),
+        e("Identity", lambda ctx: nnx.Identity(), ((2, 3),), (2, 3), dtypes=()),
+        e("MLP", lambda ctx, **d: nnx.MLP(3, (4, 4), 2, ctx=ctx, **d), ((2, 3),), (2, 2), ctx=True, wrong=(((2, 1),),)),
+        # convolution
+        e(
+            "Conv 1d",
+            lambda ctx, **d: nnx.Conv(3, 4, (3,), padding="CAUSAL", ctx=ctx, **d),
+            ((6, 3),),
+            (6, 4),
+            wrong=(((6, 1),), ((6, 4),), ((3,),)),
+        ),
+        e(
+            "Conv 2d",
+            lambda ctx, **d: nnx.Conv(4, 4, (3, 2), (2, 1), feature_group_count=2, ctx=ctx, **d),
+            ((6, 5, 4),),
+            (3, 5, 4),
+            wrong=(((6, 5, 2),), ((6, 5, 1),)),
+        ),
+        e(
+            "Conv 3d",
+            lambda ctx, **d: nnx.Conv(1, 2, (2, 2, 2), padding="VALID", ctx=ctx, **d),
+            ((3, 3, 3, 1),),
+            (2, 2, 2, 2),
+        ),
+        e(
+            "ConvTranspose",
+            lambda ctx, **d: nnx.ConvTranspose(3, 2, (3, 3), strides=2, ctx=ctx, **d),
+            ((3, 2, 3),),
+            (6, 4, 2),
+            wrong=(((3, 2, 1),), ((3, 3),)),
+        ),
+        # normalisation
+        e(
+            "BatchNorm running",
+            lambda ctx, **d: nnx.BatchNorm(4, ctx=ctx, **d),
+            ((5, 4),),
+            (5, 4),
+            ctx=True,
+            wrong=(((5, 1),), ((5, 3),), ((),)),
+        ),
+        e(
+            "BatchNorm batch",
+            lambda ctx, **d: nnx.BatchNorm(4, use_running_average=False, ctx=ctx, **d),
+            ((5, 4),),
+            (5, 4),
+            leading=False,
+            stateless=False,
+            wrong=(((5, 1),), ((4,),)),
+        ),
+        e(
+            "LayerNorm",
+            lambda ctx, **d: nnx.LayerNorm(4, ctx=ctx, **d),
+            ((3, 4),),
+            (3, 4),
+            wrong=(((3, 1),), ((3, 5),), ((),)),
+        ),
+        e("RMSNorm", lambda ctx, **d: nnx.RMSNorm(4, ctx=ctx, **d), ((3, 4),), (3, 4), wrong=(((3, 1),), ((3, 5),))),
+        e(
+            "GroupNorm",
+            lambda ctx, **d: nnx.GroupNorm(6, num_groups=3, reduction_axes=(-2, -1), ctx=ctx, **d),
+            ((5, 6),),
+            (5, 6),
+            wrong=(((5, 3),), ((5, 1),)),
+        ),
+        e(
+            "InstanceNorm",
+            lambda ctx, **d: nnx.InstanceNorm(3, ctx=ctx, **d),
+            ((2, 5, 3),),
+            (2, 5, 3),
+            leading=False,
+            wrong=(((2, 5, 1),), ((5, 3),)),
+        ),
+        e(
+            "SpectralNorm",
+            lambda ctx: nnx.SpectralNorm(nnx.Linear(3, 4, ctx=ctx), n_steps=3, ctx=ctx),
+            ((2, 3),),
+            (2, 4),
+            dtypes=(),
+            stateless=False,
+            wrong=(((2, 1),),),
+            blames="Linear",
+        ),
+        e(
+            "WeightNorm",
+            lambda ctx: nnx.WeightNorm(nnx.Linear(3, 4, ctx=ctx), ctx=ctx),
+            ((2, 3),),
+            (2, 4),
+            dtypes=(),
+            wrong=(((2, 1),),),
+            blames="Linear",
+        ),
+        # pooling and resizing
+        e(
+            "MaxPool",
+            lambda ctx: nnx.MaxPool((2, 3), 2, "SAME"),
+            ((5, 6, 2),),
+            (3, 3, 2),
+            dtypes=(),
+            wrong=(((5, 6),),),
+        ),
+        e("MinPool", lambda ctx: nnx.MinPool((2,), 2), ((6, 2),), (3, 2), dtypes=(), wrong=(((6,),),)),
+        e("AvgPool", lambda ctx: nnx.AvgPool((3,), 2, 1, False), ((6, 2),), (3, 2), dtypes=(), wrong=(((6,),),)),
+        e(
+            "AdaptiveAvgPool",
+            lambda ctx: nnx.AdaptiveAvgPool((2, 3)),
+            ((5, 6, 2),),
+            (2, 3, 2),
+            dtypes=(),
+            wrong=(((5, 6),),),
+        ),
+        e("AdaptiveMaxPool", lambda ctx: nnx.AdaptiveMaxPool((2,)), ((5, 2),), (2, 2), dtypes=(), wrong=(((5,),),)),
+        e("GlobalAvgPool", lambda ctx: nnx.GlobalAvgPool(2), ((4, 3, 2),), (2,), dtypes=(), wrong=(((3, 2),),)),
+        e("GlobalMaxPool", lambda ctx: nnx.GlobalMaxPool(1), ((4, 2),), (2,), dtypes=(), wrong=(((2,),),)),
+        e(
+            "Upsample",
+            lambda ctx: nnx.Upsample((2, 3), method="linear"),
+            ((3, 2, 1),),
+            (6, 6, 1),
+            dtypes=(),
+            wrong=(((3, 2),),),
+        ),
+        # stochastic
+        e("Dropout", lambda ctx: nnx.Dropout(0.5), ((2, 3),), (2, 3), ctx=True, dtypes=()),
+        e(
+            "Dropout training",
+            lambda ctx: nnx.Dropout(0.5, deterministic=False),
+            ((2, 3),),
+            (2, 3),
+            ctx=True,
+            dtypes=(),
+            leading=False,
+        ),
+        e(
+            "DropPath",
+            lambda ctx: nnx.DropPath(0.5, deterministic=False),
+            ((4, 3),),
+            (4, 3),
+            ctx=True,
+            dtypes=(),
+            leading=False,
+            wrong=(((),),),
+        ),
+        e("GaussianNoise", lambda ctx: nnx.GaussianNoise(0.1), ((2, 3),), (2, 3), ctx=True, dtypes=()),
+        # activations with parameters
+        e("PReLU", lambda ctx, **d: nnx.PReLU(0.1, **d), ((2, 3),), (2, 3)),
+        # low-rank adaptation
+        e("LoRA", lambda ctx, **d: nnx.LoRA(3, 2, 4, ctx=ctx, **d), ((5, 3),), (5, 4), wrong=(((5, 1),), ((),))),
+        e(
+            "LoRALinear",
+            lambda ctx, **d: nnx.LoRALinear(
+                3, 4, lora_rank=2, ctx=ctx, **{**d, **{f"lora_{k}": v for k, v in d.items()}}
+            ),
+            ((5, 3),),
+            (5, 4),
+            wrong=(((5, 1),),),
+        ),
+        # embeddings
+        e(
+            "Embed",
+            lambda ctx, **d: nnx.Embed(5, 4, ctx=ctx, **d),
+            (((2, 3), jnp.int32),),
+            (2, 3, 4),
+            wrong=(((2, 3),),),
+        ),
+        e(
+            "LearnedPositionEmbed",
+            lambda ctx, **d: nnx.LearnedPositionEmbed(6, 4, ctx=ctx, **d),
+            ((3, 4),),
+            (3, 4),
+            wrong=(((3, 1),), ((7, 4),), ((4,),)),
+        ),
+        e(
+            "SinusoidalPositionEmbed",
+            lambda ctx: nnx.SinusoidalPositionEmbed(4),
+            ((3, 4),),
+            (3, 4),
+            dtypes=(),
+            wrong=(((3, 1),), ((4,),)),
+        ),
+        e(
+            "RotaryEmbedding",
+            lambda ctx: nnx.RotaryEmbedding(4, scaling=nnx.NTKScaling(2.0)),
+            ((3, 2, 4),),
+            (3, 2, 4),
+            dtypes=(),
+            wrong=(((3, 2, 1),), ((3, 2, 8),), ((3, 4),)),
+        ),
+        # attention
+        e(
+            "MultiHeadAttention",
+            lambda ctx, **d: nnx.MultiHeadAttention(
+                4, 8, num_kv_heads=2, rotary=nnx.RotaryEmbedding(2), normalize_qk=True, ctx=ctx, **d
+            ),
+            ((3, 8),),
+            (3, 8),
+            call={"is_causal": True},
+            wrong=(((3, 1),), ((8,),), ((3, 8), (3, 1)), ((3, 8), (2, 3, 8))),
+            blames="MultiHeadAttention|dot_product_attention",
+        ),
+        e(
+            "MultiHeadAttention across",
+            lambda ctx, **d: nnx.MultiHeadAttention(2, 8, 4, 6, in_kv_features=5, ctx=ctx, **d),
+            ((3, 8), (2, 5)),
+            (3, 6),
+            wrong=(((3, 8), (2, 8)), ((3, 5), (2, 5))),
+        ),
+        e(
+            "MultiHeadAttention decoding",
+            _attention_with_cache,
+            ((3, 8),),
+            (3, 8),
+            leading=False,
+            stateless=False,
+            wrong=(((2, 3, 8),),),
+            blames="KVCache",
+        ),
+        # recurrence
+        *(
+            e(
+                cell.__name__,
+                lambda ctx, cell=cell, **d: cell(3, 4, ctx=ctx, **{"dtype": None, **d}),
+                ((2, 4), (2, 4), (2, 3)),
+                (2, 4),
+                arrange=lambda memory, hidden, x: ((memory, hidden), x),
+                pick=lambda out: out[1],
+                wrong=(((2, 4), (2, 4), (2, 1)), ((1, 4), (2, 4), (2, 3)), ((2, 4), (4,), (2, 3))),
+            )
+            for cell in (nnx.LSTMCell, nnx.OptimizedLSTMCell)
+        ),
+        *(
+            e(
+                cell.__name__,
+                lambda ctx, cell=cell, **d: cell(3, 4, ctx=ctx, **{"dtype": None, **d}),
+                ((2, 4), (2, 3)),
+                (2, 4),
+                pick=lambda out: out[1],
+                wrong=(((2, 4), (2, 1)), ((1, 4), (2, 3)), ((2, 1), (2, 3)), ((4,), (2, 3))),
+            )
+            for cell in (nnx.GRUCell, nnx.SimpleCell)
+        ),
+        e(
+            "ConvLSTMCell",
+            lambda ctx, **d: nnx.ConvLSTMCell(3, 4, (3,), ctx=ctx, **d),
+            ((5, 4), (5, 4), (5, 3)),
+            (5, 4),
+            arrange=lambda memory, hidden, x: ((memory, hidden), x),
+            pick=lambda out: out[1],
+            wrong=(((5, 4), (5, 4), (5, 1)), ((1, 4), (5, 4), (5, 3)), ((5, 4), (5, 1), (5, 3))),
+        ),
+        e(
+            "RNN",
+            lambda ctx, **d: nnx.RNN(nnx.GRUCell(3, 4, ctx=ctx, **d)),
+            ((5, 3),),
+            (5, 4),
+            wrong=(((5, 1),), ((3,),)),
+            blames="RNN|GRUCell",
+        ),
+        e(
+            "Bidirectional",
+            lambda ctx, **d: nnx.Bidirectional(*(nnx.RNN(nnx.GRUCell(3, 2, ctx=ctx, **d)) for _ in range(2))),
+            ((5, 3),),
+            (5, 4),
+            wrong=(((5, 1),), ((3,),)),
+            blames="RNN|GRUCell",
+        ),
+    ]
+
+
+def _attention_with_cache(ctx: nnx.Context, **dtypes: Any) -> nnx.MultiHeadAttention:
+    layer = nnx.MultiHeadAttention(2, 8, decode=True, ctx=ctx, **dtypes)
+    layer.init_cache((8, 8))
+    return layer
+
+
+LAYERS = _layers()

@@ -1,0 +1,404 @@
+"""Dot-product attention, the choice of its kernel, and multi-head attention."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnx
+
+
+def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> Any:
+    """Normal numbers, from numpy: it compiles nothing."""
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def by_hand(query, key, value, mask=None, bias=None, scale=None) -> np.ndarray:
+    """Attention in numpy, one batch row and head after the other."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    *batch, length, heads, dim = query.shape
+    group = heads // key.shape[-2]
+    shape = (*batch, heads, length, key.shape[-3])
+    mask = np.ones(shape, bool) if mask is None else np.broadcast_to(np.asarray(mask, bool), shape)
+    bias = np.zeros(shape) if bias is None else np.broadcast_to(np.asarray(bias, np.float64), shape)
+    out = np.empty((*batch, length, heads, value.shape[-1]))
+    for row in np.ndindex(*batch):
+        for head in range(heads):
+            logits = query[row][:, head] @ key[row][:, head // group].T * (dim**-0.5 if scale is None else scale)
+            logits = np.where(mask[row][head], logits + bias[row][head], -1e30)
+            weights = np.exp(logits - logits.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            out[row][:, head] = weights @ value[row][:, head // group]
+    return out
+
+
+def agrees(out, expected, atol=1e-5) -> None:
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=atol, rtol=1e-4)
+
+
+QUERY, KEY, VALUE = random(2, 5, 4, 8), random(2, 6, 2, 8, seed=1), random(2, 6, 2, 8, seed=2)
+
+
+class TestFunction:
+    def test_grouped_heads_agree_with_the_definition(self):
+        agrees(nnx.dot_product_attention(QUERY, KEY, VALUE), by_hand(QUERY, KEY, VALUE))
+
+    @pytest.mark.parametrize("batch", [(), (2, 3)], ids=["unbatched", "two batch axes"])
+    def test_any_number_of_batch_axes(self, batch):
+        query, key, value = random(*batch, 3, 4, 8), random(*batch, 3, 2, 8, seed=1), random(*batch, 3, 2, 8, seed=2)
+        mask = (random(*batch, 1, 3, 3, seed=3) > -0.5) | np.eye(3, dtype=bool)
+        out = nnx.dot_product_attention(query, key, value, mask=mask)
+        agrees(out, by_hand(query, key, value, mask))
+
+    @pytest.mark.parametrize("precision", [None, "highest"], ids=["delegated", "explicit"])
+    def test_everything_that_hides_keys(self, precision):
+        causal = np.tril(np.ones((5, 6), bool))
+        window = np.abs(np.subtract.outer(np.arange(5), np.arange(6))) <= 2
+        lengths = jnp.array([6, 3])
+        real = np.arange(6) < np.asarray(lengths)[:, None, None, None]
+        out = nnx.dot_product_attention(
+            QUERY,
+            KEY,
+            VALUE,
+            precision=precision,
+            is_causal=True,
+            local_window_size=2,
+            key_value_seq_lengths=lengths,
+        )
+        visible = causal & window & real
+        seen = visible.any(-1)[:, 0]
+        expected = by_hand(QUERY, KEY, VALUE, visible)
+        agrees(np.asarray(out)[seen], expected[seen])
+
+    @pytest.mark.parametrize("precision", [None, "highest"], ids=["delegated", "explicit"])
+    def test_bias_scale_and_query_lengths(self, precision):
+        bias = random(4, 5, 6, seed=4)
+        out = nnx.dot_product_attention(
+            QUERY, KEY, VALUE, bias, precision=precision, scale=0.3, query_seq_lengths=jnp.array([5, 2])
+        )
+        expected = by_hand(QUERY, KEY, VALUE, bias=bias, scale=0.3)
+        agrees(out[0], expected[0])
+        agrees(out[1, :2], expected[1, :2])
+        assert (np.asarray(out[1, 2:]) == 0).all()
+
+    def test_masks_need_not_be_boolean(self):
+        mask = nnx.make_causal_mask(jnp.zeros((2, 5)))
+        agrees(
+            nnx.dot_product_attention(QUERY, KEY[:, :5], VALUE[:, :5], mask=mask),
+            by_hand(QUERY, KEY[:, :5], VALUE[:, :5], mask),
+        )
+
+    def test_values_may_have_another_head_size(self):
+        value = random(2, 6, 2, 3, seed=5)
+        agrees(nnx.dot_product_attention(QUERY, KEY, value), by_hand(QUERY, KEY, value))
+
+    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+    @pytest.mark.parametrize("module", [None, nnx.Module()], ids=["delegated", "explicit"])
+    def test_softmax_is_in_float32(self, dtype, module):
+        # With 512 equal logits of 40 or so, a softmax in bfloat16 would be off by several percent.
+        query, key = jnp.full((1, 1, 8), 4.0, dtype), jnp.full((512, 1, 8), 4.0, dtype)
+        value = random(512, 1, 8, dtype=dtype)
+        out = nnx.dot_product_attention(query, key, value, module=module)
+        assert out.dtype == dtype
+        agrees(out, by_hand(query, key, value), atol=3e-3)
+
+    def test_gradients_of_both_bodies_agree(self):
+        def loss(query, precision):
+            return nnx.dot_product_attention(query, KEY, VALUE, is_causal=True, precision=precision).sum()
+
+        agrees(jax.grad(loss)(QUERY, None), np.asarray(jax.grad(loss)(QUERY, "highest")))
+
+    def test_dropout_drops_and_rescales(self):
+        value = jnp.ones((1, 64, 1, 1))
+        query = key = jnp.zeros((1, 64, 1, 1))
+        rng = jax.random.key(0)
+        out = nnx.dot_product_attention(query, key, value, dropout_rng=rng, dropout_rate=0.5)
+        assert float(out.std()) > 0.05
+        assert float(out.mean()) == pytest.approx(1.0, abs=0.1)
+        again = nnx.dot_product_attention(query, key, value, dropout_rng=rng, dropout_rate=0.5, deterministic=True)
+        agrees(again, np.ones((1, 64, 1, 1)))
+
+    def test_dropout_is_shared_by_rows_and_heads_only_if_broadcast(self):
+        query = key = jnp.zeros((2, 8, 3, 4))
+        value = jnp.ones((2, 8, 3, 4))
+        options = {"dropout_rng": jax.random.key(0), "dropout_rate": 0.5}
+        shared = nnx.dot_product_attention(query, key, value, **options)
+        np.testing.assert_array_equal(shared[0], shared[1])
+        np.testing.assert_array_equal(shared[:, :, 0], shared[:, :, 1])
+        own = nnx.dot_product_attention(query, key, value, broadcast_dropout=False, **options)
+        assert not np.array_equal(own[0], own[1])
+        assert not np.array_equal(own[:, :, 0], own[:, :, 1])
+
+    def test_dropout_without_key_says_what_to_pass(self):
+        with pytest.raises(ValueError, match=r"dropout_rng=ctx.make_rng\('dropout'\)"):
+            nnx.dot_product_attention(QUERY, KEY, VALUE, dropout_rate=0.5)
+
+    def test_weights_are_sown_into_the_module(self):
+        module = nnx.Module()
+        nnx.dot_product_attention(QUERY, KEY, VALUE, module=module)
+        (weights,) = module.attention_weights
+        assert weights.shape == (2, 4, 5, 6)
+        np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-5)
+
+    @pytest.mark.parametrize(
+        "shapes, message",
+        [
+            (((2, 5, 4, 8), (2, 6, 2, 7), (2, 6, 2, 8)), "head_dim=8, got 7"),
+            (((2, 5, 4, 8), (2, 6, 3, 8), (2, 6, 3, 8)), "multiple of that of key heads"),
+            (((2, 5, 4, 8), (2, 6, 2, 8), (2, 5, 2, 8)), "one value per key"),
+            (((2, 5, 4, 8), (1, 6, 2, 8), (1, 6, 2, 8)), "same leading axes"),
+            (((5, 8), (6, 8), (6, 8)), "three arrays"),
+        ],
+    )
+    def test_shapes_that_do_not_fit_are_refused(self, shapes, message):
+        with pytest.raises(ValueError, match=f"dot_product_attention: expected .*{message}"):
+            nnx.dot_product_attention(*(jnp.ones(shape) for shape in shapes))
+
+    @pytest.mark.parametrize("name", ["mask", "bias"])
+    def test_masks_and_biases_that_do_not_fit_are_refused(self, name):
+        with pytest.raises(
+            ValueError, match=rf"expected a {name} that broadcasts to .* \(2, 4, 5, 6\), got \(2, 5, 6\)"
+        ):
+            nnx.dot_product_attention(QUERY, KEY, VALUE, **{name: jnp.ones((2, 5, 6))})
+
+    def test_lengths_that_do_not_fit_are_refused(self):
+        with pytest.raises(ValueError, match=r"key_value_seq_lengths of shape \(2,\), one per row, got \(3,\)"):
+            nnx.dot_product_attention(QUERY, KEY, VALUE, key_value_seq_lengths=jnp.array([1, 2, 3]))
+
+
+def struct(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+class TestImplementation:
+    @staticmethod
+    def choice(q=(8, 128, 12, 64), k=None, dtype=jnp.bfloat16, platform="gpu", capability="9.0", **options) -> str:
+        query, key = struct(*q, dtype=dtype), struct(*(k or q), dtype=dtype)
+        return nnx.attention_implementation(
+            query, key, key, platform=platform, compute_capability=capability, **options
+        )
+
+    def test_half_precision_on_a_gpu_is_fused(self):
+        assert self.choice() == "cudnn"
+        assert self.choice(dtype=jnp.float16, is_causal=True) == "cudnn"
+        assert self.choice(is_causal=True, local_window_size=(31, 0)) == "cudnn"
+        assert self.choice(k=(8, 128, 4, 64)) == "cudnn"
+        assert self.choice(mask=struct(8, 1, 128, 128, dtype=bool)) == "cudnn"
+        assert self.choice(bias=struct(12, 128, 128)) == "cudnn"
+
+    @pytest.mark.parametrize("platform", ["cpu", "tpu"])
+    def test_other_platforms_are_not(self, platform):
+        assert self.choice(platform=platform) == "xla"
+
+    def test_the_platform_is_that_of_jax_by_default(self):
+        expected = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        assert self.choice(platform=None, capability=None) == expected
+
+    def test_what_the_kernel_cannot_do_falls_back(self):
+        assert self.choice(dtype=jnp.float32) == "xla"
+        assert self.choice(capability="7.5") == "xla"
+        assert self.choice(capability="gfx942") == "xla"
+        assert self.choice(q=(8, 128, 12, 60)) == "xla"
+        assert self.choice(q=(8, 128, 12, 264)) == "xla"
+        assert self.choice(q=(8, 128, 12, 256)) == "cudnn"
+        assert self.choice(q=(8, 128, 12, 256), capability="8.0") == "xla"
+        assert self.choice(dropout=True) == "xla"
+        assert self.choice(weights=True) == "xla"
+        assert self.choice(precision="highest") == "xla"
+        assert self.choice(local_window_size=4) == "xla"
+        assert self.choice(q=(8, 127, 12, 64), mask=struct(8, 1, 127, 127, dtype=bool)) == "xla"
+
+    def test_a_bias_the_kernel_would_not_differentiate_falls_back(self):
+        assert self.choice(bias=struct(8, 12, 128, 128)) == "xla"
+        assert self.choice(bias=struct(1, 1, 128, 128)) == "xla"
+        assert self.choice(bias=struct(12, 128, 128), mask=struct(8, 1, 128, 128, dtype=bool)) == "xla"
+
+    @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the fused kernel exists here")
+    def test_asking_for_what_cannot_be_says_why(self):
+        with pytest.raises(ValueError, match="implementation='cudnn' is not possible here: it needs an NVIDIA GPU"):
+            nnx.dot_product_attention(QUERY, KEY, VALUE, implementation="cudnn")
+
+    def test_unknown_implementations_are_refused(self):
+        with pytest.raises(ValueError, match="expected implementation 'cudnn', 'xla' or None, got 'flash'"):
+            nnx.dot_product_attention(QUERY, KEY, VALUE, implementation="flash")  # type: ignore[arg-type]
+
+
+def attention(*args, ctx=None, **options) -> nnx.MultiHeadAttention:
+    return nnx.MultiHeadAttention(*(args or (4, 16)), ctx=ctx or nnx.context(0), **options)
+
+
+class TestMultiHeadAttention:
+    def test_parameters_have_an_axis_for_heads(self):
+        shapes = {path: leaf.value.shape for path, leaf in attention(4, 16, num_kv_heads=2).get_state().items()}
+        assert shapes == {
+            "key/bias": (2, 4),
+            "key/kernel": (16, 2, 4),
+            "out/bias": (16,),
+            "out/kernel": (4, 4, 16),
+            "query/bias": (4, 4),
+            "query/kernel": (16, 4, 4),
+            "value/bias": (2, 4),
+            "value/kernel": (16, 2, 4),
+        }
+
+    def test_it_is_projection_attention_projection(self):
+        layer = attention(4, 16, num_kv_heads=2, qkv_features=32, out_features=6)
+        x = random(2, 5, 16)
+        attended = by_hand(layer.query(x), layer.key(x), layer.value(x))
+        agrees(layer(x), np.einsum("btnh,nho->bto", attended, layer.out.kernel) + np.asarray(layer.out.bias))
+
+    def test_one_argument_is_self_attention(self):
+        layer, x = attention(), random(2, 5, 16)
+        np.testing.assert_array_equal(layer(x), layer(x, x, x))
+        np.testing.assert_array_equal(layer(x), layer(x, x))
+
+    def test_cross_attention_takes_other_features_and_lengths(self):
+        layer = attention(4, 16, in_kv_features=10)
+        out = layer(random(2, 5, 16), random(2, 7, 10, seed=1), seq_lengths=jnp.array([7, 3]))
+        assert out.shape == (2, 5, 16)
+        shorter = layer(random(2, 5, 16)[1], random(2, 7, 10, seed=1)[1, :3])
+        agrees(out[1], np.asarray(shorter))
+
+    @pytest.mark.parametrize("batch", [(), (2, 3)], ids=["unbatched", "two batch axes"])
+    def test_any_number_of_batch_axes(self, batch):
+        layer = attention(4, 16, num_kv_heads=2, rotary=nnx.RotaryEmbedding(4), normalize_qk="rms")
+        x = random(*batch, 5, 16)
+        out = layer(x, is_causal=True)
+        agrees(out, np.asarray(layer(x.reshape(-1, 5, 16), is_causal=True)).reshape(out.shape))
+
+    def test_causal_outputs_ignore_the_future(self):
+        layer, x = attention(rotary=nnx.RotaryEmbedding(4)), random(2, 5, 16)
+        out = layer(x, is_causal=True)
+        agrees(layer(x[:, :3], is_causal=True), np.asarray(out[:, :3]))
+        agrees(layer(x, mask=nnx.make_causal_mask(x[..., 0])), np.asarray(out))
+
+    def test_packed_documents_with_their_own_positions_equal_single_ones(self):
+        layer, x = attention(rotary=nnx.RotaryEmbedding(4)), random(5, 16)
+        mask = nnx.make_segment_mask(jnp.array([1, 1, 1, 2, 2]))
+        packed = layer(x, mask=mask, is_causal=True, positions=jnp.array([0, 1, 2, 0, 1]))
+        agrees(packed[:3], np.asarray(layer(x[:3], is_causal=True)))
+        agrees(packed[3:], np.asarray(layer(x[3:], is_causal=True)))
+
+    def test_sliding_window_is_the_mask_of_that_name(self):
+        layer, x = attention(sliding_window=2), random(2, 5, 16)
+        plain = attention()
+        for causal in (True, False):
+            mask = nnx.make_sliding_window_mask(x[..., 0], 2, causal=causal)
+            agrees(layer(x, is_causal=causal), np.asarray(plain(x, mask=mask)))
+
+    def test_bias_is_added_to_the_logits(self):
+        layer, x = attention(), random(2, 5, 16)
+        hide = jnp.where(nnx.make_causal_mask(x[0, :, 0], dtype=bool), 0.0, -1e9)
+        agrees(layer(x, bias=hide), np.asarray(layer(x, is_causal=True)))
+
+    @pytest.mark.parametrize("kind, norm", [(True, nnx.LayerNorm), ("layer", nnx.LayerNorm), ("rms", nnx.RMSNorm)])
+    def test_queries_and_keys_can_be_normalised(self, kind, norm):
+        layer, x = attention(normalize_qk=kind), random(2, 5, 16)
+        assert type(layer.query_ln) is type(layer.key_ln) is norm
+        large = attention(normalize_qk=kind)
+        large.query.kernel = large.query.kernel * 100.0
+        agrees(large(x), np.asarray(layer(x)), atol=1e-3)
+
+    def test_unknown_norms_are_refused(self):
+        with pytest.raises(ValueError, match="normalize_qk to be True, False, 'layer' or 'rms', got 'batch'"):
+            attention(normalize_qk="batch")
+
+    def test_rotary_makes_order_matter(self):
+        x = random(5, 16)
+        plain, turned = attention(), attention(rotary=nnx.RotaryEmbedding(4))
+        agrees(plain(x)[::-1], np.asarray(plain(x[::-1])))
+        assert not np.allclose(turned(x)[::-1], turned(x[::-1]), atol=1e-3)
+
+    def test_a_rotary_of_another_head_size_is_refused(self):
+        with pytest.raises(ValueError, match="rotary embedding with head_dim=4 .* got 8"):
+            attention(rotary=nnx.RotaryEmbedding(8))
+
+    def test_weights_can_be_sown(self):
+        layer, x = attention(), random(2, 5, 16)
+        layer(x, sow_weights=True, is_causal=True)
+        (weights,) = layer.attention_weights
+        assert weights.shape == (2, 4, 5, 5)
+        assert (np.triu(weights[0, 0], 1) == 0).all()
+        assert isinstance(layer.variable("attention_weights"), nnx.Intermediate)
+
+    def test_dropout_takes_its_mode_from_call_instance_or_flag(self):
+        x = random(2, 5, 16)
+        plain = attention()(x)
+        assert np.array_equal(attention(dropout_rate=0.5)(x, deterministic=True), plain)
+        assert np.array_equal(attention(dropout_rate=0.5, deterministic=True)(x), plain)
+        flagged = nnx.context(dropout=0, flags={"deterministic": True})
+        assert np.array_equal(attention(dropout_rate=0.5)(x, ctx=flagged), plain)
+        ctx = nnx.context(dropout=0)
+        one, two = (attention(dropout_rate=0.5, deterministic=False)(x, ctx=ctx) for _ in range(2))
+        assert not np.array_equal(one, plain)
+        assert not np.array_equal(one, two)
+
+    def test_dropout_without_a_mode_names_all_three_ways(self):
+        with pytest.raises(ValueError, match="(?s)MultiHeadAttention.*call.*instance.*Context"):
+            attention(dropout_rate=0.5)(random(2, 5, 16), ctx=nnx.context(dropout=0))
+
+    def test_dropout_without_a_context_says_what_to_pass(self):
+        with pytest.raises(ValueError, match="call the layer with ctx=ctx, or with deterministic=True"):
+            attention(dropout_rate=0.5)(random(2, 5, 16), deterministic=False)
+
+    def test_attention_function_can_be_replaced_by_one_with_the_common_arguments(self):
+        seen = {}
+
+        def mean_of_values(query, key, value, *, mask=None, is_causal=False, **rest):
+            seen.update(rest)
+            return jnp.broadcast_to(value.mean(-3, keepdims=True), query.shape)
+
+        layer, x = attention(attention_fn=mean_of_values), random(2, 5, 16)
+        np.testing.assert_allclose(layer(x)[:, 0], layer(x)[:, 1])
+        assert set(seen) == {
+            "dropout_rate",
+            "broadcast_dropout",
+            "deterministic",
+            "dtype",
+            "precision",
+            "module",
+        }
+
+    def test_dtypes(self):
+        layer = attention(dtype=jnp.bfloat16, normalize_qk=True, rotary=nnx.RotaryEmbedding(4))
+        assert layer.query.kernel.dtype == jnp.float32
+        assert layer(random(2, 5, 16)).dtype == jnp.bfloat16
+        half = attention(param_dtype=jnp.float16)
+        assert half(random(2, 5, 16, dtype=jnp.float16)).dtype == jnp.float16
+
+    def test_metadata_reach_the_kernels(self):
+        layer = attention(kernel_metadata={"sharding": ("embed", "heads", "kv")})
+        assert layer.query.variable("kernel").sharding == ("embed", "heads", "kv")
+        by_init = attention(
+            out_kernel_init=nnx.with_partitioning(nnx.initializers.lecun_normal(), ("heads", "kv", "embed"))
+        )
+        assert by_init.out.variable("kernel").sharding == ("heads", "kv", "embed")
+        assert by_init.query.variable("kernel").sharding is None
+
+    @pytest.mark.parametrize(
+        "arguments, message",
+        [
+            ((3, 16), "qkv_features to be a multiple of num_heads=3, got 16"),
+            ((4, 16, None, None, 3), "num_kv_heads to divide num_heads=4, got 3"),
+        ],
+    )
+    def test_heads_that_do_not_divide_are_refused(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            attention(*arguments)
+
+    def test_wrong_inputs_say_expected_and_got(self):
+        layer = attention(4, 16, in_kv_features=10)
+        with pytest.raises(
+            ValueError, match=r"MultiHeadAttention: expected inputs_q of shape .* 16\], got \(2, 5, 15\)"
+        ):
+            layer(jnp.ones((2, 5, 15)), jnp.ones((2, 5, 10)))
+        with pytest.raises(ValueError, match=r"expected inputs_k of shape .* 10\], got \(2, 5, 16\)"):
+            layer(jnp.ones((2, 5, 16)))
+        with pytest.raises(ValueError, match="inputs_v was given without inputs_k"):
+            layer(jnp.ones((2, 5, 16)), None, jnp.ones((2, 5, 10)))
+
+    def test_two_built_alike_have_equal_definitions(self):
+        make = lambda: attention(num_kv_heads=2, rotary=nnx.RotaryEmbedding(4), normalize_qk=True)  # noqa: E731
+        assert make().get_module_def() == make().get_module_def()

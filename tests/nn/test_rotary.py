@@ -1,0 +1,161 @@
+"""Rotary embeddings: relative positions, layouts, and scalings for long contexts."""
+
+import math
+import pickle
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnx
+
+HEAD_DIM = 16
+
+
+def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> Any:
+    """Normal numbers, from numpy: it compiles nothing."""
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def turned_by_hand(vector: np.ndarray, position: float, base: float = 10000.0) -> np.ndarray:
+    """Rotates the pairs (0, d/2), (1, d/2 + 1) … of one vector."""
+    half = len(vector) // 2
+    out = np.empty(len(vector))
+    for i in range(half):
+        angle = position * base ** (-2 * i / len(vector))
+        out[i] = vector[i] * math.cos(angle) - vector[i + half] * math.sin(angle)
+        out[i + half] = vector[i + half] * math.cos(angle) + vector[i] * math.sin(angle)
+    return out
+
+
+def frequencies_of(scaling: nnx.RotaryScaling | None, dim: int = HEAD_DIM) -> np.ndarray:
+    """The angle per token of each pair, read off the rotation of a unit vector by one token."""
+    x = jnp.concatenate([jnp.ones(dim // 2), jnp.zeros(dim // 2)]).reshape(1, 1, dim)
+    out = np.asarray(nnx.apply_rotary(x, jnp.array([1]), scaling=scaling))[0, 0]
+    return np.arctan2(out[dim // 2 :], out[: dim // 2])
+
+
+PLAIN = 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+
+
+def test_rotation_agrees_with_the_definition():
+    x = random(5, 1, HEAD_DIM)
+    out = nnx.RotaryEmbedding(HEAD_DIM)(x)
+    expected = np.stack([turned_by_hand(np.asarray(x[i, 0]), i) for i in range(5)])
+    np.testing.assert_allclose(out[:, 0], expected, atol=1e-5)
+
+
+def test_products_depend_on_distance_alone():
+    query, key = random(1, 1, HEAD_DIM), random(1, 1, HEAD_DIM, seed=1)
+
+    def product(i: int, j: int) -> float:
+        q, k = nnx.apply_rotary(query, jnp.array([i])), nnx.apply_rotary(key, jnp.array([j]))
+        return float(jnp.sum(q * k))
+
+    assert product(7, 3) == pytest.approx(product(104, 100), abs=1e-4)
+    assert product(7, 3) != pytest.approx(product(7, 4), abs=1e-2)
+
+
+def test_positions_may_be_per_row_or_shared():
+    rotary = nnx.RotaryEmbedding(HEAD_DIM)
+    x = random(2, 3, 4, HEAD_DIM)
+    shared = rotary(x, jnp.array([4, 5, 6]))
+    np.testing.assert_array_equal(rotary(x, jnp.array([[4, 5, 6], [4, 5, 6]])), shared)
+    np.testing.assert_array_equal(rotary(x, jnp.array([[4, 5, 6]])), shared)
+    per_row = rotary(x, jnp.array([[4, 5, 6], [0, 1, 2]]))
+    np.testing.assert_array_equal(per_row[0], shared[0])
+    np.testing.assert_allclose(per_row[1], rotary(x)[1], atol=1e-6)
+
+
+def test_interleaved_pairs_are_neighbours():
+    x = random(3, 2, HEAD_DIM)
+    apart = jnp.concatenate([x[..., 0::2], x[..., 1::2]], -1)
+    expected = nnx.apply_rotary(apart)
+    out = nnx.RotaryEmbedding(HEAD_DIM, interleaved=True)(x)
+    np.testing.assert_allclose(jnp.concatenate([out[..., 0::2], out[..., 1::2]], -1), expected, atol=1e-6)
+
+
+def test_features_past_rotary_dim_pass_through():
+    x = random(3, 2, HEAD_DIM)
+    out = nnx.RotaryEmbedding(HEAD_DIM, rotary_dim=4)(x)
+    np.testing.assert_array_equal(out[..., 4:], x[..., 4:])
+    np.testing.assert_allclose(out[..., :4], nnx.apply_rotary(x[..., :4]), atol=1e-6)
+
+
+def test_angles_are_exact_in_bfloat16():
+    x = jnp.ones((1, 1, HEAD_DIM), jnp.bfloat16)
+    out = nnx.apply_rotary(x, jnp.array([1001]))
+    assert out.dtype == jnp.bfloat16
+    expected = nnx.apply_rotary(x.astype(jnp.float32), jnp.array([1001]))
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=1e-2)
+
+
+def test_linear_scaling_shrinks_positions():
+    x = random(1, 1, HEAD_DIM)
+    scaled = nnx.apply_rotary(x, jnp.array([8]), scaling=nnx.LinearScaling(4.0))
+    np.testing.assert_allclose(scaled, nnx.apply_rotary(x, jnp.array([2])), atol=1e-6)
+
+
+def test_ntk_scaling_keeps_the_fastest_and_divides_the_slowest():
+    scaled = frequencies_of(nnx.NTKScaling(4.0))
+    assert scaled[0] == pytest.approx(PLAIN[0], rel=1e-5)
+    assert scaled[-1] == pytest.approx(PLAIN[-1] / 4.0, rel=1e-4)
+    assert (np.diff(PLAIN / scaled) > 0).all()
+
+
+def test_yarn_keeps_fast_divides_slow_and_sharpens():
+    scaling = nnx.YaRNScaling(factor=8.0, original_max_length=128)
+    ratio = PLAIN / frequencies_of(scaling)
+    assert ratio[0] == pytest.approx(1.0, rel=1e-4)
+    assert ratio[-1] == pytest.approx(8.0, rel=1e-3)
+    assert (np.diff(ratio) > -1e-3).all()
+    out = nnx.apply_rotary(jnp.ones((1, 1, HEAD_DIM)), jnp.array([0]), scaling=scaling)
+    np.testing.assert_allclose(out, 0.1 * math.log(8.0) + 1.0, rtol=1e-5)
+
+
+def test_yarn_attention_factor_can_be_given():
+    scaling = nnx.YaRNScaling(factor=8.0, original_max_length=128, attention_factor=1.0)
+    out = nnx.apply_rotary(jnp.ones((1, 1, HEAD_DIM)), jnp.array([0]), scaling=scaling)
+    np.testing.assert_allclose(out, 1.0)
+
+
+def test_llama3_scaling_follows_its_bands():
+    scaling = nnx.Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_length=256)
+    scaled = frequencies_of(scaling)
+    for plain, got in zip(PLAIN, scaled):
+        wavelength = 2 * math.pi / plain
+        if wavelength < 256 / 4:
+            expected = plain
+        elif wavelength > 256:
+            expected = plain / 8
+        else:
+            smooth = (256 / wavelength - 1) / 3
+            expected = (1 - smooth) * plain / 8 + smooth * plain
+        assert got == pytest.approx(expected, rel=1e-4)
+
+
+def test_it_has_no_state_and_equal_settings_make_equal_definitions():
+    one, two = (nnx.RotaryEmbedding(HEAD_DIM, scaling=nnx.NTKScaling(2.0)) for _ in range(2))
+    assert len(one.get_state()) == 0
+    assert one.get_module_def() == two.get_module_def()
+    assert one.get_module_def() != nnx.RotaryEmbedding(HEAD_DIM, scaling=nnx.NTKScaling(3.0)).get_module_def()
+    again = pickle.loads(pickle.dumps(one))
+    x = random(3, 2, HEAD_DIM)
+    np.testing.assert_array_equal(again(x), one(x))
+
+
+def test_odd_rotary_dim_is_refused():
+    with pytest.raises(ValueError, match="rotary_dim to be even and within 2..head_dim=16, got 3"):
+        nnx.RotaryEmbedding(HEAD_DIM, rotary_dim=3)
+
+
+def test_wrong_head_dim_says_expected_and_got():
+    with pytest.raises(ValueError, match=r"RotaryEmbedding: expected .* head_dim=16\], got \(3, 2, 8\)"):
+        nnx.RotaryEmbedding(HEAD_DIM)(jnp.ones((3, 2, 8)))
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 3), (2, 1, 3), ()])
+def test_wrong_positions_say_expected_and_got(shape):
+    with pytest.raises(ValueError, match=r"expected positions of shape \(2, 3\)"):
+        nnx.apply_rotary(jnp.ones((2, 3, 1, HEAD_DIM)), jnp.zeros(shape, jnp.int32))
