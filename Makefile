@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
-DEMO   := examples/01_functional_api.py
+DEMO   := examples/demo.py
 ARGS   ?=
 
 export PYTHONHASHSEED := 0

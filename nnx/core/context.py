@@ -24,6 +24,9 @@ BAD_SEED = """The stream {name!r} was given {value}: a stream is seeded by an in
 a legacy uint32 key (jax.random.PRNGKey(0))."""
 
 
+_fold_in = jax.jit(jax.random.fold_in)  # one dispatch where the eager function makes several
+
+
 class Stream:
     """A key and the number of keys drawn from it."""
 
@@ -34,7 +37,7 @@ class Stream:
         self.count = count
 
     def next(self) -> Any:
-        key = jax.random.fold_in(self.key, self.count)
+        key = _fold_in(self.key, self.count)
         self.count += 1
         return key
 
@@ -150,7 +153,7 @@ class ContextDef:
 
     def from_fork(self, data: Sequence[tuple[Any, Any]]) -> Context:
         """The Context that `Context.fork_data` described."""
-        return self.merge({name: jax.random.fold_in(*pair) for name, pair in zip(self.streams, data, strict=True)})
+        return self.merge({name: _fold_in(*pair) for name, pair in zip(self.streams, data, strict=True)})
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ContextDef) and self.streams == other.streams and self._flags == other._flags
@@ -182,7 +185,8 @@ def context(params: Any = None, *, flags: Mapping[str, Any] | None = None, **rng
     Args:
       params: the seed of the stream "params".
       flags: run-time flags, e.g. `{"deterministic": True}`.
-      **rngs: the seeds of further streams. A seed is an int, a typed key, or a legacy uint32 key.
+      **rngs: the seeds of further streams. A seed is an int, a typed key, or a legacy uint32 key; streams given equal
+        ints are independent, keys are taken as they are.
 
     >>> ctx = nnx.context(0, dropout=1, flags={"deterministic": False})
     >>> key = ctx.make_rng("dropout")
@@ -207,7 +211,8 @@ def _to_key(name: str, seed: Any) -> Any:
 
 def _named_key(name: str, seed: Any) -> Any:
     """The key of a stream seeded by an int; the name counts, so that streams of equal seeds are independent."""
-    return jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
+    key = jax.random.key(seed)
+    return key if name == "params" else jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def rng_predicate(filter: RngFilter) -> Callable[[str], bool]:

@@ -21,6 +21,7 @@ from nnx.core.info import (
     TREE,
     Absent,
     ModuleInfo,
+    absent,
     join,
     new_module,
     segment_of,
@@ -332,7 +333,7 @@ def _plan(cls: type, attrs: Sequence[Any]) -> Plan:
         elif kind is SHARED:
             shared.append((name, rest[1]))
         elif kind is ABSENT:
-            kinds[name] = Absent(rest[0])
+            kinds[name] = absent(cls, rest[0])
     return Plan(cls, kinds, statics, children, shared)
 
 
@@ -367,7 +368,7 @@ def build(key: GraphKey, statics: Sequence[Any], values: Sequence[Any]) -> Graph
         values_of = instance_dicts[at]
         dicts.append(values_of)
         if value is MISSING:
-            modules[at]._nnx_info.kinds[name] = Absent(kind)
+            modules[at]._nnx_info.kinds[name] = absent(type(modules[at]), kind)
         else:
             values_of[name] = value
     refs = _build_refs(key, modules, values, level) if key.table[2] else []
@@ -383,7 +384,7 @@ def _build_refs(key: GraphKey, modules: list[Any], values: Sequence[Any], level:
         for name, number in plan.shared:
             ref = refs[number]
             if ref is None:
-                module._nnx_info.kinds[name] = Absent(key.kinds[key.table[2][number]])
+                module._nnx_info.kinds[name] = absent(type(module), key.kinds[key.table[2][number]])
             else:
                 module._nnx_info.kinds[name] = ref
                 module.__dict__[name] = ref.__dict__["value"]

@@ -14,6 +14,7 @@ stamp, so that cached flat forms can tell in one comparison that nothing anywher
 import weakref
 from typing import Any
 
+from nnx.core.errors import NO_STATE_GIVEN
 from nnx.core.trace import current_level
 
 
@@ -136,11 +137,33 @@ class ModuleBase:
 def new_module(cls: type, kinds: dict[str, Any], level: Any = None) -> Any:
     """An instance of `cls` with the given kinds and no values; no constructor runs."""
     module = object.__new__(cls)
+    _set_dict(module, {})  # a dict of its own, not split with the class's: attribute reads stay specialised
     _set_info(module, ModuleInfo(kinds, current_level() if level is None else level))
     return module
 
 
 _set_info = ModuleBase.__dict__["_nnx_info"].__set__
+_set_dict = ModuleBase.__dict__["__dict__"].__set__
+
+
+def absent(cls: type, spec: Any) -> Absent:
+    """The kind of a variable without state. From now on instances of `cls` say so when it is read.
+
+    A class without such variables has no `__getattr__`: having one would slow down every attribute read.
+    """
+    if not hasattr(cls, "__getattr__"):
+        cls.__getattr__ = _explain_missing
+    return Absent(spec)
+
+
+def _explain_missing(module: Any, name: str) -> Any:
+    if hasattr(type(module), name):  # a property that raised AttributeError itself: let that one be seen
+        return object.__getattribute__(module, name)
+    kind = module._nnx_info.kinds.get(name)
+    if type(kind) is Absent:
+        text = NO_STATE_GIVEN.format(owner=type(module).__name__, name=name, kind=kind.spec)
+        raise AttributeError(text, name=name, obj=module)
+    raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}", name=name, obj=module)
 
 
 # Names in __dict__ and segments of paths are the same, but for items of a Dict whose key is also the name of something

@@ -16,11 +16,11 @@ import jax
 import numpy as np
 
 from nnx.core.attributes import assign, settle, variable_of
-from nnx.core.errors import MODULE_TO_RAW_JAX, NO_STATE_GIVEN, RESERVED_NAME
+from nnx.core.errors import MODULE_TO_RAW_JAX, RESERVED_NAME
 from nnx.core.fields import constructor_signature, prepare_dataclass
 from nnx.core.filters import classify
 from nnx.core.graph import depth_first, flat_of, number_modules
-from nnx.core.info import MODULE, Absent, ModuleBase, join, new_module, segment_of
+from nnx.core.info import MODULE, Absent, ModuleBase, absent, join, new_module, segment_of
 from nnx.core.moduledef import ModuleDef
 from nnx.core.proxies import Access
 from nnx.core.pure import Pure
@@ -47,10 +47,13 @@ class ModuleType(_ProtocolType):
     __subclasscheck__ = abc.ABCMeta.__subclasscheck__
 
     def __call__(cls: type[M], *args: Any, **kwargs: Any) -> M:  # pyright: ignore[reportGeneralTypeIssues]
-        prepare_dataclass(cls)
+        is_dataclass = cls.__dict__.get("_nnx_is_dataclass")
+        if is_dataclass is None:  # decided at the first instance: decorators have run by then
+            prepare_dataclass(cls)
+            is_dataclass = cls._nnx_is_dataclass = dataclasses.is_dataclass(cls)
         module = super().__call__(*args, **kwargs)
         if isinstance(module, Module):
-            if dataclasses.is_dataclass(cls):
+            if is_dataclass:
                 _adopt_fields(module)
             settle(module)
             module._nnx_info.constructing = False
@@ -85,6 +88,7 @@ class Module(ModuleBase, metaclass=ModuleType):
     __slots__ = ()
     _nnx_fields: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # how a dataclass wraps what a field received
     _nnx_frozen: ClassVar[bool] = False
+    _nnx_is_dataclass: ClassVar[bool]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         module = new_module(cls, {})
@@ -118,17 +122,6 @@ class Module(ModuleBase, metaclass=ModuleType):
         if self._nnx_frozen:
             raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
         remove(self, name)
-
-    def __getattr__(self, name: str) -> Any:
-        # reached only when the attribute is not there: say why
-        if hasattr(type(self), name):  # a property that raised AttributeError itself: let that one be seen
-            return object.__getattribute__(self, name)
-        if name != "_nnx_info":
-            kind = self._nnx_info.kinds.get(name)
-            if type(kind) is Absent:
-                text = NO_STATE_GIVEN.format(owner=type(self).__name__, name=name, kind=kind.spec)
-                raise AttributeError(text, name=name, obj=self)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     @classmethod
     def _nnx_attribute_name(cls, segment: str) -> str:
@@ -332,7 +325,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         info = self._nnx_info
         info.level = current_level()
         for name, kind in kinds.items():
-            info.kinds[name] = kind
+            info.kinds[name] = absent(type(self), kind.spec) if type(kind) is Absent else kind
             if type(kind) is Ref:
                 kind.attach(self, name)
         vars(self).update(values)

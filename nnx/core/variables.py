@@ -40,6 +40,9 @@ class Spec:
 
     @staticmethod
     def of(container_type: "type[Container]", metadata: dict[str, Any]) -> "Spec":
+        plain = len(metadata) == 1 and metadata.get("sharding", 0) is None  # nearly all: remembered on the class
+        if plain and "_nnx_plain" in container_type.__dict__:
+            return container_type.__dict__["_nnx_plain"]
         key = (container_type, tuple([(name, freeze(metadata[name], name)) for name in sorted(metadata)]))
         spec = _specs.get(key)
         if spec is None:
@@ -48,6 +51,8 @@ class Spec:
             spec.metadata = types.MappingProxyType(dict(metadata))
             spec.on_set = metadata.get("on_set")
             spec = _specs.setdefault(key, spec)
+        if plain:
+            container_type._nnx_plain = spec  # pyright: ignore[reportAttributeAccessIssue]
         return spec
 
     def box(self, value: Any) -> Any:

@@ -13,7 +13,7 @@ from operator import call
 from typing import Any
 
 from nnx.core.graph import ABSENT, SHARED, GraphKey, is_static, traverse
-from nnx.core.info import MODULE, NODE, STRUCTURE, TREE, Absent, forget_flat_forms, new_module
+from nnx.core.info import MODULE, NODE, STRUCTURE, TREE, absent, forget_flat_forms, new_module
 from nnx.core.refs import Ref
 from nnx.core.statics import attach
 from nnx.core.trace import current_level
@@ -96,7 +96,7 @@ class Steps:
                     restructured = True
             elif kind is ABSENT:
                 if old is None or old[1] is not ABSENT:
-                    self._set(info.kinds, name, Absent(rest[0]))
+                    self._set(info.kinds, name, absent(type(module), rest[0]))
                     self.steps.append(partial(dict.pop, held, name, None))
                     restructured = True
             else:

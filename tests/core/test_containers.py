@@ -392,6 +392,16 @@ def test_a_failed_change_leaves_the_sequence_as_it_was():
         assert s.get_module_def() == before
 
 
+def test_reading_an_item_whose_state_was_popped_says_so():
+    s = nnx.Sequence([nnx.Param(1.0), Scale()])
+    popped = s.pop_state(lambda path, value: path == "0")
+    for read in (lambda: s[0], lambda: s[:], lambda: list(s), lambda: s.reverse()):
+        with pytest.raises(AttributeError, match=r"Item 0 of Sequence is missing: .*pop_state\(\)"):
+            read()
+    s.update_state(popped)
+    assert s[0] == 1.0
+
+
 def test_a_failed_change_leaves_the_dict_as_it_was():
     first = Scale()
     d = nnx.Dict(a=first)

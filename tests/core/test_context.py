@@ -53,14 +53,27 @@ def test_a_false_flag_is_there():
     assert ctx.get_flag("deterministic", True) is False
 
 
-def test_a_flag_may_hold_an_array_or_is_refused_by_name():
-    try:
-        ctx = nnx.context(0, flags={"mask": jnp.ones(2)})
-        again = ctx.partition().merge()
-    except (TypeError, ValueError) as error:
-        assert "mask" in str(error)
-    else:
-        assert again.get_flag("mask") is ctx.get_flag("mask")
+def test_a_flag_may_hold_an_array():
+    ctx = nnx.context(0, flags={"mask": jnp.ones(2)})
+    again = ctx.partition().merge()
+    assert again.get_flag("mask") is ctx.get_flag("mask")
+
+
+def test_a_flag_that_holds_a_module_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"The static value flags\['model'\] is a Module \(Dict\)"):
+        nnx.context(0, flags={"model": nnx.Dict()}).partition()
+
+
+def test_streams_of_equal_int_seeds_are_independent():
+    ctx = nnx.context(0, dropout=0, noise=np.int32(0), more=jnp.asarray(0))
+    keys = [key for name in ("params", "dropout", "noise", "more") for key in draw(ctx, name, n=3)]
+    assert len(set(keys)) == 12
+    assert draw(nnx.context(0, dropout=0), "dropout", n=3) == keys[3:6]
+
+
+def test_a_key_is_taken_as_it_is():
+    key = jax.random.key(0)
+    assert draw(nnx.context(key)) == draw(nnx.context(dropout=key), "dropout") == [data(jax.random.fold_in(key, 0))]
 
 
 def test_an_empty_context():

@@ -314,21 +314,12 @@ def test_nnx_fields_work_under_the_standard_decorator():
         Mixed(nnx.BatchStat(1.0), jnp.zeros(2))
 
 
-def test_a_mutable_default_is_not_shared_between_instances():
-    try:
-
-        @nnx.dataclass
-        class Holds(nnx.Module):
-            sizes: list = nnx.field(default=[])
-            more: list = nnx.static_field(default=[1])
-
-    except ValueError:  # refused, as the standard decorator does
-        return
-    a, b = Holds(), Holds()
-    a.sizes.append(1)
-    a.more.append(2)
-    assert b.sizes == []
-    assert b.more == [1]
+@pytest.mark.parametrize("default", [[1], {"a": 1}, {1}])
+@pytest.mark.parametrize("field", [nnx.field, nnx.static_field, nnx.node_field, nnx.param_field])
+def test_a_mutable_default_which_instances_would_share_is_an_error(field, default):
+    with pytest.raises(ValueError, match="all instances would share(.|\n)*default_factory=lambda: ") as error:
+        field(default=default)
+    assert repr(default) in str(error.value)
 
 
 def test_a_default_container_is_copied():

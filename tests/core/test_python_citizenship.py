@@ -166,6 +166,23 @@ def test_protocols():
     assert isinstance(Layer(), Callable)
 
 
+def test_a_module_may_implement_protocols_by_name():
+    @runtime_checkable
+    class Encoder(Protocol[T]):
+        def encode(self, x: T) -> T: ...
+
+    class Doubling(nnx.Module, Encoder[float]):
+        def __init__(self):
+            self.w = nnx.Param(2.0)
+
+        def encode(self, x):
+            return x * self.w
+
+    m = Doubling()
+    assert isinstance(m, Encoder) and isinstance(m, nnx.Module) and not isinstance(m, Layer)
+    assert m.clone().encode(3.0) == 6.0
+
+
 def test_inheritance_and_super():
     class Wide(Layer):
         kind = "wide"
@@ -271,7 +288,7 @@ def test_a_custom_getattr_works():
         def __getattr__(self, name):
             if name == "magic":
                 return 42
-            return super().__getattr__(name)
+            raise AttributeError(name)
 
     assert Falls().magic == 42
     with pytest.raises(AttributeError, match="other"):
@@ -323,6 +340,22 @@ def test_a_shallow_copy_has_variables_of_its_own():
     np.testing.assert_array_equal(layer.w, [1, 1])
     assert type(twin.variable("w")) is nnx.Param
     assert twin.variable("w").sharding == ("a",)
+
+
+def test_a_shallow_copy_binds_its_own_methods():
+    class Calls(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(1.0)
+            self.callback = self.read
+
+        def read(self):
+            return self.w
+
+    m = Calls()
+    twin = copy.copy(m)
+    twin.w = 5.0
+    assert (m.callback(), twin.callback()) == (1.0, 5.0)
+    assert twin.partition().merge().callback() == 5.0
 
 
 def test_a_copy_inside_a_graph_is_another_module():

@@ -395,6 +395,24 @@ def test_metadata_may_be_any_value():
         assert jax.tree.structure(param) == jax.tree.structure(nnx.Param(2, extra=value))
 
 
+def test_metadata_that_hold_a_module_are_an_error_naming_them():
+    module = Holder(w=1)
+    for value, where in ((module, "extra"), ([module], r"extra\[0\]"), ({"a": nnx.Param(1)}, r"extra\['a'\]")):
+        with pytest.raises(ValueError, match=rf"The static value {where} is .*\n.*Make it an attribute of a Module"):
+            nnx.Param(1, extra=value)
+    with pytest.raises(ValueError, match="extra is a bound method of a Module .*get_state"):
+        nnx.Param(1, extra=module.get_state)
+
+
+def test_a_static_container_may_hold_arrays():
+    array = jnp.ones(2)
+    a, b, c = nnx.Static([array, "x"]), nnx.Static([array, "x"]), nnx.Static([jnp.ones(2), "x"])
+    assert a == b and hash(a) == hash(b) and a != c
+    m = Holder(table=a)
+    assert m.clone().table[0] is array
+    assert m.clone().get_module_def() == m.get_module_def() == Holder(table=b).get_module_def()
+
+
 def test_on_value_and_on_metadata_names_do_not_clash():
     param = nnx.Param(1, value_range=(0, 1))
     assert (param.value, param.value_range) == (1, (0, 1))
