@@ -1,7 +1,7 @@
 """Axis names of one Variable, and what stacking does to them.
 
-*Logical axis names* are a Variable's `sharding` metadata: a tuple (or `PartitionSpec`) with one entry per dimension, each
-a name, a tuple of names, or None. A scan or vmap over stacked Variables adds a dimension, whose name comes from
+*Logical axis names* are a Variable's `sharding` metadata: a tuple (or `PartitionSpec`) with one entry per dimension,
+each a name, a tuple of names, or None. A scan or vmap over stacked Variables adds a dimension, whose name comes from
 `metadata_params={nnx.PARTITION_NAME: "layers"}`: outside the stacked Variable has the name, inside the body it has not.
 """
 
@@ -40,6 +40,15 @@ def axis_names(sharding: Any) -> tuple[Any, ...]:
         if not all(name is None or name is PartitionSpec.UNCONSTRAINED or isinstance(name, str) for name in names):
             raise TypeError(f"An axis name is a string, a tuple of strings or None; got {entry!r} in {sharding!r}.")
     return tuple(sharding)
+
+
+def aligned_names(sharding: Any, ndim: int) -> tuple[Any, ...]:
+    """The names in `sharding` metadata for an array of `ndim` dimensions; default names are those of its last axes."""
+    names = axis_names(sharding)
+    if isinstance(sharding, DefaultAxes):
+        missing = ndim - len(names)
+        return (None,) * missing + names if missing >= 0 else names[-missing:]
+    return names
 
 
 def add_axis(spec: Spec, index: int, params: Mapping[Any, Any]) -> Spec:
@@ -82,8 +91,8 @@ def remove_axis(spec: Spec, index: int, params: Mapping[Any, Any]) -> Spec:
     return _with_sharding(spec, sharding, names)
 
 
-WRONG_STACKED_NAME = """metadata_params says that axis {index} of the stacked Variables is named {name!r}, but {spec} has \
-{found} there. Build the stack with the same metadata_params, or give the stacked Variable a `sharding` with \
+WRONG_STACKED_NAME = """metadata_params says that axis {index} of the stacked Variables is named {name!r}, but {spec} \
+has {found} there. Build the stack with the same metadata_params, or give the stacked Variable a `sharding` with \
 {name!r} at axis {index}."""
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx.core.variables import with_metadata
-from nnx.sharding.axes import DefaultAxes, axis_names
+from nnx.sharding.axes import aligned_names, axis_names
 from nnx.sharding.rules import Rules, RulesFallback, as_rules, resolve
 
 
@@ -96,7 +97,7 @@ class Constraint:
 
 
 def current_mesh(mesh: Any = None) -> Any:
-    """The mesh a constraint refers to: the one given, as the surroundings see it, else that of `jax.set_mesh`; or None."""
+    """The mesh a constraint means: the one given, as the surroundings see it; else that of `jax.set_mesh`, or None."""
     around = jax.sharding.get_abstract_mesh()
     if mesh is None:
         return None if around.empty else around
@@ -105,15 +106,16 @@ def current_mesh(mesh: Any = None) -> Any:
 
 
 def _constrain(x: Any, names: Any, rules: Rules, mesh: Any, fallback: RulesFallback) -> Any:
-    if isinstance(names, DefaultAxes):
-        names = (None,) * (x.ndim - len(names)) + names
+    names = aligned_names(names, x.ndim)
     resolution = resolve(names, rules, x.shape, mesh.shape)
-    resolution.check(f"Constraint {axis_names(names)} on an array of shape {x.shape}")
+    resolution.check(f"Constraint {names} on an array of shape {x.shape}")
     if resolution.without_rule and fallback is not RulesFallback.AXIS_IS_UNSHARDED:
         if fallback is RulesFallback.NO_CONSTRAINT:
             return x
         reasons = " ".join(resolution.notes)
-        raise ValueError(WITHOUT_RULE.format(name=resolution.without_rule[0], names=names, rules=rules, reasons=reasons))
+        raise ValueError(
+            WITHOUT_RULE.format(name=resolution.without_rule[0], names=names, rules=rules, reasons=reasons)
+        )
     return _place(x, resolution.spec, mesh)
 
 
@@ -122,7 +124,7 @@ The rules are {rules}. Add one for it, (name, None) if it is not to be split, or
 
 
 def _place(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
-    devices = None if isinstance(x, jax.core.Tracer) else _with_devices(mesh)
+    devices = None if isinstance(x, Tracer) else _with_devices(mesh)
     if devices is not None:
         return jax.device_put(x, NamedSharding(devices, spec))
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))

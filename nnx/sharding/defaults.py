@@ -5,8 +5,8 @@ A class may have an attribute (or property) `logical_axes`, a mapping from relat
     logical_axes = {"up/kernel": ("embed", "mlp"), "up/bias": ("mlp",)}
 
 The names speak of the array's last axes, so that they stay right when a scan or vmap stacks the layer. They count only
-for Variables whose `sharding` metadata are None; where an outer and an inner class name the same Variable, the outer one
-knows better. Without rules they mean nothing at all.
+for Variables whose `sharding` metadata are None; where an outer and an inner class name the same Variable, the outer
+one knows better. Without rules they mean nothing at all.
 """
 
 import inspect

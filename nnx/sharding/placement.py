@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx.core.context import Context
@@ -56,8 +57,8 @@ def shard(model: T, mesh: Mesh | None = None, rules: Any = None) -> T:
 def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: Any, ctx: Context) -> T:
     """Builds a Module that is split over a mesh from the start: no array of it is ever whole on one device.
 
-    The constructor is traced for its shapes first, and then compiled with the shardings that follow from them. The numbers
-    are those the constructor gives on one device.
+    The constructor is traced for its shapes first, and then compiled with the shardings that follow from them. The
+    numbers are those the constructor gives on one device.
 
     Args:
       build: called with a Context; returns the Module, or a TrainState or other pytree. It runs under `jax.jit`, twice.
@@ -74,7 +75,9 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: Any, c
     P('data', None)
     """
     if not isinstance(ctx, Context):
-        raise TypeError(f"nnx.init_sharded takes a Context as its last argument, e.g. nnx.context(0); got {short(ctx)}.")
+        raise TypeError(
+            f"nnx.init_sharded takes a Context as its last argument, e.g. nnx.context(0); got {short(ctx)}."
+        )
     rules = as_rules(rules)
     mesh = _concrete(mesh)
     if mesh is None:
@@ -83,7 +86,11 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: Any, c
 
     def make(pure_ctx: Any) -> Any:
         built = build(pure_ctx.merge())
-        return name_axes(built).partition() if isinstance(built, Module) else built
+        if isinstance(built, Module):
+            return name_axes(built).partition()
+        if any(isinstance(leaf, Module) for leaf in jax.tree.leaves(built)):
+            raise TypeError(SEVERAL_MODULES.format(got=short(built)))
+        return built
 
     # explicit axes would have every value computed whole before it is split, so the partitioner decides here
     automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
@@ -94,6 +101,10 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: Any, c
         built = jax.jit(make, out_shardings=shardings)(pure_ctx)
     built = _put(built, logical_to_mesh_sharding(abstract, mesh, rules))
     return built.merge() if isinstance(built, Pure) else built
+
+
+SEVERAL_MODULES = """nnx.init_sharded builds one Module, but the function returned {got}. Put several into one, e.g. \
+nnx.Dict(model=model, optimizer=optimizer)."""
 
 
 def _concrete(mesh: Mesh | None) -> Mesh | None:
@@ -116,7 +127,7 @@ def _put(tree: Any, shardings: Any) -> Any:
 def _put_array(x: Any, sharding: NamedSharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.sharding == sharding:
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.sharding == sharding:
         return x
     if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return jax.device_put(x, sharding)

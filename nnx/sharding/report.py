@@ -89,7 +89,9 @@ class ShardingReport:
         if not self.mesh_shape:
             return f"{total} in {len(self.rows)} arrays; no mesh, so nothing is split"
         axes = " × ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
-        return f"{total} in {len(self.rows)} arrays on {devices} devices ({axes}): {_size(self.bytes_per_device)} on each"
+        return (
+            f"{total} in {len(self.rows)} arrays on {devices} devices ({axes}): {_size(self.bytes_per_device)} on each"
+        )
 
     def _remarks(self) -> list[str]:
         errors = [f"! {path}: {text}" for path, texts in self.errors.items() for text in texts]

@@ -90,8 +90,8 @@ def _as_rule(rule: Any) -> Rule:
         if isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes):
             return name, axes
     raise TypeError(
-        f"{rule!r} is no rule: a rule is a pair of a logical axis name and a mesh axis, a tuple of mesh axes or None, as "
-        'in ("embed", "model").'
+        f"{rule!r} is no rule: a rule is a pair of a logical axis name and a mesh axis, a tuple of mesh axes or None, "
+        'as in ("embed", "model").'
     )
 
 
@@ -200,9 +200,13 @@ def resolve(
 
 REPEATED_NAME = "the axis name {name!r} stands twice in {names}: every dimension of an array needs a name of its own."
 
-TOO_MANY_NAMES = "the sharding {names} has {count} entries, more than the array's rank: its shape is {shape}, {rank} axes."
+TOO_MANY_NAMES = (
+    "the sharding {names} has {count} entries, more than the array's rank: its shape is {shape}, {rank} axes."
+)
 
-UNKNOWN_MESH_AXIS = "the rule {rule} names the mesh axis {mesh_axis!r}, which the mesh does not have; its axes are {known}."
+UNKNOWN_MESH_AXIS = (
+    "the rule {rule} names the mesh axis {mesh_axis!r}, which the mesh does not have; its axes are {known}."
+)
 
 CLAIMED_TWICE = "axis {axis}, {name!r}: rule {rule} wants the mesh axis {mesh_axis!r}, already claimed by {other!r}."
 

@@ -1,7 +1,8 @@
 """Ready rule sets for the axis names of the built-in layers (see the table in this room's README).
 
 Each ends in `(name, None)` for every parameter name: an axis that does not divide, or whose mesh axis is taken, stays
-whole instead of being an error; `nnx.sharding_report` lists those. Add your own rules in front: the first that fits wins.
+whole instead of being an error; `nnx.sharding_report` lists those. Add your own rules in front: the first that fits
+wins.
 """
 
 from nnx.sharding.rules import MeshAxes, Rule, Rules

@@ -1,7 +1,7 @@
 """Specs of whole trees: State, Pure, TrainState, optimizer state, or a Module.
 
-A tree of specs has the structure of the tree it speaks of, Variables included: `State({"w": Param(PartitionSpec(...))})`.
-It can therefore go wherever JAX takes shardings for that tree: `jax.device_put`, `in_shardings`, `out_shardings`.
+A tree of specs has the structure of the tree it speaks of, Variables included: `State({"w": Param(P("embed"))})`. It
+can therefore go wherever JAX takes shardings for that tree: `jax.device_put`, `in_shardings`, `out_shardings`.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nnx.core.module import Module
 from nnx.core.moduledef import ModuleDef
 from nnx.core.variables import Container
-from nnx.sharding.axes import DefaultAxes, axis_names
+from nnx.sharding.axes import DefaultAxes, aligned_names, axis_names
 from nnx.sharding.defaults import default_axes
 from nnx.sharding.rules import Resolution, Rules, as_rules, resolve
 
@@ -72,7 +72,9 @@ def logical_to_mesh_sharding(tree: Any, mesh: Any, rules: Any = None) -> Any:
         or there are more names than axes; the message says at which path and by which rule.
     """
     rules = as_rules(rules)
-    return map_named(lambda path, names, leaf: NamedSharding(mesh, _resolved(path, names, leaf, rules, mesh).spec), tree)
+    return map_named(
+        lambda path, names, leaf: NamedSharding(mesh, _resolved(path, names, leaf, rules, mesh).spec), tree
+    )
 
 
 def _resolved(path: str, names: Any, leaf: Any, rules: Rules, mesh: Any) -> Resolution:
@@ -82,7 +84,7 @@ def _resolved(path: str, names: Any, leaf: Any, rules: Rules, mesh: Any) -> Reso
 
 
 def map_named(fn: Callable[[str, tuple[Any, ...], Any], Any], tree: Any) -> Any:
-    """`fn(path, axis names, array)` in the place of every array (or `PartitionSpec`) of a tree; a Module gives a State."""
+    """`fn(path, names, array)` in the place of every array (or `PartitionSpec`) of a tree; a Module gives a State."""
     defaults: Mapping[str, DefaultAxes] = {}
     if isinstance(tree, Module):
         defaults, tree = default_axes(tree), tree.get_state()
@@ -120,10 +122,7 @@ def _names(sharding: Any, leaf: Any, path: str) -> tuple[Any, ...]:
         names = axis_names(sharding)
     except TypeError as error:
         raise TypeError(f"{path}: {error}") from None
-    if isinstance(sharding, DefaultAxes):
-        missing = len(getattr(leaf, "shape", names)) - len(names)
-        names = (None,) * missing + names if missing >= 0 else names[-missing:]
-    return names
+    return aligned_names(sharding, len(getattr(leaf, "shape", names)))
 
 
 def _is_model_path(keys: tuple[Any, ...]) -> bool:

@@ -1,0 +1,153 @@
+"""How everything here is timed and judged.
+
+A *contender* is a function without arguments that performs the operation once. All contenders of a question run in one
+process, in turns: the same code varies by more than ten percent from one run to the next, and by far less between two
+neighbouring turns. A turn is a burst of calls that ends when the last result is ready. The *best* turn is what the
+operation costs when nothing disturbs it; ratios are ratios of bests.
+
+A *row* is one line of the table: our time, what it is held against, the goal, and the peers for comparison.
+"""
+
+import dataclasses
+import gc
+import random
+import time
+from collections.abc import Callable, Mapping
+from itertools import repeat
+from typing import Any
+
+import jax
+
+Contender = Callable[[], Any]
+
+OURS = "nnx"
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds per call."""
+
+    best: float
+    median: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measured goal. `value` is held against `limit`; both are in the unit that `goal` is written in."""
+
+    measure: str
+    ours: float
+    value: float
+    limit: float
+    goal: str
+    unit: str
+    others: dict[str, float]
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How long to measure: `--quick` answers in a fifth of the time, and less surely."""
+
+    quick: bool = False
+
+    def seconds(self, full: float) -> float:
+        return full / 5 if self.quick else full
+
+
+def interleave(
+    contenders: Mapping[str, Contender],
+    *,
+    seconds: float,
+    turn: float = 3e-4,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Timing]:
+    """Times the contenders in turns.
+
+    Args:
+        contenders: the functions to time, by name.
+        seconds: how long to measure in all; up to three times as long while the best times are still falling.
+        turn: about how many seconds one turn takes; a contender slower than that makes one call a turn. Short turns are
+            more likely to pass undisturbed.
+        clock: for seconds of pure computation, such as tracing, `time.process_time` does not count what other programs
+            take meanwhile.
+    """
+    calls = {name: _calls_per_turn(run, turn) for name, run in contenders.items()}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    spent = dict.fromkeys(contenders, 0.0)
+    order, shuffle = list(contenders), random.Random(0).shuffle
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        while (total := sum(spent.values())) < seconds or (total < 3 * seconds and not _is_settled(times)):
+            shuffle(order)  # nobody always runs after the same neighbour, who leaves the caches in his own state
+            share = 2 * min(spent.values())
+            for name in order:
+                if spent[name] <= share:  # a slow contender takes fewer turns, so that all get about the same time
+                    times[name].append(_seconds_per_call(contenders[name], calls[name], clock))
+                    spent[name] += times[name][-1] * calls[name]
+            if sum(map(len, times.values())) % 256 < len(order):
+                gc.collect()
+    finally:
+        if was_enabled:
+            gc.enable()
+    return {name: Timing(min(values), sorted(values)[len(values) // 2]) for name, values in times.items()}
+
+
+def _is_settled(times: dict[str, list[float]]) -> bool:
+    """Whether the last quarter of the turns brought no better time (by a percent) than those before."""
+    return all(
+        len(values) >= 4 and min(values[: -(len(values) // 4)]) <= 1.01 * min(values) for values in times.values()
+    )
+
+
+def _seconds_per_call(run: Contender, calls: int, clock: Callable[[], float] = time.perf_counter) -> float:
+    start = clock()
+    for _ in repeat(None, calls - 1):
+        run()
+    result = run()
+    if isinstance(result, jax.Array):
+        result.block_until_ready()
+    else:
+        jax.block_until_ready(result)
+    return (clock() - start) / calls
+
+
+def _calls_per_turn(run: Contender, turn: float) -> int:
+    for _ in range(2):  # compile, then reach the steady state
+        jax.block_until_ready(run())
+    calls = 1
+    while calls * (seconds := _seconds_per_call(run, calls)) < turn / 4:
+        calls *= 4
+    return max(1, round(turn / seconds))
+
+
+def ratio_row(measure: str, timings: Mapping[str, Timing], against: str, limit: float, goal: str = "") -> Row:
+    """Our best time as a multiple of another contender's."""
+    ours, other = timings[OURS].best, timings[against].best
+    return Row(measure, ours, ours / other, limit, goal or f"≤ {limit:g} × {against}", "×", _others(timings))
+
+
+def time_row(measure: str, timings: Mapping[str, Timing], limit: float) -> Row:
+    """Our best time, as such."""
+    ours = timings[OURS].best
+    return Row(measure, ours, ours, limit, f"≤ {seconds_text(limit)}", "s", _others(timings))
+
+
+def _others(timings: Mapping[str, Timing]) -> dict[str, float]:
+    return {name: timing.best for name, timing in timings.items() if name != OURS}
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration as a person writes it.
+
+    >>> seconds_text(2.1e-05), seconds_text(0.25)
+    ('21 µs', '250 ms')
+    """
+    for unit, scale in (("ns", 1e9), ("µs", 1e6), ("ms", 1e3)):
+        if seconds * scale < 1000:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"

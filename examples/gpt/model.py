@@ -1,0 +1,103 @@
+"""GPT: a decoder-only Transformer of the shape of GPT-2, from built-in layers.
+
+The blocks are one Module whose parameters are stacked along a first axis of layers, and `nnx.Scan` runs over it: the
+block is traced and compiled once, however deep the model. The token table also serves as the last layer. With `decode`
+the keys and values of earlier tokens come from a cache, so that a new token costs one position and not the whole text.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import nnx
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The size of a GPT; the defaults are those of GPT-2 small."""
+
+    vocab: int = 50257
+    context: int = 1024  # the longest text
+    layers: int = 12
+    heads: int = 12
+    width: int = 768
+    dropout: float = 0.0
+    dtype: Any = None  # of the computation; jnp.bfloat16 on a GPU. Parameters are float32
+    unroll: int = 1  # blocks per iteration of the compiled loop; more compile longer and may run faster
+
+
+class Block(nnx.Module):
+    def __init__(self, config: Config, *, ctx: nnx.Context):
+        init = nnx.initializers.normal(0.02)
+        init_out = nnx.initializers.normal(0.02 / math.sqrt(2 * config.layers))  # two residual branches per block
+        width, dtype = config.width, config.dtype
+        self.norm1 = nnx.LayerNorm(width, dtype=dtype, ctx=ctx)
+        self.attention = nnx.MultiHeadAttention(
+            config.heads,
+            width,
+            dropout_rate=config.dropout,
+            dtype=dtype,
+            kernel_init=init,
+            out_kernel_init=init_out,
+            ctx=ctx,
+        )
+        self.norm2 = nnx.LayerNorm(width, dtype=dtype, ctx=ctx)
+        self.up = nnx.Linear(width, 4 * width, dtype=dtype, kernel_init=init, ctx=ctx)
+        self.down = nnx.Linear(4 * width, width, dtype=dtype, kernel_init=init_out, ctx=ctx)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, x, _, decode: bool, ctx: nnx.Context | None):  # [batch, length, width]
+        x = x + self.dropout(self.attention(self.norm1(x), is_causal=True, decode=decode, ctx=ctx), ctx=ctx)
+        x = x + self.dropout(self.down(nnx.gelu(self.up(self.norm2(x)))), ctx=ctx)
+        return x, None
+
+
+class GPT(nnx.Module):
+    def __init__(self, config: Config, *, ctx: nnx.Context):
+        self.config = config
+        init = nnx.initializers.normal(0.02)
+        self.embed = nnx.Embed(config.vocab, config.width, dtype=config.dtype, embedding_init=init, ctx=ctx)
+        self.position = nnx.LearnedPositionEmbed(config.context, config.width, dtype=config.dtype, ctx=ctx)
+        self.blocks = nnx.Scan(
+            Block,
+            variable_axes={(nnx.Param, nnx.Cache): 0},  # every layer has its own weights, and its own cache
+            split_rngs=("params", "dropout"),
+            length=config.layers,
+            unroll=config.unroll,
+        )(config, ctx=ctx)
+        self.norm = nnx.LayerNorm(config.width, dtype=config.dtype, ctx=ctx)
+
+    def __call__(self, tokens: jax.Array, *, decode: bool = False, ctx: nnx.Context | None = None) -> jax.Array:
+        """Logits of the token after each one; `decode` continues the text that is in the cache."""
+        positions = self.cache.positions(tokens.shape[1])[0] if decode else None  # [batch, length], as in layer 0
+        x = self.position(self.embed(tokens), positions)  # [batch, length, width]
+        x, _ = self.blocks(x, None, decode, ctx)
+        return self.embed.attend(self.norm(x)).astype(jnp.float32)  # [batch, length, vocab]
+
+    @property
+    def cache(self) -> nnx.KVCache:
+        """Keys and values of all layers, `[layers, batch, context, heads, head_dim]`."""
+        return self.blocks.scan_module.attention.cache
+
+    def init_cache(self, batch: int) -> None:
+        """Makes an empty cache for `batch` texts."""
+        shape = (self.config.layers, batch, self.config.context, self.config.width)
+        self.blocks.scan_module.attention.init_cache(shape, self.config.dtype or jnp.float32)
+
+
+@nnx.jit(static_argnames="length", stateful=False)  # the cache goes when the text is there
+def continue_texts(model: GPT, prompts: jax.Array, ctx: nnx.Context, *, length: int, temperature: float = 1.0):
+    """`length` more tokens for each prompt, `[batch, length]`, drawn one at a time with the cache."""
+    model.init_cache(prompts.shape[0])
+    logits = model(prompts, decode=True)[:, -1]  # [batch, vocab]
+
+    @nnx.scan(variable_broadcast=nnx.Param, split_rngs="sample", length=length)
+    def draw(model, logits, _, ctx):
+        tokens = jax.random.categorical(ctx.make_rng("sample"), logits / temperature)  # [batch]
+        return model(tokens[:, None], decode=True)[:, -1], tokens
+
+    _, tokens = draw(model, logits, None, ctx)  # [length, batch]
+    return tokens.T

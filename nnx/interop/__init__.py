@@ -1,0 +1,1 @@
+"""Other people's weights: reading and writing the formats they come in."""

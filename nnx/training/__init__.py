@@ -1,0 +1,1 @@
+"""Fitting a model: optimizers, averages, metrics, modes, and checkpoints."""

@@ -1,0 +1,111 @@
+"""EMA: an exponential moving average of a model's parameters."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from nnx.core.filters import Filter
+from nnx.core.module import Module
+from nnx.core.state import State
+from nnx.core.variables import Node, Param, Variable
+from nnx.training.variable_tree import variable_tree
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Module)
+
+OTHER_MODEL = """EMA.update: the model is not the one the EMA was made for: it has no {paths}. Make a new nnx.EMA \
+after changing the structure of a model."""
+BAD_DECAY = "nnx.EMA: `decay` is a number from 0 to 1, or a function of the step; got {decay!r}."
+
+
+class EmaState(Variable[T]):
+    """An average kept by `nnx.EMA`."""
+
+    __slots__ = ()
+    collection = "ema"
+
+
+class EMA(Module):
+    """Averages the parameters of a model over its updates: `average = decay * average + (1 - decay) * value`.
+
+    The averages start as the parameters are when it is made, and are kept in at least float32. Integers are copied.
+
+    Args:
+        model: the Module to average. It is not kept.
+        decay: how much of the average stays at each update; a number, or a function of the number of updates made.
+        wrt: a filter for what to average.
+
+    >>> model = nnx.Linear(2, 3, ctx=nnx.context(0))
+    >>> ema = nnx.EMA(model, decay=0.9)
+    >>> model.bias += 1
+    >>> ema.update(model)
+    >>> ema.averaged(model).bias
+    Array([0.1, 0.1, 0.1], dtype=float32)
+    """
+
+    def __init__(self, model: Module, decay: float | Callable[[jax.Array], Any] = 0.999, *, wrt: Filter = Param):
+        if not callable(decay) and not 0 <= decay <= 1:
+            raise ValueError(BAD_DECAY.format(decay=decay))
+        self.decay = decay
+        self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
+        self.step = EmaState(jnp.zeros((), jnp.int32))
+        self.average = variable_tree((path, _start(leaf)) for path, leaf in model.filter(self.wrt).items())
+
+    def update(self, model: Module) -> None:
+        """Takes the present parameters of the model into the averages.
+
+        Raises:
+            ValueError: the model does not have the paths that are averaged.
+        """
+        values, averages = model.filter(self.wrt), self.average.get_state()
+        missing = [path for path in averages if path not in values]
+        if missing:
+            raise ValueError(OTHER_MODEL.format(paths=", ".join(map(repr, missing[:10]))))
+        rate = 1 - (self.decay(self.step) if callable(self.decay) else self.decay)
+        self.average.update_state(
+            averages.map(lambda path, old: jax.tree.map(lambda a, x: _mix(a, x, rate), old.value, _raw(values[path])))
+        )
+        self.step += 1
+
+    def averages(self, model: Module) -> State:
+        """The averages as a State for this model: its types and metadata, and its dtypes."""
+        stored = self.average.get_state()
+        values = model.filter(self.wrt)
+        return State({path: _like(values[path], average.value) for path, average in stored.items() if path in values})
+
+    def averaged(self, model: M) -> M:
+        """A copy of the model with the averages in the place of its parameters."""
+        copy = model.clone()
+        copy.update_state(self.averages(model))
+        return copy
+
+
+def _raw(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, Node) else leaf
+
+
+def _start(leaf: Any) -> Any:
+    metadata = leaf.metadata if isinstance(leaf, Node) else {}
+    return EmaState(jax.tree.map(_widen, _raw(leaf)), **metadata)
+
+
+def _widen(x: Any) -> Any:
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    # a copy: the step that donates the model's buffers must not take the averages along
+    return jnp.array(x, jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _mix(average: Any, x: Any, rate: Any) -> Any:
+    x = jnp.asarray(x, average.dtype)
+    if not jnp.issubdtype(average.dtype, jnp.inexact):
+        return x
+    return average + jnp.asarray(rate, average.real.dtype) * (x - average)
+
+
+def _like(leaf: Any, average: Any) -> Any:
+    value = jax.tree.map(lambda a, x: jnp.asarray(a, jnp.asarray(x).dtype), average, _raw(leaf))
+    return leaf.replace(value=value) if isinstance(leaf, Node) else value

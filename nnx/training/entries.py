@@ -1,0 +1,186 @@
+"""Anything that can be saved, as leaves keyed by path, and the way back.
+
+A *target* is a Module, a Context, or any pytree of these and of arrays, numbers and strings: a State, a TrainState, a
+dict of all of them. An *entry* is one leaf of it. The paths of a Module are those of its State; what is shared has one
+entry, at its canonical path, and an *alias* (another path, or the beginning of other paths) for every further way to
+it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from nnx.core.context import Context
+from nnx.core.graph import SHARED, Traversal, traverse
+from nnx.core.info import MODULE, ModuleBase, join
+from nnx.core.state import State
+from nnx.core.updates import check_levels, update
+from nnx.core.variables import Node, Spec
+from nnx.training.variable_tree import key_segments
+
+SAME_PATH = "Two leaves have the same path, {path!r}: keys of dicts must differ as text. Nothing was saved or changed."
+
+Rebuild = Callable[[Mapping[str, Any]], Any]
+"""Makes a value again, with the leaves that are given by path and its own old ones."""
+
+
+class Entry(NamedTuple):
+    """One leaf: its value and the name of the Variable type it is held in, if any."""
+
+    value: Any
+    type: str
+
+
+class Entries:
+    """The entries of a target in order, the aliases, the classes of its Modules, and how to fill it."""
+
+    def __init__(self, target: Any):
+        self.leaves: dict[str, Entry] = {}
+        self.aliases: dict[str, str] = {}
+        self.modules: dict[str, str] = {}
+        self._target = target
+        self._order: list[str] = []
+        self._roots: list[tuple[str, Any]] = []
+        self._contexts: list[tuple[str, Context]] = []
+        self._cells: list[
+            tuple[Any, str, list[str], Rebuild]
+        ] = []  # (root Module, path there, its leaves, how to rebuild)
+        self._walk: Traversal | None = None
+        self._rebuild = self._collect("", target, "")
+        if self._roots:
+            self._collect_modules()
+
+    def _collect(self, prefix: str, tree: Any, type_name: str) -> Rebuild:
+        """Takes down the leaves of a pytree."""
+        found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_whole)
+        parts: list[Rebuild] = []
+        for keys, leaf in found:
+            path = "/".join(filter(None, (prefix, *key_segments(keys))))
+            if isinstance(leaf, ModuleBase):
+                self._roots.append((path, leaf))
+                parts.append(_constant(leaf))
+            elif isinstance(leaf, Context):
+                self._contexts.append((path, leaf))
+                for name, stream in leaf._streams.items():
+                    self._add(_under(path, f"{name}/key"), stream.key, "Context")
+                    self._add(_under(path, f"{name}/count"), stream.count, "Context")
+                parts.append(_constant(leaf))
+            elif isinstance(leaf, Node):
+                inner = self._collect(path, leaf.value, type(leaf).__name__)
+                parts.append(_boxed(leaf._spec, inner))
+            else:
+                self._add(path, leaf, type_name)
+                parts.append(_leaf(path, leaf))
+        return lambda values: treedef.unflatten([part(values) for part in parts])
+
+    def _collect_modules(self) -> None:
+        prefixes: dict[int, str] = {}
+        distinct: list[Any] = []
+        for prefix, module in self._roots:
+            if id(module) in prefixes:
+                self.aliases[prefix] = prefixes[id(module)]
+            else:
+                prefixes[id(module)] = prefix
+                distinct.append(module)
+        walk = self._walk = traverse(distinct)
+        paths: list[str] = []  # a parent has a smaller number than its children
+        roots: list[tuple[Any, str]] = []  # for each Module its root, and the path from there
+        for i, module in enumerate(walk.modules):
+            parent, name = walk.parents[i]
+            if parent < 0:
+                paths.append(prefixes[id(module)])
+                roots.append((module, ""))
+            else:
+                paths.append(join(paths[parent], name))
+                roots.append((roots[parent][0], join(roots[parent][1], name)))
+            self.modules[paths[i]] = type(module).__name__
+        for at, name, kind in walk.cells:
+            path = join(paths[at], name)
+            type_name = kind.type.__name__ if type(kind) is Spec else ""
+            before = len(self._order)
+            rebuild = self._collect(path, walk.modules[at].__dict__[name], type_name)
+            own = self._order[before:]
+            self._cells.append((roots[at][0], join(roots[at][1], name), own, rebuild))
+        self._collect_aliases(walk, paths)
+
+    def _collect_aliases(self, walk: Traversal, paths: list[str]) -> None:
+        _, table, ref_cells = walk.table
+        for at, (_, attributes) in enumerate(table):
+            for name, kind, *rest in attributes:
+                path = join(paths[at], name)
+                if kind is MODULE and walk.parents[rest[0]] != (at, name):
+                    self.aliases[path] = paths[rest[0]]
+                elif kind is SHARED:
+                    home, home_name, _ = walk.cells[ref_cells[rest[1]]]
+                    if (home, home_name) != (at, name):
+                        self.aliases[path] = join(paths[home], home_name)
+
+    def _add(self, path: str, value: Any, type_name: str) -> None:
+        if path in self.leaves:
+            raise ValueError(SAME_PATH.format(path=path))
+        self.leaves[path] = Entry(value, type_name)
+        self._order.append(path)
+
+    def fill(self, values: Mapping[str, Any]) -> Any:
+        """Writes values into the target: in place into Modules, Contexts and a dict, else into a new one.
+
+        Args:
+            values: by path; what has none stays as it is.
+
+        Returns:
+            The target, or the one that takes its place.
+        """
+        if self._walk is not None:
+            check_levels(self._walk.modules, "loading into it")
+        for _, context in self._contexts:
+            context.check_level("...")
+        states: dict[int, tuple[Any, dict[str, Any]]] = {}
+        for root, path, own, rebuild in self._cells:
+            if any(name in values for name in own):
+                states.setdefault(id(root), (root, {}))[1][path] = rebuild(values)
+        filled = self._rebuild(values)
+        for root, leaves in states.values():
+            update(root, State(leaves))
+        for prefix, context in self._contexts:
+            for name, stream in context._streams.items():
+                stream.key = values.get(_under(prefix, f"{name}/key"), stream.key)
+                stream.count = values.get(_under(prefix, f"{name}/count"), stream.count)
+        if type(self._target) is dict:
+            self._target.update(filled)
+            return self._target
+        return filled
+
+
+def resolve_alias(path: str, aliases: Mapping[str, str]) -> str:
+    """The canonical path of what a path leads to."""
+    for _ in range(len(aliases) + path.count("/") + 1):
+        segments = path.split("/")
+        for i in range(1, len(segments) + 1):
+            canonical = aliases.get("/".join(segments[:i]))
+            if canonical is not None:
+                path = "/".join(filter(None, (canonical, *segments[i:])))
+                break
+        else:
+            break
+    return path
+
+
+def _under(prefix: str, rest: str) -> str:
+    return f"{prefix}/{rest}" if prefix else rest
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (ModuleBase, Context, Node))
+
+
+def _constant(value: Any) -> Rebuild:
+    return lambda values: value
+
+
+def _leaf(path: str, old: Any) -> Rebuild:
+    return lambda values: values.get(path, old)
+
+
+def _boxed(spec: Spec, inner: Rebuild) -> Rebuild:
+    return lambda values: spec.box(inner(values))

@@ -1,0 +1,40 @@
+"""Modes: telling every layer of a model at once whether it is trained or used.
+
+A layer takes its mode from the call, else from its own attribute, else from the Context's flag. What is set here is the
+attribute, so that a call may still say otherwise, and `None` hands the decision back to the Context.
+"""
+
+from typing import Any
+
+from nnx.core.info import STATIC, ModuleBase
+from nnx.core.updates import check_levels
+
+MODES = ("deterministic", "use_running_average")
+"""The attributes that are a mode: true when the model is used, false when it is trained."""
+
+
+def set_mode(model: Any, training: bool | None) -> None:
+    """Sets the mode of every layer in a Module that has one.
+
+    Args:
+        model: the Module; layers reached twice are set once.
+        training: true for training, false for use; `None` leaves the mode to the Context's flags again.
+
+    Raises:
+        TypeError: `model` is no Module.
+    """
+    if not isinstance(model, ModuleBase):
+        raise TypeError(f"The mode of a Module can be set, got {type(model).__name__}.")
+    value = None if training is None else not training
+    layers = [module for module in model.modules() if _modes_of(module)]  # type: ignore[attr-defined]
+    check_levels(layers, "setting the mode")
+    for layer in layers:
+        for name in _modes_of(layer):
+            setattr(layer, name, value)
+
+
+def _modes_of(module: Any) -> list[str]:
+    kinds, values = module._nnx_info.kinds, module.__dict__
+    return [
+        name for name in MODES if kinds.get(name) is STATIC and (values[name] is None or type(values[name]) is bool)
+    ]

@@ -1,0 +1,91 @@
+"""TrainState: everything a functional training step carries, as one immutable record."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from nnx.core.moduledef import ModuleDef
+from nnx.core.proxies import Access
+from nnx.core.pytree import Pytree
+from nnx.core.state import State
+from nnx.core.variables import TreeNode
+
+T = TypeVar("T", bound="TrainState")
+
+NOT_A_FIELD = "{name!r} is no field of this TrainState: a name in `apply` means one of {fields}."
+
+
+class TrainState(Pytree):
+    """The params, optimizer state, step and structure of a model in training; a pytree.
+
+    Args:
+        moduledef: the static half of the model.
+        params: the State that `tx` trains.
+        tx: an optax transformation.
+        step: the number of updates made so far.
+        **more: further fields, e.g. `batch_stats=`, each a State, an array, or anything static.
+
+    >>> import optax
+    >>> (params, rest), moduledef = nnx.Linear(2, 3, ctx=nnx.context(0)).partition(nnx.Param, ...)
+    >>> state = nnx.TrainState(moduledef, params=params, tx=optax.sgd(0.1), rest=rest)
+    >>> def loss_fn(params):
+    ...     y, _ = state.apply(params, "rest")(jnp.ones((1, 2)))
+    ...     return jnp.mean(y**2)
+    >>> state = state.apply_gradients(jax.grad(loss_fn)(state.params))
+    >>> int(state.step)
+    1
+    """
+
+    moduledef: ModuleDef
+    params: State
+    tx: optax.GradientTransformation
+    opt_state: Any
+    step: jax.Array
+
+    def __init__(
+        self, moduledef: ModuleDef, *, params: State, tx: optax.GradientTransformation, step: Any = 0, **more: Any
+    ):
+        self.moduledef = moduledef
+        self.tx = tx
+        # TreeNode: data even where there are no arrays, as in the optimizer state of plain SGD
+        self.params = TreeNode(params)
+        self.opt_state = TreeNode(more.pop("opt_state") if "opt_state" in more else tx.init(_tree(params)))
+        self.step = TreeNode(jnp.asarray(step, jnp.int32) if isinstance(step, int) else step)
+        for name, value in more.items():
+            setattr(self, name, value)
+
+    def apply(self, *states: State | str) -> Access:
+        """A proxy of the Module that the States make; the names of fields mean their values.
+
+        `state.apply("params", "batch_stats")(x)` gives `(out, Pure)`, as `moduledef.apply` does.
+
+        Raises:
+            ValueError: a name is no field.
+        """
+        return self.moduledef.apply(*[self._field(state) if isinstance(state, str) else state for state in states])
+
+    def _field(self, name: str) -> Any:
+        if name not in vars(self):
+            raise ValueError(NOT_A_FIELD.format(name=name, fields=", ".join(sorted(vars(self)))))
+        return getattr(self, name)
+
+    def apply_gradients(self: T, grads: State, *, tx_args: Mapping[str, Any] | None = None, **replacements: Any) -> T:
+        """The record after one update: new `params` and `opt_state`, and one more `step`.
+
+        Args:
+            grads: the gradients, of the structure of `params`.
+            tx_args: what a transformation wants beside them, e.g. `dict(value=loss)`.
+            **replacements: other fields to replace, e.g. `batch_stats=new_batch_stats`.
+        """
+        tx = optax.with_extra_args_support(self.tx)
+        updates, opt_state = tx.update(_tree(grads), self.opt_state, _tree(self.params), **(tx_args or {}))
+        params = optax.apply_updates(_tree(self.params), updates)
+        return self.replace(params=params, opt_state=opt_state, step=self.step + 1, **replacements)
+
+
+def _tree(state: State) -> Any:
+    """A State as what optax takes it for: any tree."""
+    return state

@@ -1,0 +1,129 @@
+"""Default axis names: what a class says of the axes of its Variables."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import nnx
+from tests.nn.registry import LAYERS
+
+
+class Dense(nnx.Module):
+    logical_axes = {"kernel": ("in", "out"), "bias": ("out",)}
+
+    def __init__(self, din=2, dout=3, sharding=None):
+        self.kernel = nnx.Param(jnp.ones((din, dout)), sharding)
+        self.bias = nnx.Param(jnp.zeros(dout))
+
+
+class Block(nnx.Module):
+    logical_axes = {"up/kernel": ("embed", "mlp")}
+
+    def __init__(self):
+        self.up, self.down = Dense(), Dense(sharding=("mlp", None))
+
+
+def names(model):
+    return {path: leaf.sharding for path, leaf in model.get_state().items()}
+
+
+def test_variables_without_names_get_those_of_their_class():
+    model = Dense()
+    assert nnx.name_axes(model) is model
+    assert names(model) == {"kernel": ("in", "out"), "bias": ("out",)}
+
+
+def test_an_outer_class_knows_better_and_metadata_best():
+    assert names(nnx.name_axes(Block())) == {
+        "up/kernel": ("embed", "mlp"),
+        "up/bias": ("out",),
+        "down/kernel": ("mlp", None),
+        "down/bias": ("out",),
+    }
+
+
+def test_a_layer_says_nothing_until_it_is_asked():
+    assert set(names(Block()).values()) == {None, ("mlp", None)}
+    assert nnx.get_partition_spec(Block())["up/kernel"].value == P("embed", "mlp")
+    assert nnx.get_partition_spec(Block().partition()).states["up/kernel"].value == P("embed", "mlp")
+    assert nnx.get_partition_spec(Block().get_state())["up/kernel"].value == P()
+
+
+def test_a_train_state_knows_them_throughout():
+    params, moduledef = Block().partition()
+    specs = nnx.get_partition_spec(nnx.TrainState(moduledef, params=params, tx=optax.adam(1e-3)))
+    assert specs.params["up/kernel"].value == specs.opt_state[0].mu["up/kernel"].value == P("embed", "mlp")
+    assert specs.opt_state[0].nu["up/bias"].value == P("out")
+
+
+def test_names_may_depend_on_the_instance():
+    class Either(Dense):
+        @property
+        def logical_axes(self):
+            return {"kernel": ("out", "in") if self.transposed else ("in", "out")}
+
+        def __init__(self, transposed):
+            super().__init__()
+            self.transposed = transposed
+
+    assert names(nnx.name_axes(Either(True)))["kernel"] == ("out", "in")
+
+
+def test_names_speak_of_the_last_axes_so_that_stacked_layers_keep_them():
+    def stack(key):
+        return jax.vmap(lambda _: Dense().partition())(jnp.arange(5))
+
+    model = stack(None).merge()
+    assert nnx.get_partition_spec(model)["kernel"].value == P(None, "in", "out")
+
+
+def test_shared_variables_are_named_through_any_path():
+    class Tied(nnx.Module):
+        logical_axes = {"b/w": ("vocab", "embed")}
+
+        def __init__(self):
+            table = nnx.Ref(nnx.Param(jnp.ones((4, 2))))
+            self.a, self.b = nnx.Dict(w=table), nnx.Dict(w=table)
+
+    model = nnx.name_axes(Tied())
+    assert model.a.variable("w").sharding == model.b.variable("w").sharding == ("vocab", "embed")
+    model.a.w = jnp.zeros((4, 2))
+    assert model.b.w is model.a.w
+
+
+def test_named_models_have_equal_moduledefs():
+    assert nnx.name_axes(Block()).get_module_def() == nnx.name_axes(Block()).get_module_def()
+    assert nnx.name_axes(Block()).get_module_def() != Block().get_module_def()
+
+
+def test_naming_inside_another_trace_is_an_error():
+    model = Dense()
+    with pytest.raises(nnx.TraceContextError, match="naming the axes"):
+        jax.jit(lambda: nnx.name_axes(model).kernel)()
+
+
+# The built-in layers
+
+NAMELESS = ("Einsum", "PReLU", "SpectralNorm", "WeightNorm")  # what their axes mean is the user's to say
+ENTRIES = [entry for entry in LAYERS if entry.layer_name not in NAMELESS]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_built_in_layers_name_the_axes_of_every_variable(entry):
+    pure = jax.eval_shape(lambda: entry.build().partition())
+    for (path, leaf), spec in zip(pure.states.items(), nnx.get_partition_spec(pure).states.values()):
+        if isinstance(leaf, nnx.Variable) and leaf.value.ndim:
+            assert len(spec.value) == leaf.value.ndim and any(spec.value), f"{path}: {leaf} has {spec.value}"
+
+
+def test_attention_splits_by_heads_and_feed_forward_by_hidden_units():
+    def build(ctx):
+        return nnx.Dict(attention=nnx.MultiHeadAttention(4, 8, ctx=ctx), mlp=nnx.MLP(8, 32, 8, ctx=ctx))
+
+    specs = nnx.logical_to_mesh(nnx.eval_shape(build, nnx.context(0)), nnx.tensor_parallel_rules())
+    found = {path: leaf.value for path, leaf in specs.items()}
+    assert found["attention/query/kernel"] == P(None, "model", None)
+    assert found["attention/out/kernel"] == P("model", None, None)
+    assert found["mlp/layers/0/kernel"] == P(None, "model") and found["mlp/layers/1/kernel"] == P("model", None)

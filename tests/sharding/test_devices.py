@@ -1,0 +1,127 @@
+"""Eight virtual devices: what is split is really split, and training gives the losses of one device."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """The findings of the program, which runs once."""
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # quick to compile
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(HERE / "devices_program.py")]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+SHARDED = ("data parallel", "fsdp", "tensor parallel", "fsdp and tensor parallel")
+
+
+@pytest.mark.parametrize("setting", SHARDED)
+def test_training_gives_the_losses_of_one_device(seen, setting):
+    expected = seen["training"]["one device"]["losses"]
+    assert len(expected) == 20 and expected[-1] < 0.2 * expected[0]
+    np.testing.assert_allclose(seen["training"][setting]["losses"], expected, rtol=1e-4, atol=1e-5)
+
+
+# Of every kernel of the scanned stack and around it: its part on one device, by setting.
+BLOCK = "blocks/scan_module"
+PARTS = {
+    "data parallel": {
+        "embed/embedding": [64, 32],
+        f"{BLOCK}/attention/query/kernel": [2, 32, 4, 8],
+        f"{BLOCK}/mlp/layers/0/kernel": [2, 32, 128],
+    },
+    "fsdp": {
+        "embed/embedding": [64, 4],
+        f"{BLOCK}/attention/query/kernel": [2, 4, 4, 8],
+        f"{BLOCK}/attention/out/kernel": [2, 4, 8, 4],
+        f"{BLOCK}/mlp/layers/0/kernel": [2, 4, 128],
+        f"{BLOCK}/mlp/layers/1/kernel": [2, 128, 4],
+        "head/kernel": [4, 64],
+    },
+    "tensor parallel": {
+        "embed/embedding": [16, 32],
+        f"{BLOCK}/attention/query/kernel": [2, 32, 1, 8],
+        f"{BLOCK}/attention/out/kernel": [2, 1, 8, 32],
+        f"{BLOCK}/mlp/layers/0/kernel": [2, 32, 32],
+        f"{BLOCK}/mlp/layers/1/kernel": [2, 32, 32],
+        "head/kernel": [32, 16],
+    },
+    "fsdp and tensor parallel": {
+        "embed/embedding": [16, 16],
+        f"{BLOCK}/attention/query/kernel": [2, 16, 1, 8],
+        f"{BLOCK}/attention/out/kernel": [2, 1, 8, 16],
+        f"{BLOCK}/mlp/layers/0/kernel": [2, 16, 32],
+        f"{BLOCK}/mlp/layers/1/kernel": [2, 32, 16],
+        "head/kernel": [16, 16],
+    },
+}
+
+
+@pytest.mark.parametrize("setting", SHARDED)
+def test_parameters_and_adam_state_are_really_split(seen, setting):
+    parts = seen["training"][setting]["parts"]
+    for path, expected in PARTS[setting].items():
+        for owner in ("model", "opt_state/0/mu", "opt_state/0/nu"):
+            assert parts[f"{owner}/{path}"][1] == expected, f"{owner}/{path}"
+
+
+WIDEST = 32 * 128  # elements of the largest kernel of one layer
+HIDDEN = 16 * 12 * 32  # elements of the activations between layers
+
+
+def gathers(seen, setting):
+    return [size for kind, size in seen["training"][setting]["collectives"] if kind == "all-gather"]
+
+
+def test_tensor_parallelism_sums_activations_and_gathers_no_parameters(seen):
+    found = seen["training"]["tensor parallel"]["collectives"]
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    assert max(size for _, size in found) == HIDDEN
+
+
+def test_fsdp_gathers_one_layer_of_the_stack_at_a_time(seen):
+    assert max(gathers(seen, "fsdp")) == WIDEST
+
+
+def test_fsdp_with_tensor_parallelism_gathers_only_the_part_of_its_heads_and_hidden_units(seen):
+    activation = HIDDEN // 2  # the batch has two parts
+    parameters = [size for size in gathers(seen, "fsdp and tensor parallel") if size != activation]
+    assert max(parameters) == WIDEST // 4
+
+
+def test_initialisation_never_holds_more_than_the_parts(seen):
+    peak = seen["peak_of_initialisation"]
+    assert peak["bytes"] == 4096 * 4096 * 4 and peak["part"] == [4096, 512]
+    # the random bits on the way are split as well; a whole table on each device would be eight times its size, and more
+    assert peak["grown"] < 5.5 * peak["bytes"]
+
+
+def test_explicit_mesh_axes_train_the_same(seen):
+    found = seen["explicit_axes"]
+    np.testing.assert_allclose(found["sharded"], found["plain"], rtol=1e-5)
+    assert found["type"] == "float32[16@data,4]"
+    assert found["kernel"] == "float32[8@data,4]"
+
+
+@pytest.mark.parametrize("kind", ["automatic", "explicit", "mixed"])
+def test_a_variable_with_a_constraint_is_split_when_rebuilt_and_when_assigned(seen, kind):
+    assert seen["constraints"][kind] == [[8, 4], [2, 2], [2, 2]]
+
+
+def test_what_does_not_divide_is_an_error_that_names_path_and_rule(seen):
+    placed, built = seen["errors"]
+    assert placed.startswith("layer/bias: axis 0, 'out', of size 6 cannot be divided by mesh axis 'data' of size 4")
+    assert "('out', 'data')" in placed and "('out', None)" in placed
+    assert built.startswith("kernel: axis 0, 'in', of size 6 cannot be divided by mesh axis 'data' of size 4")

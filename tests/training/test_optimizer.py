@@ -1,0 +1,266 @@
+"""nnx.Optimizer: any optax transformation, in place."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import nnx
+
+
+class Layer(nnx.Module):
+    def __init__(self, din: int, dout: int, *, ctx: nnx.Context):
+        self.kernel = nnx.Param(jax.random.normal(ctx.make_rng("params"), (din, dout)), ("in", "out"))
+        self.bias = nnx.Param(jnp.zeros((dout,)))
+
+    def __call__(self, x):
+        return x @ self.kernel + self.bias
+
+
+class Net(nnx.Module):
+    def __init__(self, *, ctx: nnx.Context):
+        self.encoder = Layer(3, 4, ctx=ctx)
+        self.head = Layer(4, 2, ctx=ctx)
+        self.calls = nnx.var("calls", 0)
+
+    def __call__(self, x):
+        self.calls += 1
+        return self.head(jnp.tanh(self.encoder(x)))
+
+
+X = jnp.linspace(-1, 1, 15).reshape(5, 3)
+Y = jnp.stack([X.sum(1), X[:, 0]], axis=1)
+
+
+def loss_fn(model):
+    return jnp.mean((model(X) - Y) ** 2)
+
+
+def make_net(seed: int = 0) -> Net:
+    return Net(ctx=nnx.context(seed))
+
+
+def raw_params(model):
+    return {path: leaf.value for path, leaf in model.filter(nnx.Param).items()}
+
+
+def raw_loss(p):
+    y = jnp.tanh(X @ p["encoder/kernel"] + p["encoder/bias"]) @ p["head/kernel"] + p["head/bias"]
+    return jnp.mean((y - Y) ** 2)
+
+
+TRANSFORMATIONS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "adam": lambda: optax.adam(1e-2),
+    "clipped adamw on a schedule": lambda: optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10))
+    ),
+    "accumulation": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.01),
+    "adafactor": lambda: optax.adafactor(0.01),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_it_equals_optax_by_hand_bit_by_bit(name):
+    model = make_net()
+    params = raw_params(model)
+    optimizer, tx = nnx.Optimizer(model, TRANSFORMATIONS[name]()), TRANSFORMATIONS[name]()
+    opt_state = tx.init(params)
+
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(nnx.grad(loss_fn)(model))
+
+    @jax.jit
+    def by_hand(params, opt_state):
+        updates, opt_state = tx.update(jax.grad(raw_loss)(params), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    for _ in range(4):
+        step(model, optimizer)
+        params, opt_state = by_hand(params, opt_state)
+    assert optimizer.step == 4
+    for path, value in raw_params(model).items():
+        np.testing.assert_array_equal(value, params[path], err_msg=path)
+    for ours, theirs in zip(jax.tree.leaves(optimizer.optax_state), jax.tree.leaves(opt_state), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_step_is_traced_once_also_for_a_model_built_anew():
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(nnx.grad(loss_fn)(model))
+
+    for seed in range(3):
+        model = make_net(seed)
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3))
+        step(model, optimizer)
+        step(model, optimizer)
+    assert step.trace_count == 1
+
+
+def test_fresh_pairs_have_equal_moduledefs():
+    a, b = make_net(0), make_net(1)
+    first, second = nnx.Optimizer(a, optax.adam(1e-3)), nnx.Optimizer(b, optax.adam(1e-3))
+    assert first.get_module_def() == second.get_module_def()
+    assert first.get_module_def() != nnx.Optimizer(b, optax.adam(1e-2)).get_module_def()
+
+
+def test_its_state_are_variables_with_readable_paths_and_the_metadata_of_the_parameters():
+    optimizer = nnx.Optimizer(make_net(), optax.adam(1e-3))
+    state = optimizer.filter(nnx.OptState)
+    assert list(state)[:3] == ["opt_state/0/count", "opt_state/0/mu/encoder/bias", "opt_state/0/mu/encoder/kernel"]
+    assert list(optimizer.filter("opt_state")) == list(state)
+    assert state["opt_state/0/mu/encoder/kernel"].sharding == ("in", "out")
+    assert state["opt_state/0/count"].sharding is None
+    assert all(isinstance(leaf.value, jax.Array) for leaf in state.values())
+
+
+def test_a_factored_state_does_not_take_over_a_sharding_that_does_not_fit():
+    optimizer = nnx.Optimizer(make_net(), optax.adafactor(0.01))
+    for path, leaf in optimizer.filter(nnx.OptState).items():
+        assert leaf.sharding is None or leaf.value.ndim == len(leaf.sharding), path
+
+
+def test_only_what_wrt_selects_is_trained():
+    model = make_net()
+    before = raw_params(model)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.PathMatches("head/**"))
+    optimizer.update(nnx.grad(loss_fn)(model))  # the gradients of all: those of the encoder are left alone
+    after = raw_params(model)
+    assert [path for path in after if (after[path] != before[path]).any()] == ["head/bias", "head/kernel"]
+
+
+def test_several_optimizers_share_a_model():
+    model = make_net()
+    p = raw_params(model)
+    slow = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.PathMatches("encoder/**"))
+    fast = nnx.Optimizer(model.head, optax.adam(0.1))
+
+    @nnx.jit
+    def step(model, slow, fast):
+        grads = nnx.grad(loss_fn)(model)
+        slow.update(grads)
+        fast.update(nnx.State({"kernel": grads["head/kernel"], "bias": grads["head/bias"]}))
+
+    step(model, slow, fast)
+    grads, tx = jax.jit(jax.grad(raw_loss))(p), optax.adam(0.1)
+    head = {k: v for k, v in p.items() if k.startswith("head")}
+    updates, _ = tx.update({k: grads[k] for k in head}, tx.init(head))
+    np.testing.assert_allclose(model.encoder.kernel, p["encoder/kernel"] - 0.01 * grads["encoder/kernel"], rtol=1e-6)
+    np.testing.assert_allclose(model.head.kernel, p["head/kernel"] + updates["head/kernel"], rtol=1e-6)
+    assert slow.model is fast.model or slow.model.head is fast.model
+
+
+def test_tied_parameters_are_updated_once():
+    ref = nnx.Ref(nnx.Param(jnp.array([3.0])))
+    model = nnx.Dict(a=nnx.Dict(w=ref), b=nnx.Dict(w=ref))
+    optimizer = nnx.Optimizer(model, optax.sgd(1.0))
+    optimizer.update(nnx.grad(lambda m: jnp.sum(m.a.w * m.b.w))(model))
+    assert model.a.w is model.b.w
+    np.testing.assert_array_equal(model.a.w, [-3.0])
+
+
+def test_lbfgs_gets_value_gradient_and_function():
+    scales = jnp.array([1.0, 10.0, 100.0])
+    model = nnx.Dict(w=nnx.Param(jnp.ones(3)), calls=nnx.var("calls", 0))
+    optimizer = nnx.Optimizer(model, optax.lbfgs(memory_size=3))
+
+    def loss_fn(model):
+        return jnp.sum(scales * (model.w - 3) ** 2)
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        rest, moduledef = model.filter(nnx.Not(nnx.Param)), model.get_module_def()
+        value_fn = lambda params: loss_fn(moduledef.merge(params, rest))  # noqa: E731
+        optimizer.update(grads, value=loss, grad=grads, value_fn=value_fn)
+        return loss
+
+    losses = [float(step(model, optimizer)) for _ in range(20)]
+    assert losses[-1] < 1e-4 * losses[0]
+
+
+def test_accumulation_changes_the_model_only_every_second_step():
+    model = make_net()
+    optimizer = nnx.Optimizer(model, optax.MultiSteps(optax.sgd(0.1), 2))
+    before = model.head.kernel
+    optimizer.update(nnx.grad(loss_fn)(model))
+    np.testing.assert_array_equal(model.head.kernel, before)
+    optimizer.update(nnx.grad(loss_fn)(model))
+    assert (model.head.kernel != before).any()
+
+
+def test_a_hyperparameter_can_be_changed_between_steps():
+    model = make_net()
+    optimizer = nnx.Optimizer(model, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
+    optimizer.opt_state.hyperparams.learning_rate = jnp.array(0.0)
+    before = model.head.kernel
+    optimizer.update(nnx.grad(loss_fn)(model))
+    np.testing.assert_array_equal(model.head.kernel, before)
+
+
+def test_optax_state_can_be_read_and_replaced():
+    model = make_net()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3))
+    optimizer.update(nnx.grad(loss_fn)(model))
+    assert optimizer.optax_state[0].count == 1
+    optimizer.optax_state = optax.adam(1e-3).init(model.filter(nnx.Param))
+    assert optimizer.optax_state[0].count == 0
+    assert not optimizer.opt_state["0"]["mu"]["head"]["kernel"].any()
+
+
+def test_a_clone_is_independent():
+    model = make_net()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3))
+    other = optimizer.clone()
+    other.update(nnx.grad(loss_fn)(other.model))
+    assert (other.step, optimizer.step) == (1, 0)
+    assert other.model is not model and (other.model.head.bias != model.head.bias).any()
+    assert copy.deepcopy(optimizer).step == 0
+
+
+def test_dtypes_of_parameters_stay():
+    model = nnx.Dict(w=nnx.Param(jnp.ones(3, jnp.bfloat16)))
+    optimizer = nnx.Optimizer(model, optax.adamw(0.1))
+    optimizer.update(nnx.State({"w": jnp.ones(3, jnp.bfloat16)}))
+    assert model.w.dtype == jnp.bfloat16 and (model.w != 1).all()
+
+
+def test_the_wrong_things_are_refused_by_name():
+    model = make_net()
+    with pytest.raises(TypeError, match="takes a Module and an optax transformation"):
+        nnx.Optimizer(model.filter(nnx.Param), optax.sgd(0.1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="such as optax.adam"):
+        nnx.Optimizer(model, 1e-3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="wrt=BatchStat matches nothing in this Net.*calls, params"):
+        nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.BatchStat)
+
+
+def test_gradients_that_do_not_fit_are_named_and_change_nothing():
+    model = make_net()
+    optimizer = nnx.Optimizer(model, optax.adam(0.1))
+    grads = nnx.grad(loss_fn)(model)
+    before = raw_params(model)
+    with pytest.raises(TypeError, match="takes the gradients as a State"):
+        optimizer.update((grads, grads))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no gradient for 'encoder/bias', 'encoder/kernel'"):
+        optimizer.update(grads.filter(nnx.PathMatches("head/**")))
+    with pytest.raises(ValueError, match="gradient of 'head/bias' is float32.5,2., but the parameter is float32.2."):
+        optimizer.update(grads | nnx.State({"head/bias": jnp.zeros((5, 2))}))
+    with pytest.raises(ValueError, match="gradients for 'other/w', and the model has no such path"):
+        optimizer.update(grads | nnx.State({"other/w": jnp.zeros(2)}))
+    assert optimizer.step == 0
+    assert all((value == before[path]).all() for path, value in raw_params(model).items())
+
+
+def test_a_model_that_changed_its_parameters_is_noticed():
+    model = make_net()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1))
+    model.scale = nnx.Param(jnp.ones(()))
+    with pytest.raises(ValueError, match="no longer those the Optimizer was made for: new are 'scale'"):
+        optimizer.update(model.filter(nnx.Param))

@@ -1,0 +1,203 @@
+"""`nnx.remat` and `nnx.Remat`: recomputation that changes memory and nothing else."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnx
+
+
+class Count(nnx.Variable):
+    pass
+
+
+class Mlp(nnx.Module):
+    def __init__(self, features=3, *, ctx):
+        self.kernel = nnx.Param(jax.random.normal(ctx.make_rng("params"), (features, features)))
+        self.count = Count(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x, *, scale=1.0, ctx=None):
+        self.count += 1
+        if ctx is not None:
+            x = x * jax.random.bernoulli(ctx.make_rng("dropout"), 0.5, x.shape)
+        return jnp.sin(x @ self.kernel) * scale
+
+    def twice(self, x):
+        return self(self(x))
+
+
+X = jnp.array([[0.1, 0.2, 0.3]])
+
+
+def mlp(seed=0):
+    return Mlp(ctx=nnx.context(seed))
+
+
+def forward(m, x):
+    return m(x)
+
+
+def recomputes(f, *args):
+    """Whether the backward pass of `f` holds a rematerialised computation."""
+    return "remat" in str(jax.make_jaxpr(f)(*args)) or "checkpoint" in str(jax.make_jaxpr(f)(*args))
+
+
+def test_remat_computes_the_same_values_and_gradients():
+    model = mlp()
+
+    def loss(f):
+        return lambda m: (f(m, X) ** 2).sum()
+
+    value, grads = nnx.value_and_grad(loss(forward))(model)
+    found_value, found = nnx.value_and_grad(loss(nnx.remat(forward)))(model)
+    np.testing.assert_allclose(found_value, value, rtol=1e-6)
+    np.testing.assert_allclose(found["kernel"].value, grads["kernel"].value, rtol=1e-5)
+
+
+def test_remat_really_rematerialises():
+    model = mlp()
+    params, moduledef = model.partition()
+
+    def loss(f):
+        return lambda params: f(moduledef.merge(params), X).sum()
+
+    assert recomputes(loss(nnx.remat(forward)), params)
+    assert not recomputes(loss(forward), params)
+
+
+def test_state_changes_happen_once():
+    model = mlp()
+    remat = nnx.remat(forward)
+    remat(model, X)
+    assert model.count == 1
+    nnx.grad(lambda m: remat(m, X).sum())(model)
+    assert model.count == 2 and not isinstance(model.count, jax.core.Tracer)
+
+
+def test_structural_changes_stand():
+    @nnx.remat
+    def f(m, x):
+        m.mode = "seen"
+        m.extra = nnx.Intermediate(x * 2)
+        m.child = nnx.Dict(w=nnx.Param(x))
+        return x
+
+    model = mlp()
+    f(model, X)
+    assert model.mode == "seen"
+    np.testing.assert_allclose(model.extra, X * 2)
+    np.testing.assert_allclose(model.child.w, X)
+
+
+def test_keyword_arguments_are_allowed():
+    model = mlp()
+    np.testing.assert_allclose(nnx.remat(model)(X, scale=2.0), 2 * nnx.remat(forward)(model, X), rtol=1e-6)
+    np.testing.assert_allclose(nnx.remat(lambda *, m, x: m(x))(m=model, x=X), nnx.remat(forward)(model, X), rtol=1e-6)
+
+
+def test_static_argnums_count_modules():
+    @nnx.remat(static_argnums=(1,))
+    def f(m, n, x):
+        assert isinstance(n, int)
+        for _ in range(n):
+            x = m(x)
+        return x
+
+    model = mlp()
+    np.testing.assert_allclose(f(model, 2, X), model.clone().twice(X), rtol=1e-6)
+    assert model.count == 2
+
+
+def test_policy_and_prevent_cse_are_passed_on():
+    model = mlp()
+    params, moduledef = model.partition()
+
+    f = nnx.remat(forward, prevent_cse=False, policy=jax.checkpoint_policies.dots_saveable)
+    text = str(jax.make_jaxpr(lambda params: f(moduledef.merge(params), X))(params))
+    assert "prevent_cse=False" in text and "policy=None" not in text
+
+
+def test_randomness_is_the_same_in_both_passes():
+    model = mlp()
+
+    @nnx.remat
+    def f(m, x, ctx):
+        return m(x, ctx=ctx)
+
+    def loss(m, ctx):
+        y = f(m, jnp.ones((1, 3)), ctx)
+        return y.sum(), y
+
+    grads, y = nnx.grad(loss, has_aux=True)(model, nnx.context(dropout=1))
+    zero_inputs = np.asarray(grads["kernel"].value == 0).all(axis=1)
+    kept = ~zero_inputs
+    np.testing.assert_allclose(y, jnp.sin(kept.astype(np.float32) @ model.kernel)[None], rtol=1e-5)
+
+
+def test_remat_as_a_class():
+    m = nnx.Remat(Mlp)(3, ctx=nnx.context(0))
+    assert isinstance(m.remat_module, Mlp) and list(m.filter(nnx.Param)) == ["remat_module/kernel"]
+    y = m(X, scale=2.0)
+    np.testing.assert_allclose(y, 2 * jnp.sin(X @ m.remat_module.kernel), rtol=1e-6)
+    np.testing.assert_allclose(m.call.twice(X), m.remat_module.clone().twice(X), rtol=1e-6)
+    assert m.remat_module.count == 3
+
+
+def test_remat_as_a_class_takes_options():
+    m = nnx.Remat(Mlp, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False)(3, ctx=nnx.context(0))
+    grads = nnx.grad(lambda m: m(X).sum())(m)
+    assert list(grads) == ["remat_module/kernel"] and m.remat_module.count == 1
+
+
+def test_remat_decorates_methods():
+    class Model(Mlp):
+        @nnx.remat
+        def once(self, x):
+            """Once."""
+            return self(x)
+
+        @nnx.remat(static_argnums=(1,))
+        def times(self, n, x):
+            for _ in range(n):
+                x = self(x)
+            return x
+
+    model = Model(ctx=nnx.context(0))
+    np.testing.assert_allclose(model.once(X), jnp.sin(X @ model.kernel), rtol=1e-6)
+    model.times(2, X)
+    assert model.count == 3
+    assert Model.once.__name__ == "once" and Model.once.__doc__ == "Once."
+    assert list(inspect.signature(Model.once).parameters) == ["self", "x"]
+
+
+def test_identity_and_results_are_kept():
+    model = mlp()
+
+    @nnx.remat
+    def f(m, again):
+        return m, m is again
+
+    out, same = f(model, model)
+    assert out is model and same
+
+
+def test_stateful_false_discards_the_changes():
+    model = mlp()
+    nnx.remat(forward, stateful=False)(model, X)
+    assert model.count == 0
+
+
+def test_remat_inside_jit_inside_grad():
+    model = mlp()
+    step = nnx.jit(lambda m, x: nnx.grad(lambda m: nnx.remat(forward)(m, x).sum())(m))
+    expected = nnx.grad(lambda m: forward(m, X).sum())(model)
+    np.testing.assert_allclose(step(model, X)["kernel"].value, expected["kernel"].value, rtol=1e-5)
+    assert model.count == 2
+
+
+def test_a_context_in_the_result_is_an_error():
+    with pytest.raises((TypeError, ValueError), match="Context"):
+        nnx.remat(lambda ctx: ctx)(nnx.context(0))
