@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 import nnx
 
 args = argparse.ArgumentParser(description=__doc__)
-args.add_argument("--steps", type=int, default=1000)
+args.add_argument("--steps", type=int, default=400)
 args.add_argument("--smoke", action="store_true", help="a short run, for the tests")
 args = args.parse_args()
 steps = 100 if args.smoke else args.steps

@@ -33,16 +33,17 @@ class Backbone(nnx.Module):
     def __init__(self, *, ctx: nnx.Context):
         self.conv1 = nnx.Conv(1, 16, (3, 3), ctx=ctx)
         self.conv2 = nnx.Conv(16, 32, (3, 3), strides=2, ctx=ctx)
+        self.features = nnx.Linear(512, 32, ctx=ctx)
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # [batch, 8, 8, 1] -> [batch, 512]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [batch, 8, 8, 1] -> [batch, 32]
         x = nnx.relu(self.conv2(nnx.relu(self.conv1(x))))  # [batch, 4, 4, 32]
-        return x.reshape(x.shape[0], -1)
+        return nnx.relu(self.features(x.reshape(x.shape[0], -1)))
 
 
 class Classifier(nnx.Module):
     def __init__(self, classes: int, *, ctx: nnx.Context):
         self.backbone = Backbone(ctx=ctx)
-        self.head = nnx.Linear(512, classes, ctx=ctx)
+        self.head = nnx.Linear(32, classes, ctx=ctx)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [batch, 8, 8, 1] -> [batch, classes]
         return self.head(self.backbone(x))
@@ -80,7 +81,7 @@ print(f"pretrained on 1000 digits: loss {pretrained_losses[-1]:.4f}")
 
 # The surgery, on a copy
 model = pretrained.clone()
-model.head = nnx.Linear(512, 2, ctx=nnx.context(1))
+model.head = nnx.Linear(32, 2, ctx=nnx.context(1))
 
 head = nnx.All(nnx.Param, nnx.PathMatches("head/*"))
 head_losses = train(model, images[few], labels[few] % 2, wrt=head)

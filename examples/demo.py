@@ -1,7 +1,7 @@
 """A small GPT learns English, a character at a time, from the documentation that comes with every Python.
 
     make demo                                          about two minutes on two CPU cores
-    make demo ARGS="--steps 2000 --resume"             train on from the last checkpoint
+    make demo ARGS="--steps 3000 --resume"             train on from the last checkpoint
     make demo ARGS="--size medium --steps 5000"        a larger model, for a GPU
 
 Prints the loss on text held out, beside that of a bigram table (how well the last character alone predicts the next
@@ -26,10 +26,10 @@ import nnx
 
 SIZES = {  # layers, heads, width, context, batch
     "tiny": (2, 2, 64, 32, 16),
-    "small": (4, 4, 128, 128, 12),
+    "small": (4, 4, 128, 64, 12),
     "medium": (6, 6, 384, 256, 64),
 }
-STEPS = 500
+STEPS = 1200
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--size", choices=SIZES, default="small")
@@ -62,7 +62,7 @@ def train_batch(step: int) -> jax.Array:
     return windows(train, np.random.default_rng(step).integers(0, len(train) - context, batch))
 
 
-valid_batches = min(1 if args.smoke else 10, len(valid) // (batch * context + 1))
+valid_batches = min(1 if args.smoke else 20, len(valid) // (batch * context + 1))
 valid_windows = windows(valid, np.arange(valid_batches * batch) * context)
 
 # The baseline: how often each character followed each other one, with one imagined time more than was seen.
@@ -113,7 +113,7 @@ print(
 
 # Training
 
-every = max(1, args.steps // 6)
+every = max(1, args.steps // 12)
 first_loss = held_out_loss(model)
 with nnx.TrainLog(total=args.steps, path=output, name="demo", interval=5) as log:
     for step in range(start, args.steps):
@@ -129,7 +129,7 @@ with nnx.TrainLog(total=args.steps, path=output, name="demo", interval=5) as log
 half = context // 2
 texts = valid_windows[:2, :half]  # [2, half]: the beginning is real, what follows is not
 ctx = nnx.context(sample=0)
-for _ in range(2 if args.smoke else 6):
+for _ in range(2 if args.smoke else 10):
     texts = jnp.concatenate(
         [texts, continue_texts(model, texts[:, -half:], ctx, length=half, temperature=0.7)], axis=1
     )

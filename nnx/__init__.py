@@ -23,6 +23,7 @@ from nnx.core.filters import Not as Not
 from nnx.core.filters import OfType as OfType
 from nnx.core.filters import PathMatches as PathMatches
 from nnx.core.filters import buffers as buffers
+from nnx.core.modes import set_mode as set_mode
 from nnx.core.module import Module as Module
 from nnx.core.moduledef import ModuleDef as ModuleDef
 from nnx.core.pure import Pure as Pure
@@ -52,6 +53,7 @@ from nnx.core.variables import with_partitioning as with_partitioning
 from nnx.sharding.axes import PARTITION_NAME as PARTITION_NAME
 from nnx.sharding.constraints import with_logical_constraint as with_logical_constraint
 from nnx.sharding.constraints import with_logical_partitioning as with_logical_partitioning
+from nnx.sharding.defaults import name_axes as name_axes
 from nnx.sharding.placement import init_sharded as init_sharded
 from nnx.sharding.placement import shard as shard
 from nnx.sharding.report import ShardingReport as ShardingReport
@@ -219,7 +221,6 @@ from nnx.training.metrics import MetricState as MetricState
 from nnx.training.metrics import MultiMetric as MultiMetric
 from nnx.training.metrics import Statistics as Statistics
 from nnx.training.metrics import Welford as Welford
-from nnx.training.modes import set_mode as set_mode
 from nnx.training.optimizer import Optimizer as Optimizer
 from nnx.training.optimizer import OptState as OptState
 from nnx.training.train_state import TrainState as TrainState

@@ -31,8 +31,9 @@ class Config:
 
 class Block(nnx.Module):
     def __init__(self, config: Config, *, ctx: nnx.Context):
-        init = nnx.initializers.normal(0.02)
-        init_out = nnx.initializers.normal(0.02 / math.sqrt(2 * config.layers))  # two residual branches per block
+        std = 0.55 / math.sqrt(config.width)  # the 0.02 of GPT-2, at its width
+        init = nnx.initializers.normal(std)
+        init_out = nnx.initializers.normal(std / math.sqrt(2 * config.layers))  # two residual branches per block
         width, dtype = config.width, config.dtype
         self.norm1 = nnx.LayerNorm(width, dtype=dtype, ctx=ctx)
         self.attention = nnx.MultiHeadAttention(
@@ -58,9 +59,12 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     def __init__(self, config: Config, *, ctx: nnx.Context):
         self.config = config
-        init = nnx.initializers.normal(0.02)
-        self.embed = nnx.Embed(config.vocab, config.width, dtype=config.dtype, embedding_init=init, ctx=ctx)
-        self.position = nnx.LearnedPositionEmbed(config.context, config.width, dtype=config.dtype, ctx=ctx)
+        init = nnx.initializers.normal(0.55 / math.sqrt(config.width))
+        dtype = config.dtype
+        self.embed = nnx.Embed(config.vocab, config.width, dtype=dtype, embedding_init=init, ctx=ctx)
+        self.position = nnx.LearnedPositionEmbed(
+            config.context, config.width, dtype=dtype, embedding_init=init, ctx=ctx
+        )
         self.blocks = nnx.Scan(
             Block,
             variable_axes={(nnx.Param, nnx.Cache): 0},  # every layer has its own weights, and its own cache

@@ -21,6 +21,7 @@ from nnx.core.fields import constructor_signature, prepare_dataclass
 from nnx.core.filters import classify
 from nnx.core.graph import depth_first, flat_of, number_modules
 from nnx.core.info import MODULE, Absent, ModuleBase, absent, join, new_module, segment_of
+from nnx.core.modes import set_mode
 from nnx.core.moduledef import ModuleDef
 from nnx.core.proxies import Access
 from nnx.core.pure import Pure
@@ -242,6 +243,16 @@ class Module(ModuleBase, metaclass=ModuleType):
         for module in list(self.modules()):
             if isinstance(module, module_type):
                 fn(module)
+
+    def train(self: Self) -> Self:
+        """Puts every layer that has a mode (dropout, batch statistics) into training; a call may say otherwise."""
+        set_mode(self, True)
+        return self
+
+    def eval(self: Self) -> Self:
+        """Puts every layer that has a mode into use; a call may still say otherwise."""
+        set_mode(self, False)
+        return self
 
     def variable(self, name: str) -> Any:
         """The container behind an attribute: its Variable type and metadata, with the current value."""

@@ -80,6 +80,13 @@ class MultiHeadAttention(Module):
     True
     """
 
+    logical_axes = {
+        **dict.fromkeys(("query/kernel", "key/kernel", "value/kernel"), ("embed", "heads", "head_dim")),
+        **dict.fromkeys(("query/bias", "key/bias", "value/bias"), ("heads", "head_dim")),
+        "out/kernel": ("heads", "head_dim", "embed"),
+        "out/bias": ("embed",),
+    }
+
     def __init__(
         self,
         num_heads: int,

@@ -97,6 +97,8 @@ class BatchNorm(Module):
     [1.0, 1.0, 1.0]
     """
 
+    logical_axes = dict.fromkeys(("scale", "bias", "mean", "var"), ("norm",))
+
     def __init__(
         self,
         num_features: int,

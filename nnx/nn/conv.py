@@ -194,6 +194,8 @@ class Conv(Module):
     (5, 16, 16, 8)
     """
 
+    logical_axes = {"kernel": ("in", "out"), "bias": ("out",)}
+
     def __init__(
         self,
         in_features: int,

@@ -181,6 +181,10 @@ class ConvTranspose(Module):
         if use_bias:
             self.bias = Param(initial_value(self, bias_init, ctx, (out_features,), param_dtype), **bias_metadata)
 
+    @property
+    def logical_axes(self) -> dict[str, tuple[str, ...]]:
+        return {"kernel": ("out", "in") if self.transpose_kernel else ("in", "out"), "bias": ("out",)}
+
     def __call__(self, inputs: Array) -> Array:
         check_input(self, inputs)
         settings = {

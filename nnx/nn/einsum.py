@@ -246,6 +246,8 @@ class Bilinear(Module):
     (2, 5)
     """
 
+    logical_axes = {"kernel": ("in", None, "out"), "bias": ("out",)}
+
     def __init__(
         self,
         in1_features: int,

@@ -54,6 +54,8 @@ class Embed(Module):
     (1, 3, 10)
     """
 
+    logical_axes = {"embedding": ("vocab", "embed")}
+
     def __init__(
         self,
         num_embeddings: int,
@@ -128,6 +130,8 @@ class LearnedPositionEmbed(Module):
     >>> layer(jnp.zeros((2, 1, 4)), positions=jnp.array([[3], [7]])).shape  # while decoding
     (2, 1, 4)
     """
+
+    logical_axes = {"embedding": (None, "embed")}
 
     def __init__(
         self,

@@ -53,6 +53,8 @@ class GroupNorm(Module):
     (2, 5, 5, 6)
     """
 
+    logical_axes = {"scale": ("norm",), "bias": ("norm",)}
+
     def __init__(
         self,
         num_features: int,
@@ -146,6 +148,8 @@ class InstanceNorm(Module):
     >>> layer(jnp.ones((2, 5, 5, 3))).shape
     (2, 5, 5, 3)
     """
+
+    logical_axes = {"scale": ("norm",), "bias": ("norm",)}
 
     def __init__(
         self,

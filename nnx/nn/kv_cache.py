@@ -54,6 +54,11 @@ class KVCache(Module):
     [4, 6]
     """
 
+    logical_axes = {
+        **dict.fromkeys(("key", "value"), ("batch", "length", "heads", "head_dim")),
+        "index": ("batch",),
+    }
+
     def __init__(
         self,
         batch_shape: int | tuple[int, ...],

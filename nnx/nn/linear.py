@@ -95,6 +95,8 @@ class Linear(Module):
     (2, 4)
     """
 
+    logical_axes = {"kernel": ("in", "out"), "bias": ("out",)}
+
     def __init__(
         self,
         in_features: int,
@@ -241,6 +243,12 @@ class LinearGeneral(Module):
             shape = self.batch_sizes + self.out_features
             bias = initial_value(self, bias_init, ctx, (math.prod(shape),), param_dtype)
             self.bias = Param(_reshaped(bias, shape), **bias_metadata)
+
+    @property
+    def logical_axes(self) -> dict[str, tuple[str | None, ...]]:
+        batch = (None,) * len(self.batch_sizes)
+        out = ("out", *(None,) * (len(self.out_features) - 1))
+        return {"kernel": (*batch, "in", *(None,) * (len(self.in_features) - 1), *out), "bias": (*batch, *out)}
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         shape = inputs.shape

@@ -77,6 +77,8 @@ class LoRA(Module):
     (16, 4)
     """
 
+    logical_axes = {"lora_a": ("in", None), "lora_b": (None, "out")}
+
     def __init__(
         self,
         in_features: int,

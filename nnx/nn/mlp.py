@@ -95,6 +95,14 @@ class MLP(Module):
         )
         self.dropout = Dropout(dropout_rate)
 
+    @property
+    def logical_axes(self) -> dict[str, tuple[str, ...]]:
+        axes = {}
+        for i in range(len(self.layers)):
+            before, after = ("embed", "mlp") if i % 2 == 0 else ("mlp", "embed")
+            axes |= {f"layers/{i}/kernel": (before, after), f"layers/{i}/bias": (after,)}
+        return axes
+
     def __call__(self, x: Array, *, deterministic: bool | None = None, ctx: Context | None = None) -> Array:
         check_last_axis(self, x, self.in_features, "in_features")
         for i, layer in enumerate(self.layers):

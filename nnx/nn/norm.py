@@ -141,6 +141,8 @@ class LayerNorm(Module):
     [0.0, 0.0]
     """
 
+    logical_axes = {"scale": ("norm",), "bias": ("norm",)}
+
     def __init__(
         self,
         num_features: int,
@@ -214,6 +216,8 @@ class RMSNorm(Module):
     >>> [round(v, 3) for v in layer(jnp.array([3.0, 3.0])).tolist()]
     [1.0, 1.0]
     """
+
+    logical_axes = {"scale": ("norm",), "bias": ("norm",)}
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ gathers
 the values from the cells, calls the compiled function with one flat list, and writes back what changed.
 """
 
+import dis
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import jax
 from nnx.core.info import STRUCTURE, ModuleBase, join
 from nnx.core.moduledef import ModuleDef
 from nnx.core.trace import current_level
+from nnx.sharding.rules import get_logical_axis_rules
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
 from nnx.transforms.donation import Donation
 from nnx.transforms.jit_shardings import constrain_outcome, input_shardings
@@ -115,7 +117,7 @@ class Jit:
         self.bound = target.bound
         self.target = target.fun
         self.body = unwrap_static(target.fun) if self.static else target.fun
-        self.entries: dict[Signature, Entry] = {}
+        self.entries: dict[tuple[Signature, Any], Entry] = {}  # by signature, and the logical axis rules that hold
         self.simple = not (self.static or self.donated or self.bound or not stateful)
         self._last: Entry | None = None
         self._static_retraces: dict[str, int] = {}
@@ -145,23 +147,25 @@ class Jit:
         if self.static:
             args, kwargs = make_static(self.static, args, kwargs, self.name)
         call = Call(args, kwargs)
-        entry = self.entries.get(call.signature)
+        key = (call.signature, get_logical_axis_rules())
+        entry = self.entries.get(key)
         if entry is None:
             self._warn_of_closure()
             self._explain_structure(call)
-            entry = self.entries[call.signature] = Entry(self, call, args, kwargs)
+            entry = self.entries[key] = Entry(self, call, args, kwargs)
         self._last = entry
         return call, entry
 
     def _remember_plan(self, call: Call, entry: Entry, result: Any, args: tuple[Any, ...]) -> None:
         """Keeps with the flat form all that the next call like this one needs, if it is a simple one."""
         flat, effects = call.flat, entry.effects_of(result)
-        if flat is None or flat.level is None or len(call.roots) > 1 or args[0] is not call.roots[0] or call.contexts:
+        if flat is None or flat.level is None or not all_data(args[1:]) or args[0] is not call.roots[0]:
             return
         if len(result) == 2 and effects.simple and not any(i in flat.extra for i in effects.changed):
             into = [flat.dicts[i] for i in effects.changed]
             under = [flat.names[i] for i in effects.changed]
-            flat.writers[self] = (entry.jitted, flat.dicts, flat.names, flat.level, into, under)
+            key = (self, len(args), get_logical_axis_rules())
+            flat.writers[key] = (entry.jitted, flat.dicts, flat.names, flat.level, into, under)
 
     # As in jax.jit
 
@@ -281,7 +285,7 @@ def _entrance(me: Jit) -> Callable[..., Any]:
             if leaf_sorts.get(type(first)) == MODULE:
                 flat = first._nnx_info.flat
                 if flat is not None and flat.ready is structure.stamp:
-                    plan = flat.writers.get(me)
+                    plan = flat.writers.get((me, len(args), get_logical_axis_rules()))
                     rest = args[1:]
                     if plan is not None and all_data(rest):
                         jitted, dicts, names, level, into, under = plan
@@ -320,7 +324,7 @@ def captured_modules(fun: Any) -> list[str]:
     while codes:
         code = codes.pop()
         codes.extend(const for const in code.co_consts if isinstance(const, types.CodeType))
-        for name in code.co_names:
+        for name in dict.fromkeys(op.argval for op in dis.get_instructions(code) if op.opname == "LOAD_GLOBAL"):
             value = fun.__globals__.get(name)
             if isinstance(value, ModuleBase) and f"the global {name!r} ({type(value).__name__})" not in found:
                 found.append(f"the global {name!r} ({type(value).__name__})")

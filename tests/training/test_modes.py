@@ -25,7 +25,7 @@ def make_net():
 
 def test_training_and_use_set_the_modes_of_all_layers():
     net = make_net()
-    nnx.set_mode(net, training=False)
+    assert net.eval() is net
     assert net.norm.use_running_average is True and net.drop.deterministic is True
     out = net(X)  # no Context needed
     nnx.set_mode(net, training=True)

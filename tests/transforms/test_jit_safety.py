@@ -1,5 +1,6 @@
 """What must not go wrong: exceptions, interrupts, closures, trace levels, and Modules handed to raw JAX."""
 
+import functools
 import random
 import signal
 import warnings
@@ -224,7 +225,7 @@ def test_the_context_still_works_after_an_exception():
 
 
 def interrupt_again_and_again(call, check):
-    """Calls with a timer that raises KeyboardInterrupt at random moments, checking after each; returns how often it hit."""
+    """Calls under a timer that raises KeyboardInterrupt at random moments, checking after each; returns the hits."""
 
     def interrupt(signum, frame):
         raise KeyboardInterrupt
@@ -332,6 +333,17 @@ def test_a_function_that_names_a_global_module_is_a_warning_that_names_it(monkey
     monkeypatch.setitem(globals(), "GLOBAL_WEIGHTS", linear())
     with pytest.warns(UserWarning, match="GLOBAL_WEIGHTS"):
         nnx.jit(uses_a_global_module)(jnp.ones((1, 2)))
+
+
+def test_a_partial_that_captures_a_module_is_a_warning():
+    with pytest.warns(UserWarning, match="Linear"):
+        nnx.jit(functools.partial(lambda m, x: x @ m.kernel, linear()))(jnp.ones((1, 2)))
+
+
+def test_closing_over_a_list_of_modules_is_a_warning_that_names_it():
+    experts = [linear(0), linear(1)]
+    with pytest.warns(UserWarning, match="experts"):
+        nnx.jit(lambda x: x @ experts[0].kernel)(jnp.ones((1, 2)))
 
 
 def test_closing_over_arrays_is_no_warning():

@@ -155,3 +155,19 @@ def test_another_module_created_between_calls_does_not_retrace():
         step(model, X)
         Model(ctx=nnx.context(seed))
     assert step.trace_count == 1
+
+
+def test_the_short_way_of_a_call_tells_its_arguments_apart():
+    model = nnx.Dict(n=nnx.Variable(jnp.array(0.0)))
+
+    @nnx.jit
+    def add(m, x, y=None):
+        total = x["a"] if isinstance(x, dict) else x
+        m.n = m.n + total + (0 if y is None else 10 * y)
+
+    one = jnp.array(1.0)
+    calls = [(1, ({"a": one},)), (2, (one,)), (3, (one,)), (14, (one, one)), (25, (one, one)), (26, (one,))]
+    for expected, args in calls:
+        add(model, *args)
+        assert float(model.n) == expected
+    assert add.trace_count == 3

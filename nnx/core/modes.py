@@ -6,6 +6,7 @@ attribute, so that a call may still say otherwise, and `None` hands the decision
 
 from typing import Any
 
+from nnx.core.graph import number_modules
 from nnx.core.info import STATIC, ModuleBase
 from nnx.core.updates import check_levels
 
@@ -26,7 +27,7 @@ def set_mode(model: Any, training: bool | None) -> None:
     if not isinstance(model, ModuleBase):
         raise TypeError(f"The mode of a Module can be set, got {type(model).__name__}.")
     value = None if training is None else not training
-    layers = [module for module in model.modules() if _modes_of(module)]  # type: ignore[attr-defined]
+    layers = [module for module in number_modules((model,))[0] if _modes_of(module)]
     check_levels(layers, "setting the mode")
     for layer in layers:
         for name in _modes_of(layer):
