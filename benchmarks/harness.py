@@ -64,6 +64,7 @@ def interleave(
     seconds: float,
     turn: float = 3e-4,
     clock: Callable[[], float] = time.perf_counter,
+    compared: int = 2,
 ) -> dict[str, Timing]:
     """Times the contenders in turns.
 
@@ -74,19 +75,23 @@ def interleave(
             more likely to pass undisturbed.
         clock: for seconds of pure computation, such as tracing, `time.process_time` does not count what other programs
             take meanwhile.
+        compared: how many of them, from the first, a goal compares; the others, there for information, get a quarter of
+            their time each.
     """
     calls = {name: _calls_per_turn(run, turn) for name, run in contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     spent = dict.fromkeys(contenders, 0.0)
     order, shuffle = list(contenders), random.Random(0).shuffle
+    pair = order[:compared]
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         while (total := sum(spent.values())) < seconds or (total < 3 * seconds and not _is_settled(times)):
             shuffle(order)  # nobody always runs after the same neighbour, who leaves the caches in his own state
-            share = 2 * min(spent.values())
+            share = 2 * min(spent[name] for name in pair)
             for name in order:
-                if spent[name] <= share:  # a slow contender takes fewer turns, so that all get about the same time
+                # a slow contender takes fewer turns, so that all get about their share of the time
+                if spent[name] <= (share if name in pair else share / 8):
                     times[name].append(_seconds_per_call(contenders[name], calls[name], clock))
                     spent[name] += times[name][-1] * calls[name]
             if sum(map(len, times.values())) % 256 < len(order):
@@ -100,7 +105,7 @@ def interleave(
 def _is_settled(times: dict[str, list[float]]) -> bool:
     """Whether the last quarter of the turns brought no better time (by a percent) than those before."""
     return all(
-        len(values) >= 4 and min(values[: -(len(values) // 4)]) <= 1.01 * min(values) for values in times.values()
+        len(values) < 4 or min(values[: -(len(values) // 4)]) <= 1.01 * min(values) for values in times.values()
     )
 
 

@@ -33,8 +33,8 @@ def measure(settings: Settings) -> list[Row]:
     timings = interleave(
         {
             OURS: lambda: ours.kernel,
-            "plain Python": lambda: plain.kernel,
             "equinox": lambda: equinox.kernel,
+            "plain Python": lambda: plain.kernel,
             "flax": lambda: flax_module.kernel[...],
         },
         seconds=settings.seconds(4),

@@ -29,7 +29,7 @@ SIZES = {  # layers, heads, width, context, batch
     "small": (4, 4, 128, 64, 12),
     "medium": (6, 6, 384, 256, 64),
 }
-STEPS = 1200
+STEPS = 800
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--size", choices=SIZES, default="small")

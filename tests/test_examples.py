@@ -10,10 +10,10 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLES = [*sorted((ROOT / "examples").glob("[0-9]*.py")), ROOT / "examples" / "demo.py"]
-TIME_LIMIT = 240  # seconds, on a machine that does much else; each takes some ten when it has a core to itself
+TIME_LIMIT = 280  # seconds, on a machine that does much else; most take some ten when they have a core to themselves
 
 
-@pytest.mark.timeout(TIME_LIMIT + 30)
+@pytest.mark.timeout(TIME_LIMIT + 20)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_example_runs_and_learns(example):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}

@@ -7,6 +7,7 @@ the values from the cells, calls the compiled function with one flat list, and w
 """
 
 import dis
+import functools
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +18,14 @@ import jax
 
 from nnx.core.info import STRUCTURE, ModuleBase, join
 from nnx.core.moduledef import ModuleDef
+from nnx.core.statics import find_captured_module
 from nnx.core.trace import current_level
 from nnx.sharding.rules import get_logical_axis_rules
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
 from nnx.transforms.donation import Donation
 from nnx.transforms.jit_shardings import constrain_outcome, input_shardings
 from nnx.transforms.lift import (
+    DATA,
     MODULE,
     Call,
     Effects,
@@ -70,7 +73,7 @@ class Entry:
         options = dict(owner.options)
         self.cell_shardings: list[Any] | None = None
         if owner.in_shardings is not None:
-            self.cell_shardings, data_shardings = input_shardings(owner.in_shardings, call, args)
+            self.cell_shardings, data_shardings = input_shardings(owner.in_shardings, call, args, len(owner.bound))
             options["in_shardings"] = (self.cell_shardings, data_shardings, *([None] if call.contexts else []))
         self.jitted = jax.jit(self.traced, **options)
 
@@ -164,7 +167,7 @@ class Jit:
         if len(result) == 2 and effects.simple and not any(i in flat.extra for i in effects.changed):
             into = [flat.dicts[i] for i in effects.changed]
             under = [flat.names[i] for i in effects.changed]
-            key = (self, len(args), get_logical_axis_rules())
+            key = (self, len(args) - 1, get_logical_axis_rules())
             flat.writers[key] = (entry.jitted, flat.dicts, flat.names, flat.level, into, under)
 
     # As in jax.jit
@@ -276,50 +279,55 @@ class Jit:
 
 
 def _entrance(me: Jit) -> Callable[..., Any]:
-    """The function the user calls. A plain closure: this is the path every step takes."""
-    structure = STRUCTURE
+    """The function the user calls. Plain closures: this is the path every step takes."""
+    structure, nothing = STRUCTURE, object()
 
-    def lifted(*args: Any, **kwargs: Any) -> Any:
-        if args and not kwargs and me.simple:
-            first = args[0]
-            if leaf_sorts.get(type(first)) == MODULE:
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        return me.call(args, kwargs)
+
+    def lifted(first: Any = nothing, /, *rest: Any, **kwargs: Any) -> Any:
+        if not kwargs and leaf_sorts.get(type(first)) == MODULE:
+            for arg in rest:
+                if leaf_sorts.get(type(arg)) != DATA:
+                    break
+            else:
                 flat = first._nnx_info.flat
-                if flat is not None and flat.ready is structure.stamp:
-                    plan = flat.writers.get((me, len(args), get_logical_axis_rules()))
-                    rest = args[1:]
-                    if plan is not None and all_data(rest):
+                if flat is not None and (flat.ready is structure.stamp or (flat.is_valid() and flat.ready is not None)):
+                    plan = flat.writers.get((me, len(rest), get_logical_axis_rules()))
+                    if plan is not None:
                         jitted, dicts, names, level, into, under = plan
                         result = jitted([*map(getitem, dicts, names)], rest)
                         if len(result) == 2 and level is current_level():
                             any(map(setitem, into, under, result[0]))  # one C call: an interrupt cannot tear it
                             return result[1]
-                        call, entry = me.prepare(args, kwargs)
+                        call, entry = me.prepare((first, *rest), kwargs)
                         return entry.finish(call, result)
-        return me.call(args, kwargs)
+        return me.call(rest if first is nothing else (first, *rest), kwargs)
 
-    return lifted
+    return lifted if me.simple else plain
 
 
 def all_data(args: tuple[Any, ...]) -> bool:
     """Whether all arguments are single leaves that are no Modules or Contexts."""
     for arg in args:
-        if leaf_sorts.get(type(arg)) != 0:
+        if leaf_sorts.get(type(arg)) != DATA:
             return False
     return True
 
 
 def captured_modules(fun: Any) -> list[str]:
-    """The Modules a function reaches through its closure or by a global name, each with its name there."""
+    """The Modules a function reaches through what it captured or by a global name, each with its place."""
     if not isinstance(fun, types.FunctionType):
-        return []
+        captured = find_captured_module(fun) if isinstance(fun, (functools.partial, types.MethodType)) else None
+        return [f"{type(captured[0]).__name__} ({captured[1]})"] if captured is not None else []
     found = []
     for name, cell in zip(fun.__code__.co_freevars, fun.__closure__ or ()):
         try:
-            value = cell.cell_contents
-        except ValueError:
+            captured = find_captured_module(cell.cell_contents)
+        except ValueError:  # not filled yet
             continue
-        if isinstance(value, ModuleBase):
-            found.append(f"{name!r} ({type(value).__name__}) in its closure")
+        if captured is not None:
+            found.append(f"{name!r} ({type(captured[0]).__name__}) in its closure")
     codes = [fun.__code__]
     while codes:
         code = codes.pop()

@@ -5,39 +5,64 @@ from typing import Any
 
 import jax
 
+from nnx.core.context import Context
 from nnx.core.filters import to_predicate
 from nnx.core.graph import GraphKey
 from nnx.core.info import ModuleBase, join
 from nnx.core.variables import Spec
-from nnx.transforms.lift import Call, Effects, Outcome, Returned
+from nnx.transforms.arguments import StaticArgument
+from nnx.transforms.lift import DATA, Call, Effects, Outcome, Returned, sort_of
 from nnx.transforms.rewrite import Rewrite
 
 
-def input_shardings(shardings: Any, call: Call, args: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]]:
-    """One sharding per cell and per data leaf, from one per argument (for a Module: one, or one per filter)."""
-    per_argument = shardings if isinstance(shardings, (tuple, list)) else (shardings,) * len(args)
-    if len(per_argument) != len(args):
-        raise ValueError(f"in_shardings has {len(per_argument)} entries for a call with {len(args)} arguments.")
+def input_shardings(shardings: Any, call: Call, args: tuple[Any, ...], bound: int) -> tuple[list[Any], tuple[Any, ...]]:
+    """One sharding per cell and per data leaf, from one per argument (for a Module: one, or one per filter).
+
+    Static arguments, and the Module a method is bound to, have no entry of their own, as in `jax.jit`.
+    """
+    dynamic = [argument for argument in args[bound:] if not isinstance(argument, StaticArgument)]
+    per_argument = shardings if type(shardings) in (tuple, list) else (shardings,) * len(dynamic)
+    if len(per_argument) != len(dynamic):
+        raise ValueError(f"in_shardings has {len(per_argument)} entries for a call with {len(dynamic)} arguments.")
     cells: list[Any] = [None] * len(call.cells())
     data: list[Any] = []
-    roots = list(dict.fromkeys(call.signature.key.table[0])) if call.signature.key is not None else []
-    for argument, sharding in zip(args, per_argument):
-        if isinstance(argument, ModuleBase):
-            number = next(i for i, root in enumerate(call.roots) if root is argument)
-            chosen = _cell_shardings(sharding, call, roots[number])
-            cells = [mine if mine is not None else other for mine, other in zip(chosen, cells)]
+    for argument, sharding in zip(dynamic, per_argument):
+        _spread(sharding, argument, call, cells, data)
+    return cells, (*data, *[None] * (len(call.data) - len(data)))
+
+
+def _spread(sharding: Any, argument: Any, call: Call, cells: list[Any], data: list[Any]) -> None:
+    """Notes the sharding of every cell and data leaf of an argument, from one that may stand for whole subtrees."""
+    if isinstance(argument, ModuleBase):
+        _spread_over_cells(sharding, call, argument, cells)
+    elif isinstance(argument, Context):
+        return
+    elif sharding is None or isinstance(sharding, (jax.sharding.Sharding, jax.sharding.PartitionSpec)):
+        for leaf in jax.tree.leaves(argument):
+            if sort_of(leaf) == DATA:
+                data.append(sharding)
+            else:
+                _spread(sharding, leaf, call, cells, data)
+    else:
+        children = jax.tree.leaves(argument, is_leaf=lambda x: x is not argument)
+        if isinstance(argument, dict) and isinstance(sharding, Mapping):
+            parts = [sharding[key] for key in sorted(argument)]
         else:
-            broadcast = jax.tree.map(
-                lambda s, sub: jax.tree.map(lambda _: _Leaf(s), sub), sharding, argument, is_leaf=lambda s: s is None
-            )
-            data.extend(leaf.value for leaf in jax.tree.leaves(broadcast) if isinstance(leaf, _Leaf))
-    data.extend([None] * (len(call.data) - len(data)))
-    return cells, tuple(data)
+            parts = list(sharding)
+        if len(parts) != len(children):
+            raise ValueError(f"in_shardings {sharding!r} is no prefix of the argument, {jax.tree.structure(argument)}.")
+        for part, child in zip(parts, children):
+            _spread(part, child, call, cells, data)
 
 
-class _Leaf:
-    def __init__(self, value: Any):
-        self.value = value
+def _spread_over_cells(sharding: Any, call: Call, module: Any, cells: list[Any]) -> None:
+    key = call.signature.key
+    assert key is not None
+    roots = list(dict.fromkeys(key.table[0]))
+    number = next(i for i, root in enumerate(call.roots) if root is module)
+    for i, chosen in enumerate(_cell_shardings(sharding, call, roots[number])):
+        if chosen is not None:
+            cells[i] = chosen
 
 
 def _cell_shardings(sharding: Any, call: Call, root: int) -> list[Any]:

@@ -355,6 +355,107 @@ def test_a_failing_function_never_changes_the_model():
     check()
 
 
+# Bodies that run many times or maybe never: programs that change values alone
+
+
+value_edits = st.tuples(
+    st.sampled_from([add_to_value, copy_value, write_tied, write_tree]), small, small, small, st.none()
+)
+value_programs = st.lists(value_edits, max_size=4)
+
+
+def change(program, model, x):
+    for edit, i, j, k, _ in program:
+        edit([m for _, m in model.named_modules()], i, j, k, x)
+    return x * 2
+
+
+def apply_cond(first, second, model, x, turn):
+    return nnx.cond(turn % 2 == 0, first, second, model, x)
+
+
+def apply_switch(first, second, model, x, turn):
+    return nnx.switch(turn % 3, [first, second, first], model, x)
+
+
+def apply_scan(first, second, model, x, turn):
+    return nnx.scan(lambda m, carry, _: (first(m, carry), None), length=2)(model, x, None)[0]
+
+
+def apply_fori_loop(first, second, model, x, turn):
+    return nnx.fori_loop(0, turn, lambda i, carry: (carry[0], first(*carry)), (model, x))[1]
+
+
+def apply_while_loop(first, second, model, x, turn):
+    def body(carry):
+        model, n, x = carry
+        return model, n + 1, first(model, x)
+
+    return nnx.while_loop(lambda carry: carry[1] < turn, body, (model, 0, x))[2]
+
+
+def apply_nested(first, second, model, x, turn):
+    inner = nnx.remat(lambda m, x: nnx.cond(turn % 2 == 0, first, second, m, x))
+    return nnx.scan(lambda m, carry, _: (inner(m, carry), None), length=2)(model, x, None)[0]
+
+
+def eager_branch(first, second, model, x, turn):
+    return (first, second)[turn % 2](model, x)
+
+
+def eager_switch(first, second, model, x, turn):
+    return (first, second, first)[turn % 3](model, x)
+
+
+def eager_twice(first, second, model, x, turn):
+    return first(model, first(model, x))
+
+
+def eager_loop(first, second, model, x, turn):
+    for _ in range(turn):
+        x = first(model, x)
+    return x
+
+
+def eager_nested(first, second, model, x, turn):
+    return eager_branch(first, second, model, eager_branch(first, second, model, x, turn), turn)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "lifted_form, eager_form",
+    [
+        (apply_cond, eager_branch),
+        (apply_switch, eager_switch),
+        (apply_scan, eager_twice),
+        (apply_fori_loop, eager_loop),
+        (apply_while_loop, eager_loop),
+        (apply_nested, eager_nested),
+    ],
+    ids=["cond", "switch", "scan", "fori_loop", "while_loop", "scan of remat of cond"],
+)
+def test_lifted_control_flow_leaves_what_python_control_flow_leaves(lifted_form, eager_form):
+    @settings(QUICK, max_examples=5)
+    @given(plans, st.booleans(), value_programs, value_programs)
+    def check(plan, tied, first, second):
+        def f(model, x):
+            return change(first, model, x)
+
+        def g(model, x):
+            return change(second, model, x)
+
+        eager, lifted = Run(plan), Run(plan)
+        if tied:
+            for model in (eager.model, lifted.model):
+                tie_values([m for _, m in model.named_modules()], 0, 1, 0, jnp.ones(2))
+        for turn in range(3):
+            x = jnp.arange(1.0, 3.0)
+            found = lifted.call(lambda m, x, turn=turn: lifted_form(f, g, m, x, turn), x)
+            assert found == eager.call(lambda m, x, turn=turn: eager_form(f, g, m, x, turn), x)
+
+    check()
+
+
 # Gradients
 
 
