@@ -127,6 +127,7 @@ def main():
     first, last = float(losses[0]), float(np.mean([float(loss) for loss in losses[-5:]]))
     assert last < (0.85 if args.smoke else 0.6) * first, (first, last)
     say(f"mesh {DATA}×{MODEL}: loss {first:.3f} -> {last:.3f}; a device has {part} of the table's {table.shape}")
+    say(f"final loss: {last:.3f}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def test_the_example_runs_and_learns(example):
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIME_LIMIT)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     last_line = result.stdout.strip().splitlines()[-1]
-    assert re.search(r"\d", last_line), f"the last line tells the final metric, got {last_line!r}"
+    assert re.match(r"final .*: -?\d", last_line), f"the last line tells the final metric, got {last_line!r}"
 
 
 def test_the_numbers_of_the_examples_have_no_gap():

@@ -149,7 +149,10 @@ class ContextDef:
 
     def merge(self, keys: Mapping[str, Any]) -> Context:
         """A Context with these keys as its streams."""
-        return Context({name: Stream(key) for name, key in keys.items()}, self._flags.value)
+        ctx = Context({name: Stream(key) for name, key in keys.items()}, self._flags.value)
+        if tuple(keys) == self.streams:
+            ctx._def = self
+        return ctx
 
     def from_fork(self, data: Sequence[tuple[Any, Any]]) -> Context:
         """The Context that `Context.fork_data` described."""

@@ -123,6 +123,7 @@ class Jit:
         self.entries: dict[tuple[Signature, Any], Entry] = {}  # by signature, and the logical axis rules that hold
         self.simple = not (self.static or self.donated or self.bound or not stateful)
         self._last: Entry | None = None
+        self._last_key: Any = None
         self._static_retraces: dict[str, int] = {}
         self._warned: set[str] = set()
         self.function = dress(_entrance(self), fun)
@@ -151,12 +152,14 @@ class Jit:
             args, kwargs = make_static(self.static, args, kwargs, self.name)
         call = Call(args, kwargs)
         key = (call.signature, get_logical_axis_rules())
+        if key == self._last_key and self._last is not None:  # cheaper than a hash, and nearly always true
+            return call, self._last
         entry = self.entries.get(key)
         if entry is None:
             self._warn_of_closure()
             self._explain_structure(call)
             entry = self.entries[key] = Entry(self, call, args, kwargs)
-        self._last = entry
+        self._last, self._last_key = entry, key
         return call, entry
 
     def _remember_plan(self, call: Call, entry: Entry, result: Any, args: tuple[Any, ...]) -> None:
