@@ -203,8 +203,8 @@ def custom_vjp(fun: Any, *, wrt: Any = Param, nondiff_argnums: int | Sequence[in
     ...     return m.w * x
     >>> f.defvjp(lambda m, x: (m.w * x, (m, x)),
     ...          lambda residuals, g: (jax.tree.map(lambda w: 10 * g, residuals[0].filter(nnx.Param)), g))
-    >>> nnx.grad(f)(nnx.Dict(w=nnx.Param(jnp.array(1.0))), 2.0)["w"].value
-    Array(10., dtype=float32)
+    >>> float(nnx.grad(f)(nnx.Dict(w=nnx.Param(jnp.array(1.0))), 2.0)["w"].value)
+    10.0
     """
     return CustomVJP(fun, "nnx.custom_vjp", wrt, nondiff_argnums)
 
