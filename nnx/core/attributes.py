@@ -30,7 +30,14 @@ wrappers: dict[type, Callable[[Any], Any]] = {}
 
 
 def register_node_type(cls: type) -> None:
-    """Makes values of a type nodes: assigned to a Module or Pytree attribute, they are data."""
+    """Makes values of a type nodes: assigned to a Module or Pytree attribute, they are data.
+
+    Args:
+      cls: the type; JAX must be able to take its values, as arrays or as a registered pytree.
+
+    Raises:
+      TypeError: it is no class.
+    """
     global _node_types
     if not isinstance(cls, type):
         raise TypeError(f"nnx.register_node_type takes a class, got {short(cls)}.")
@@ -39,7 +46,11 @@ def register_node_type(cls: type) -> None:
 
 
 def is_node(value: Any) -> bool:
-    """Whether a value is data by its type: arrays, tracers, `ShapeDtypeStruct`s, registered types, Node containers."""
+    """Whether a value is data by its type: arrays, tracers, `ShapeDtypeStruct`s, registered types, Node containers.
+
+    >>> nnx.is_node(jnp.ones(2)), nnx.is_node(nnx.Param(1)), nnx.is_node(1)
+    (True, True, False)
+    """
     return _sort(value) == _ARRAY or isinstance(value, Node)
 
 
@@ -163,6 +174,8 @@ def place(module: Any, name: str, kind: Any, value: Any) -> None:
             kind.attach(module, name)
     info.kinds[name] = kind
     values[name] = value
+    if kind is STATIC and type(value) in wrappers:
+        info.unsettled = True
     info.changed()
     if old is MODULE:
         forget_flat_forms()
@@ -232,6 +245,7 @@ def _refuse_captured(module: Any, name: str, value: Any) -> None:
 def settle(module: Any) -> None:
     """After the constructor: lists and dicts that have come to hold Modules or arrays get the kind that fits."""
     kinds, values = module._nnx_info.kinds, module.__dict__
+    module._nnx_info.unsettled = False
     filled = [name for name, kind in kinds.items() if kind is STATIC and type(values[name]) in wrappers]
     for name in filled:
         value = values[name]

@@ -5,7 +5,18 @@ A text says what was passed, where, why it fails and what to write instead.
 
 
 class TraceContextError(Exception):
-    """A Module, Ref or Context was used at another trace level than the one it was made in."""
+    """A Module, Ref or Context was used at another trace level than the one it was made in.
+
+    A trace level is one run of a JAX transform. The message says what to write instead: mostly, to pass the object to
+    the lifted transform as an argument.
+
+    >>> counter = nnx.Dict(n=nnx.Variable(0))
+    >>> try:
+    ...     jax.jit(lambda: setattr(counter, "n", 1))()
+    ... except nnx.TraceContextError as error:
+    ...     print(str(error)[:49])
+    Cannot mutate Module from different trace level: 
+    """
 
 
 MUTATE_AT_OTHER_LEVEL = """Cannot mutate Module from different trace level: {action} of {owner}.

@@ -23,19 +23,46 @@ def field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, **kwa
 
 
 def node_field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, **kwargs: Any) -> Any:
-    """A field kept as data, whatever its type."""
+    """A field kept as data, whatever its type.
+
+    >>> @nnx.dataclass
+    ... class Scale(nnx.Module):
+    ...     factor: float = nnx.node_field(2.0)
+    >>> list(Scale().get_state())
+    ['factor']
+    """
     return _field(_wrapper(Node), default, default_factory, kwargs)
 
 
 def static_field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, **kwargs: Any) -> Any:
-    """A field kept as a static value, whatever its type."""
+    """A field kept as a static value, whatever its type.
+
+    >>> @nnx.dataclass
+    ... class Table(nnx.Pytree):
+    ...     sizes: tuple = nnx.static_field()
+    >>> jax.tree.leaves(Table((1, 2)))
+    []
+    """
     return _field(_wrapper(Static), default, default_factory, kwargs)
 
 
 def param_field(
     default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, sharding: Any = None, **kwargs: Any
 ) -> Any:
-    """A field kept as an `nnx.Param`."""
+    """A field kept as an `nnx.Param`.
+
+    Args:
+      default: used where the constructor is given nothing.
+      default_factory: called for a default, once per instance.
+      sharding: the Param's logical axis names.
+      **kwargs: those of `dataclasses.field`.
+
+    >>> @nnx.dataclass
+    ... class Scale(nnx.Module):
+    ...     scale: jax.Array = nnx.param_field(sharding=("embed",))
+    >>> Scale(jnp.ones(3)).variable("scale").sharding
+    ('embed',)
+    """
     return _field(_wrapper(Param, sharding=sharding), default, default_factory, kwargs)
 
 
@@ -48,7 +75,22 @@ def var_field(
     metadata: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A field kept as a Variable of the given type; `metadata` are the Variable's own."""
+    """A field kept as a Variable of the given type.
+
+    Args:
+      variable_type: the type.
+      default: used where the constructor is given nothing.
+      default_factory: called for a default, once per instance.
+      sharding: the Variable's logical axis names.
+      metadata: the Variable's further metadata.
+      **kwargs: those of `dataclasses.field`.
+
+    >>> @nnx.dataclass
+    ... class Counter(nnx.Module):
+    ...     count: int = nnx.var_field(nnx.BatchStat, 0)
+    >>> Counter().variable("count")
+    BatchStat(0)
+    """
     wrap = _wrapper(variable_type, sharding=sharding, **(metadata or {}))
     return _field(wrap, default, default_factory, kwargs)
 
@@ -78,6 +120,10 @@ def dataclass(
     """Makes a Module or Pytree class a dataclass, compared by identity.
 
     Args:
+      cls: the class. Without it, a decorator is returned.
+      init: make a constructor of the fields, as in `dataclasses.dataclass`.
+      repr: make a `__repr__` of the fields, in place of the tree that a Module prints.
+      kw_only: all fields are keyword arguments.
       frozen: forbid assignment to fields after construction; `update_state` and transforms still write.
 
     >>> @nnx.dataclass

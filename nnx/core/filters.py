@@ -47,7 +47,14 @@ class Matcher:
 
 
 class OfType(Matcher):
-    """Matches nodes that are instances of a type."""
+    """Matches nodes that are instances of a type.
+
+    The long form of the type itself, for use where a type would be misread.
+
+    >>> model = nnx.Linear(2, 3, ctx=nnx.context(0))
+    >>> list(model.filter(nnx.OfType(nnx.Param)))
+    ['bias', 'kernel']
+    """
 
     def __init__(self, type: type):
         self.type = type
@@ -96,7 +103,12 @@ class PathMatches(Matcher):
 
 
 class Not(Matcher):
-    """Matches what its filter does not."""
+    """Matches what its filter does not.
+
+    >>> model = nnx.BatchNorm(3, ctx=nnx.context(0))
+    >>> list(model.filter(nnx.Not(nnx.Param)))
+    ['mean', 'var']
+    """
 
     def __init__(self, filter: Filter):
         self.filter = filter
@@ -110,7 +122,12 @@ class Not(Matcher):
 
 
 class All(Matcher):
-    """Matches what all of its filters match."""
+    """Matches what all of its filters match.
+
+    >>> model = nnx.Linear(2, 3, ctx=nnx.context(0))
+    >>> list(model.filter(nnx.All(nnx.Param, nnx.PathMatches("**/kernel"))))
+    ['kernel']
+    """
 
     def __init__(self, *filters: Filter):
         self.filters = filters
@@ -124,7 +141,12 @@ class All(Matcher):
 
 
 class Any(Matcher):
-    """Matches what any of its filters matches."""
+    """Matches what any of its filters matches; the same as a tuple of them.
+
+    >>> model = nnx.BatchNorm(3, ctx=nnx.context(0))
+    >>> list(model.filter(nnx.Any(nnx.BatchStat, nnx.PathMatches("bias"))))
+    ['bias', 'mean', 'var']
+    """
 
     def __init__(self, *filters: Filter):
         self.filters = filters
@@ -138,7 +160,12 @@ class Any(Matcher):
 
 
 def buffers(path: str, value: AnyValue) -> bool:
-    """The filter of bare arrays: nodes that are a `jax.Array` or `np.ndarray` and in no container."""
+    """The filter of bare arrays: nodes that are a `jax.Array` or `np.ndarray` and in no container.
+
+    >>> model = nnx.Dict(w=nnx.Param(jnp.ones(2)), table=jnp.zeros(3))
+    >>> list(model.filter(nnx.buffers))
+    ['table']
+    """
     return isinstance(value, (jax.Array, np.ndarray))
 
 

@@ -9,7 +9,7 @@ with the *plan* for building such a graph again. Nothing here recurses over Modu
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, getitem
 from typing import Any, NamedTuple
 
 from nnx.core.errors import FOREIGN_METHOD, STATIC_HOLDS_STATE
@@ -405,8 +405,8 @@ class Flat:
     """
 
     __slots__ = (
-        "key", "statics", "dicts", "names", "extra", "modules", "level", "sown", "writers", "ready",
-        "_versions", "_counts", "_stamp", "_watch", "_indices",
+        "key", "statics", "dicts", "names", "extra", "modules", "level", "sown", "writers", "plans",
+        "ready", "_versions", "_counts", "_stamp", "_watch", "_indices", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, walk: Traversal):
@@ -423,12 +423,15 @@ class Flat:
             if ref is not None:
                 self.extra[i] = ref.targets()
                 self._versions.append(ref.version)
+        for version in self._versions:
+            version.watched = True
         self._counts = list(map(_count, self._versions))
         self._watch = walk.watch
         levels = {id(module._nnx_info.level): module._nnx_info.level for module in walk.modules}
         self.level = next(iter(levels.values())) if len(levels) == 1 else None  # None: they are of several levels
         self.sown = any(module._nnx_info.sown for module in walk.modules)
-        self.writers: dict[Any, Any] = {}  # how transforms write their changes back; filled by them
+        self.writers: dict[tuple[int, ...], Any] = {}  # how transforms write their changes back; filled by them
+        self.plans: dict[Any, Any] = {}  # how jitted functions repeat a call; filled by them
         # the stamp at which nothing needs a look: no watched static value, nothing sown
         self.ready: Any = None if self._watch or self.sown else self._stamp
         self._indices: dict[Layout, list[int]] = {}
@@ -445,8 +448,12 @@ class Flat:
             return True
         return watched_unchanged(self._watch)
 
+    def is_ready(self) -> bool:
+        """Whether it is valid, and no static value needs a look at every call."""
+        return self.is_valid() and self.ready is not None
+
     def values(self) -> list[Any]:
-        return list(map(dict.__getitem__, self.dicts, self.names))
+        return [*map(getitem, self.dicts, self.names)]
 
     def write(self, i: int, value: Any) -> None:
         self.dicts[i][self.names[i]] = value
@@ -493,15 +500,21 @@ def joint_flat_of(roots: Sequence[Any]) -> Flat:
     """Like `flat_of`, for the graph that starts at several distinct Modules; cells are numbered over all of them."""
     if len(roots) == 1:
         return flat_of(roots[0])
-    info: ModuleInfo = roots[0]._nnx_info
-    cached = info.joint
-    if cached is not None:
-        others, flat = cached
-        if len(others) == len(roots) - 1 and all(map(_is_same, others, roots[1:])) and flat.is_valid():
-            return flat
-    flat = Flat(traverse(roots))
-    info.remember_joint(tuple(roots[1:]), flat)
+    flat = joint_flat_if_cached(roots)
+    if flat is None or not flat.is_valid():
+        flat = Flat(traverse(roots))
+        roots[0]._nnx_info.remember_joint(tuple(roots[1:]), flat)
     return flat
+
+
+def joint_flat_if_cached(roots: Sequence[Any]) -> Flat | None:
+    """The flat form that was last made of these Modules; it may no longer be valid."""
+    if len(roots) == 1:
+        return roots[0]._nnx_info.flat
+    cached = roots[0]._nnx_info.joint if roots else None
+    if cached is None or len(cached[0]) != len(roots) - 1:
+        return None
+    return cached[1] if all(map(_is_same, cached[0], roots[1:])) else None
 
 
 def _is_same(weak: Any, module: Any) -> bool:

@@ -63,30 +63,39 @@ _flat_holders: "weakref.WeakSet[ModuleInfo]" = weakref.WeakSet()
 
 
 class Version:
-    """How often the structure of one object has changed; apart from it, so that a cache can watch and not own."""
+    """How often the structure of one object has changed; apart from it, so that a cache can watch and not own.
 
-    __slots__ = ("count",)
+    While no flat form watches it, nothing cached depends on the object, and its changes need no new stamp: making a
+    Module does not disturb the others.
+    """
+
+    __slots__ = ("count", "watched")
 
     def __init__(self) -> None:
         self.count = 0
+        self.watched = False
 
     def changed(self) -> None:
         self.count += 1
-        STRUCTURE.stamp = object()
+        if self.watched:
+            STRUCTURE.stamp = object()
 
 
 class ModuleInfo:
     """The private half of a Module."""
 
-    __slots__ = ("kinds", "level", "version", "flat", "joint", "order", "constructing", "sown", "__weakref__")
+    __slots__ = (
+        "kinds", "level", "version", "flat", "joint", "order", "constructing", "unsettled", "sown", "__weakref__",
+    )  # fmt: skip
 
-    def __init__(self, kinds: dict[str, Any], level: Any):
+    def __init__(self, kinds: dict[str, Any], level: Any, constructing: bool = False):
         self.kinds = kinds
         self.level = level
         self.version = Version()
         self.flat: Any = None  # the cached flat form of the graph that starts here
         self.order: list[str] | None = None  # attribute names in path order
-        self.constructing = False
+        self.constructing = constructing
+        self.unsettled = False  # whether a static list or dict was assigned, which may yet come to hold Modules
         self.joint: Any = None  # the cached flat form of several roots, of which this Module is the first
         self.sown: set[str] | None = None  # names of variables that sow() has appended to
 
@@ -134,14 +143,15 @@ class ModuleBase:
     _nnx_holds_state = True
 
 
-def new_module(cls: type, kinds: dict[str, Any], level: Any = None) -> Any:
+def new_module(cls: type, kinds: dict[str, Any], level: Any = None, constructing: bool = False) -> Any:
     """An instance of `cls` with the given kinds and no values; no constructor runs."""
-    module = object.__new__(cls)
+    module = _new(cls)
     _set_dict(module, {})  # a dict of its own, not split with the class's: attribute reads stay specialised
-    _set_info(module, ModuleInfo(kinds, current_level() if level is None else level))
+    _set_info(module, ModuleInfo(kinds, current_level() if level is None else level, constructing))
     return module
 
 
+_new = object.__new__
 _set_info = ModuleBase.__dict__["_nnx_info"].__set__
 _set_dict = ModuleBase.__dict__["__dict__"].__set__
 

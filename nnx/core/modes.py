@@ -23,6 +23,11 @@ def set_mode(model: Any, training: bool | None) -> None:
 
     Raises:
         TypeError: `model` is no Module.
+
+    >>> model = nnx.Sequence([nnx.Linear(2, 2, ctx=nnx.context(0)), nnx.Dropout(0.5)])
+    >>> nnx.set_mode(model, training=False)
+    >>> model[1].deterministic
+    True
     """
     if not isinstance(model, ModuleBase):
         raise TypeError(f"The mode of a Module can be set, got {type(model).__name__}.")

@@ -52,12 +52,14 @@ class ModuleType(_ProtocolType):
         if is_dataclass is None:  # decided at the first instance: decorators have run by then
             prepare_dataclass(cls)
             is_dataclass = cls._nnx_is_dataclass = dataclasses.is_dataclass(cls)
-        module = super().__call__(*args, **kwargs)
-        if isinstance(module, Module):
+        module = type.__call__(cls, *args, **kwargs)
+        if type(module) is cls or isinstance(module, Module):
             if is_dataclass:
                 _adopt_fields(module)
-            settle(module)
-            module._nnx_info.constructing = False
+            info = module._nnx_info
+            if info.unsettled:
+                settle(module)
+            info.constructing = False
         return module  # pyright: ignore[reportReturnType]  (the check above has narrowed it to Module)
 
     @property
@@ -92,9 +94,7 @@ class Module(ModuleBase, metaclass=ModuleType):
     _nnx_is_dataclass: ClassVar[bool]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        module = new_module(cls, {})
-        module._nnx_info.constructing = True
-        return module
+        return new_module(cls, {}, constructing=True)
 
     # Attributes
 
@@ -102,17 +102,19 @@ class Module(ModuleBase, metaclass=ModuleType):
         info = self._nnx_info
         if info.level is not current_level():
             check_level(self, f"setting {name!r}")
-        on_class = getattr(type(self), name, None)
-        if on_class is not None or name[:2] == "__":
-            if name in _RESERVED or self._nnx_reserves(name):
-                raise AttributeError(RESERVED_NAME.format(name=name, owner=type(self).__name__))
-            if name[:2] == "__" or hasattr(type(on_class), "__set__"):
-                object.__setattr__(self, name, value)
-                return
-        if self._nnx_frozen and not info.constructing:
+        cls = type(self)
+        if name not in info.kinds:
+            on_class = getattr(cls, name, None)
+            if on_class is not None or name[:2] == "__":
+                if name in _RESERVED or cls._nnx_reserves(name):
+                    raise AttributeError(RESERVED_NAME.format(name=name, owner=cls.__name__))
+                if name[:2] == "__" or hasattr(type(on_class), "__set__"):
+                    object.__setattr__(self, name, value)
+                    return
+            if name in cls._nnx_fields:
+                value = cls._nnx_fields[name](value)
+        if cls._nnx_frozen and not info.constructing:
             raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
-        if name in self._nnx_fields and name not in info.kinds:
-            value = self._nnx_fields[name](value)
         assign(self, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -161,12 +163,21 @@ class Module(ModuleBase, metaclass=ModuleType):
         return flat_of(self).state()
 
     def get_module_def(self) -> ModuleDef:
-        """The static half."""
+        """The static half, as one ModuleDef."""
         flat = flat_of(self)
         return ModuleDef(flat.key, flat.statics)
 
     def filter(self, *filters: Any) -> Any:
-        """The State that matches; one per filter. What matches none is left out."""
+        """The State that matches; one per filter. What matches none is left out.
+
+        Raises:
+          ValueError: no filter was given.
+
+        >>> model = nnx.BatchNorm(3, ctx=nnx.context(0))
+        >>> params, stats = model.filter(nnx.Param, nnx.BatchStat)
+        >>> list(params), list(stats)
+        (['bias', 'scale'], ['mean', 'var'])
+        """
         if not filters:
             raise ValueError("filter needs at least one filter, e.g. model.filter(nnx.Param); see get_state() for all.")
         flat = flat_of(self)
@@ -239,7 +250,7 @@ class Module(ModuleBase, metaclass=ModuleType):
             yield paths[i], modules[i]
 
     def for_each(self, module_type: type, fn: Callable[[Any], Any]) -> None:
-        """Calls `fn` on every distinct instance of a type in this Module, itself included."""
+        """Calls `fn` on every distinct instance of a type in this Module, itself included; cycles are no matter."""
         for module in list(self.modules()):
             if isinstance(module, module_type):
                 fn(module)
@@ -255,7 +266,12 @@ class Module(ModuleBase, metaclass=ModuleType):
         return self
 
     def variable(self, name: str) -> Any:
-        """The container behind an attribute: its Variable type and metadata, with the current value."""
+        """The container behind an attribute: its Variable type and metadata, with the current value.
+
+        >>> model = nnx.Dict(w=nnx.Param(jnp.ones(3), ("embed",)))
+        >>> model.variable("w")
+        Param(float32[3], sharding=('embed',))
+        """
         return variable_of(self, stored_name(self, name))
 
     def collections(self) -> set[str]:
@@ -280,7 +296,13 @@ class Module(ModuleBase, metaclass=ModuleType):
         return owner.__dict__[name] if name in owner.__dict__ else getattr(owner, name)
 
     def set_path(self, path: str, value: Any) -> None:
-        """Assigns to the attribute at a path, as `setattr` on its owner would."""
+        """Assigns to the attribute at a path, as `setattr` on its owner would.
+
+        >>> model = nnx.Sequence([nnx.Linear(2, 3, ctx=nnx.context(0))])
+        >>> model.set_path("0", nnx.Identity())
+        >>> model.get_path("0")
+        Identity()
+        """
         if path == "":
             raise ValueError("The path '' is the Module itself, which cannot be replaced from inside.")
         owner, name = resolve(self, path)
@@ -294,6 +316,12 @@ class Module(ModuleBase, metaclass=ModuleType):
 
         Raises:
           ValueError: the attribute exists and is no variable, of another type, or no tuple.
+
+        >>> model = nnx.Dict()
+        >>> model.sow(nnx.Intermediate, "norm", 0.5)
+        >>> model.sow(nnx.Intermediate, "norm", 0.7)
+        >>> model.norm
+        (0.5, 0.7)
         """
         info = self._nnx_info
         kind = info.kinds.get(name)

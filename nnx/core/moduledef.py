@@ -33,6 +33,12 @@ class ModuleDef:
     """The static half of a Module: classes, static values, sharing, and the paths and types of its variables.
 
     Hashable, comparable, and a pytree without leaves. Two Modules built by the same code have equal ModuleDefs.
+
+    >>> state, moduledef = nnx.Linear(2, 3, ctx=nnx.context(0)).partition()
+    >>> moduledef == nnx.Linear(2, 3, ctx=nnx.context(1)).get_module_def()
+    True
+    >>> moduledef.merge(state).kernel.shape
+    (2, 3)
     """
 
     __slots__ = ("_key", "_statics", "__weakref__")

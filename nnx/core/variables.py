@@ -75,7 +75,13 @@ _new = object.__new__
 
 
 class ContainerMetadata(Generic[T]):
-    """What an initialiser returns to attach metadata to the Variable its value goes into."""
+    """What an initialiser returns to attach metadata to the Variable its value goes into.
+
+    `nnx.with_metadata` makes initialisers that return it.
+
+    >>> nnx.Param(nnx.ContainerMetadata(jnp.ones(3), {"sharding": ("embed",)})).sharding
+    ('embed',)
+    """
 
     __slots__ = ("value", "metadata")
 
@@ -88,7 +94,15 @@ class ContainerMetadata(Generic[T]):
 
 
 class Container(Generic[T]):
-    """Base of everything that wraps one value plus metadata. Containers do not change: see `replace`."""
+    """Base of everything that wraps one value plus metadata.
+
+    Metadata are attributes of the container. Two containers are equivalent when their type and metadata agree, and
+    equal when their values agree as well. Containers do not change; `replace` gives a changed copy.
+
+    >>> container = nnx.Param(jnp.ones(3), name="scale")
+    >>> container.name, container.replace(name="shift").name
+    ('scale', 'shift')
+    """
 
     __slots__ = ("value", "_spec")
     _nnx_holds_state: ClassVar[bool] = True  # must not hide in a static value
@@ -247,7 +261,16 @@ def register_container(cls: type) -> None:
 
 
 class Node(Container[T]):
-    """A container whose value is pytree data."""
+    """A container whose value is pytree data.
+
+    As an attribute of a Module it makes data of what would be static.
+
+    >>> model = nnx.Dict(lr=nnx.Node(0.1), name="sgd")
+    >>> model.get_state()
+    State({
+      'lr': Node(0.1),
+    })
+    """
 
     __slots__ = ()
 
@@ -281,6 +304,11 @@ class Variable(Node[T]):
     collection: ClassVar[str] = "variable"
 
     def __init__(self, value: T, sharding: Any = None, **metadata: Any):
+        plain = type(self).__dict__.get("_nnx_plain")
+        if plain is not None and sharding is None and not metadata and leaf_types.get(type(value)):
+            _set_value(self, value)  # an array without metadata, as nearly all are
+            _set_spec(self, plain)
+            return
         if isinstance(sharding, list):
             sharding = tuple(sharding)
         super().__init__(value, sharding=sharding, **metadata)
@@ -309,35 +337,53 @@ register_container(Node)
 
 
 class Param(Variable[T]):
-    """A parameter: what an optimizer trains."""
+    """A parameter: what an optimizer trains. The collection "params".
+
+    >>> model = nnx.Dict(w=nnx.Param(jnp.ones((2, 3)), ("embed", "mlp")))
+    >>> model.w.shape, model.variable("w").sharding
+    ((2, 3), ('embed', 'mlp'))
+    """
 
     __slots__ = ()
     collection = "params"
 
 
 class BatchStat(Variable[T]):
-    """Running statistics of normalisation layers."""
+    """Running statistics of normalisation layers. The collection "batch_stats"."""
 
     __slots__ = ()
     collection = "batch_stats"
 
 
 class Cache(Variable[T]):
-    """What a layer remembers between calls, e.g. keys and values while decoding."""
+    """What a layer remembers between calls, e.g. keys and values while decoding. The collection "cache"."""
 
     __slots__ = ()
     collection = "cache"
 
 
 class Intermediate(Variable[T]):
-    """A value a layer lets out on the side; see `Module.sow`."""
+    """A value a layer lets out on the side; see `Module.sow`. The collection "intermediates".
+
+    >>> model = nnx.Dict()
+    >>> model.sow(nnx.Intermediate, "activation", 1.0)
+    >>> model.pop_state(nnx.Intermediate)["activation"].value
+    (1.0,)
+    """
 
     __slots__ = ()
     collection = "intermediates"
 
 
 class Static(Container[T]):
-    """A container that is no data: a pytree without leaves, hashed by its value."""
+    """A container that is no data: a pytree without leaves, hashed by its value.
+
+    As an attribute of a Module it makes static what would be data.
+
+    >>> model = nnx.Dict(table=nnx.Static((1, 2)))
+    >>> len(model.get_state())
+    0
+    """
 
     __slots__ = ()
     _nnx_holds_state = False
@@ -372,7 +418,13 @@ def with_metadata(initializer: Callable[..., Any], **metadata: Any) -> Callable[
 
 
 def with_partitioning(initializer: Callable[..., Any], sharding: Any, **metadata: Any) -> Callable[..., Any]:
-    """`with_metadata(initializer, sharding=sharding)`."""
+    """Wraps an initialiser so that its Variable has these axis names: `with_metadata(initializer, sharding=...)`.
+
+    >>> init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+    >>> layer = nnx.Linear(2, 4, kernel_init=init, ctx=nnx.context(0))
+    >>> layer.variable("kernel").sharding
+    ('embed', 'mlp')
+    """
     return with_metadata(initializer, sharding=sharding, **metadata)
 
 
@@ -415,7 +467,7 @@ def _snake_case(name: str) -> str:
 
 
 def var(collection: str, value: T, sharding: Any = None, **metadata: Any) -> T:
-    """A Variable of the collection with this name.
+    """A Variable of the collection with this name, whose type is made on demand.
 
     >>> count = nnx.var("counts", 0)
     >>> type(count).collection
@@ -426,15 +478,15 @@ def var(collection: str, value: T, sharding: Any = None, **metadata: Any) -> T:
 
 
 def param(value: T, sharding: Any = None, **metadata: Any) -> T:
-    """`nnx.Param(value, sharding, **metadata)`."""
+    """A Param: `nnx.Param(value, sharding, **metadata)`."""
     return Param(value, sharding, **metadata)
 
 
 def node(value: T, **metadata: Any) -> T:
-    """`nnx.Node(value, **metadata)`."""
+    """A Node: `nnx.Node(value, **metadata)`."""
     return Node(value, **metadata)
 
 
 def static(value: T) -> T:
-    """`nnx.Static(value)`."""
+    """A Static: `nnx.Static(value)`."""
     return Static(value)

@@ -34,6 +34,19 @@ def vjp(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param, statef
     """`(out, vjp_fn)`, or `(out, vjp_fn, aux)`: the value and the function that pulls cotangents back.
 
     `vjp_fn(cotangent)` gives one cotangent per primal; for a Module a State of its `wrt` part.
+
+    Args:
+      fun: the function, a Module, or a bound method of one.
+      *primals: its arguments.
+      has_aux: whether `fun` returns `(out, aux)`.
+      wrt: which part of a Module has a cotangent; a filter.
+      stateful: whether changes to Modules in the forward pass are written back.
+
+    >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
+    >>> out, vjp_fn = nnx.vjp(lambda m, x: m.w * x, model, 2.0)
+    >>> state, x_bar = vjp_fn(1.0)
+    >>> float(out), float(state["w"].value), float(x_bar)
+    (6.0, 2.0, 3.0)
     """
     target = target_of(fun, "nnx.vjp")
     part = Part(
@@ -61,6 +74,20 @@ def jvp(
     """`(out, tangent_out)`, or `(out, tangent_out, aux)`: the value and the directional derivative.
 
     The tangent of a Module is a State of its `wrt` part; paths it leaves out are zero.
+
+    Args:
+      fun: the function, a Module, or a bound method of one.
+      primals: its arguments.
+      tangents: one tangent per argument.
+      has_aux: whether `fun` returns `(out, aux)`.
+      wrt: which part of a Module has a tangent; a filter.
+      stateful: whether changes to Modules are written back.
+
+    >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
+    >>> tangent = nnx.State({"w": nnx.Param(jnp.array(1.0))})
+    >>> out, tangent_out = nnx.jvp(lambda m: m.w**2, (model,), (tangent,))
+    >>> float(out), float(tangent_out)
+    (9.0, 6.0)
     """
     target = target_of(fun, "nnx.jvp")
     primals = (*target.bound, *primals)
@@ -86,7 +113,15 @@ def _zero_tangent(primal: Any) -> Any:
 
 
 def linearize(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param, stateful: bool = True) -> Any:
-    """`(out, f_jvp)`, or `(out, f_jvp, aux)`: the value and the derivative at it, as a linear function of tangents."""
+    """`(out, f_jvp)`, or `(out, f_jvp, aux)`: the value and the derivative at it, as a linear function of tangents.
+
+    The arguments are those of `vjp`; `f_jvp` takes one tangent per primal, as `jvp` does.
+
+    >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
+    >>> out, f_jvp = nnx.linearize(lambda m: m.w**2, model)
+    >>> float(f_jvp(nnx.State({"w": nnx.Param(jnp.array(1.0))})))
+    6.0
+    """
     target = target_of(fun, "nnx.linearize")
     primals = (*target.bound, *primals)
     part = Part(f"nnx.linearize({target.name})", primals, {}, _all(len(primals)), wrt, False)
@@ -138,7 +173,14 @@ def jacfwd(
     holomorphic: bool = False,
     stateful: bool = True,
 ) -> Callable[..., Any]:
-    """The Jacobian by forward mode: per output leaf the shape of the differentiated argument, Modules as States."""
+    """The Jacobian by forward mode: per output leaf the shape of the differentiated argument, Modules as States.
+
+    The options are those of `grad`. Forward mode is the cheaper one for few inputs and many outputs.
+
+    >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
+    >>> nnx.jacfwd(lambda m: m.w * jnp.arange(3.0))(model)["w"].value.tolist()
+    [0.0, 1.0, 2.0]
+    """
     return _jacobian(jax.jacfwd, "nnx.jacfwd", fun, wrt, argnums, has_aux, stateful, {"holomorphic": holomorphic})
 
 
@@ -153,7 +195,14 @@ def jacrev(
     allow_int: bool = False,
     stateful: bool = True,
 ) -> Callable[..., Any]:
-    """The Jacobian by reverse mode: per output leaf the shape of the differentiated argument, Modules as States."""
+    """The Jacobian by reverse mode: per output leaf the shape of the differentiated argument, Modules as States.
+
+    The options are those of `grad`. Reverse mode is the cheaper one for many inputs and few outputs.
+
+    >>> model = nnx.Dict(w=nnx.Param(jnp.array([1.0, 2.0])))
+    >>> nnx.jacrev(lambda m: m.w**2)(model)["w"].value.tolist()
+    [[2.0, 0.0], [0.0, 4.0]]
+    """
     options = {"holomorphic": holomorphic, "allow_int": allow_int}
     return _jacobian(jax.jacrev, "nnx.jacrev", fun, wrt, argnums, has_aux, stateful, options)
 
@@ -170,7 +219,12 @@ def hessian(
 ) -> Callable[..., Any]:
     """The second derivative: the differentiated argument's shape, each leaf holding that shape again.
 
-    For a Module, `hessian["a"]["b"]` is the block of the variables at the paths `a` and `b`.
+    For a Module, `hessian["a"]["b"]` is the block of the variables at the paths `a` and `b`. The options are those of
+    `grad`.
+
+    >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
+    >>> float(nnx.hessian(lambda m: m.w**3)(model)["w"]["w"].value)
+    18.0
     """
     target = target_of(fun, "nnx.hessian")
     argnums = argnums if isinstance(argnums, int) else tuple(argnums)

@@ -154,6 +154,17 @@ def cond(
 ) -> Any:
     """`jax.lax.cond` with Modules and Contexts anywhere in the operands; the changes of the branch that ran stand.
 
+    Args:
+      pred: a boolean, or an array of one.
+      true_fun: called with the operands where it is true; a function, or a bound method of a Module.
+      false_fun: called where it is false. Both return the same structure, and make the same new variables.
+      *operands: the arguments.
+      stateful: whether changes to Modules are written back.
+
+    Raises:
+      TypeError: the branches return different structures, or leave a variable with different types.
+      ValueError: the branches change the structure of a Module differently.
+
     >>> m = nnx.Dict(n=nnx.Variable(jnp.array(0)))
     >>> def add(m): m.n += 10
     >>> nnx.cond(True, add, lambda m: None, m)
@@ -166,7 +177,20 @@ def cond(
 
 
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any, stateful: bool = True) -> Any:
-    """`jax.lax.switch` with Modules and Contexts anywhere in the operands; the changes of the branch that ran stand."""
+    """`jax.lax.switch` with Modules and Contexts anywhere in the operands; the changes of the branch that ran stand.
+
+    Args:
+      index: which branch; as in JAX, one that is out of range means the nearest.
+      branches: functions, or bound methods of Modules; what holds for the two of `cond` holds for all of them.
+      *operands: the arguments.
+      stateful: whether changes to Modules are written back.
+
+    >>> m = nnx.Dict(n=nnx.Variable(jnp.array(1)))
+    >>> def double(m): m.n *= 2
+    >>> nnx.switch(1, [lambda m: None, double], m)
+    >>> int(m.n)
+    2
+    """
     if not branches:
         raise ValueError("nnx.switch needs at least one branch.")
     chosen = Branches("nnx.switch", tuple(branches), operands)

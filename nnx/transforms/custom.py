@@ -217,5 +217,14 @@ def custom_jvp(fun: Any, *, wrt: Any = Param, nondiff_argnums: int | Sequence[in
       fun: the function; it may take Modules anywhere, and change them.
       wrt: which part of a Module has a tangent; a filter.
       nondiff_argnums: arguments that are handed to the rule as they are.
+
+    >>> @nnx.custom_jvp
+    ... def f(m):
+    ...     return m.w**2
+    >>> @f.defjvp
+    ... def rule(primals, tangents):
+    ...     return f(*primals), 10 * tangents[0]["w"].value
+    >>> float(nnx.grad(f)(nnx.Dict(w=nnx.Param(jnp.array(1.0))))["w"].value)
+    10.0
     """
     return CustomJVP(fun, "nnx.custom_jvp", wrt, nondiff_argnums)

@@ -78,8 +78,7 @@ def grad(
 
     Returns:
       A function with the arguments of `fun`. The gradient has the shape of the differentiated argument, with each
-      Module
-      replaced by a State of the same Variable types and metadata.
+      Module replaced by a State of the same Variable types and metadata.
 
     Raises:
       TypeError: an integer value is under `wrt`.

@@ -1,9 +1,9 @@
 """`nnx.jit`: `jax.jit` for functions that take Modules.
 
 Compiled functions are kept per *signature*: where Modules and Contexts stand in the call and what their structure is.
-An `Entry` is what is compiled for one signature. In the steady state a call checks the trace level and one stamp,
-gathers
-the values from the cells, calls the compiled function with one flat list, and writes back what changed.
+An `Entry` is what is compiled for one signature. In the steady state (see entrance) a call checks the trace level and
+one stamp, gathers the values from the cells, calls the compiled function with one flat list, and writes back what
+changed.
 """
 
 import dis
@@ -11,22 +11,19 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from operator import getitem, setitem
 from typing import Any, TypeVar, overload
 
 import jax
 
-from nnx.core.info import STRUCTURE, ModuleBase, join
+from nnx.core.info import ModuleBase, join
 from nnx.core.moduledef import ModuleDef
 from nnx.core.statics import find_captured_module
-from nnx.core.trace import current_level
 from nnx.sharding.rules import get_logical_axis_rules
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
 from nnx.transforms.donation import Donation
+from nnx.transforms.entrance import Memory, entrance
 from nnx.transforms.jit_shardings import constrain_outcome, input_shardings
 from nnx.transforms.lift import (
-    DATA,
-    MODULE,
     Call,
     Effects,
     Outcome,
@@ -34,7 +31,6 @@ from nnx.transforms.lift import (
     cell_paths,
     commit,
     discard,
-    leaf_sorts,
     run,
     target_of,
 )
@@ -121,12 +117,13 @@ class Jit:
         self.target = target.fun
         self.body = unwrap_static(target.fun) if self.static else target.fun
         self.entries: dict[tuple[Signature, Any], Entry] = {}  # by signature, and the logical axis rules that hold
-        self.simple = not (self.static or self.donated or self.bound or not stateful)
+        self.is_simple = not (self.static or self.donated or self.bound or not stateful)
+        self.memory = Memory()
         self._last: Entry | None = None
         self._last_key: Any = None
         self._static_retraces: dict[str, int] = {}
         self._warned: set[str] = set()
-        self.function = dress(_entrance(self), fun)
+        self.function = dress(entrance(self), fun)
         self.function.trace_count = 0
         for method in (self.lower, self.trace, self.eval_shape, self.clear_cache):
             setattr(self.function, method.__name__, method)
@@ -141,8 +138,8 @@ class Jit:
             self._warn_of_sown(call)
         result = entry.execute(call)
         out = entry.finish(call, result)
-        if self.simple and not kwargs:
-            self._remember_plan(call, entry, result, args)
+        if self.is_simple:
+            self.memory.keep(call, entry, result, args, kwargs)
         return out
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Entry]:
@@ -162,16 +159,9 @@ class Jit:
         self._last, self._last_key = entry, key
         return call, entry
 
-    def _remember_plan(self, call: Call, entry: Entry, result: Any, args: tuple[Any, ...]) -> None:
-        """Keeps with the flat form all that the next call like this one needs, if it is a simple one."""
-        flat, effects = call.flat, entry.effects_of(result)
-        if flat is None or flat.level is None or not all_data(args[1:]) or args[0] is not call.roots[0]:
-            return
-        if len(result) == 2 and effects.simple and not any(i in flat.extra for i in effects.changed):
-            into = [flat.dicts[i] for i in effects.changed]
-            under = [flat.names[i] for i in effects.changed]
-            key = (self, len(args) - 1, get_logical_axis_rules())
-            flat.writers[key] = (entry.jitted, flat.dicts, flat.names, flat.level, into, under)
+    def finish(self, entry: Entry, result: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The end of a call that was made from a plan and turned out to be another than planned."""
+        return entry.finish(self.prepare(args, kwargs)[0], result)
 
     # As in jax.jit
 
@@ -279,43 +269,6 @@ class Jit:
             changes = [f"{label}: {a} -> {b}" for label, a, b in zip(labels, entry.shapes, now) if a != b]
             warnings.warn(f"{self.name} is compiled again: {'; '.join(changes)}", UserWarning, stacklevel=4)
         entry.shapes = now
-
-
-def _entrance(me: Jit) -> Callable[..., Any]:
-    """The function the user calls. Plain closures: this is the path every step takes."""
-    structure, nothing = STRUCTURE, object()
-
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        return me.call(args, kwargs)
-
-    def lifted(first: Any = nothing, /, *rest: Any, **kwargs: Any) -> Any:
-        if not kwargs and leaf_sorts.get(type(first)) == MODULE:
-            for arg in rest:
-                if leaf_sorts.get(type(arg)) != DATA:
-                    break
-            else:
-                flat = first._nnx_info.flat
-                if flat is not None and (flat.ready is structure.stamp or (flat.is_valid() and flat.ready is not None)):
-                    plan = flat.writers.get((me, len(rest), get_logical_axis_rules()))
-                    if plan is not None:
-                        jitted, dicts, names, level, into, under = plan
-                        result = jitted([*map(getitem, dicts, names)], rest)
-                        if len(result) == 2 and level is current_level():
-                            any(map(setitem, into, under, result[0]))  # one C call: an interrupt cannot tear it
-                            return result[1]
-                        call, entry = me.prepare((first, *rest), kwargs)
-                        return entry.finish(call, result)
-        return me.call(rest if first is nothing else (first, *rest), kwargs)
-
-    return lifted if me.simple else plain
-
-
-def all_data(args: tuple[Any, ...]) -> bool:
-    """Whether all arguments are single leaves that are no Modules or Contexts."""
-    for arg in args:
-        if leaf_sorts.get(type(arg)) != DATA:
-            return False
-    return True
 
 
 def captured_modules(fun: Any) -> list[str]:

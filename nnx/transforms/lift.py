@@ -332,10 +332,10 @@ def write(flat: Flat, effects: Effects, values: Sequence[Any]) -> None:
     """Writes changed values into their cells in one step, which an interrupt cannot tear."""
     if flat.level is not current_level():
         check_writable(flat, effects.changed)
-    writer = flat.writers.get(id(effects))
+    writer = flat.writers.get(effects.changed)
     if writer is None:
-        writer = flat.writers[id(effects)] = (*_writer(flat, effects.changed), effects)
-    dicts, names, repeat, _ = writer
+        writer = flat.writers[effects.changed] = _writer(flat, effects.changed)
+    dicts, names, repeat = writer
     if repeat is not None:
         values = [values[i] for i in repeat]
     any(map(setitem, dicts, names, values))  # setitem gives None, so any() goes through all, in one C call

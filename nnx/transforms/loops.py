@@ -68,13 +68,14 @@ def scan(
       variable_carry: which variables are handed from step to step; everything else, by default.
       split_rngs: which streams of Contexts differ from step to step; an RNG filter.
       in_axes: the axis of `xs`; as a tuple, one entry for each argument after the carry, None for the same in all
-      steps.
+        steps.
       out_axes: the axis along which `ys` are stacked.
       length: the number of steps; needed with `variable_axes`.
       reverse, unroll: as in `jax.lax.scan`.
       data_transform: applied to the State of the Modules inside the body.
       metadata_params: with `{nnx.PARTITION_NAME: "layers"}`, the stacked axis's name in `sharding` metadata.
       stateful: whether changes to Modules are written back.
+      is_init: whether the function builds variables; by default, whether its name is `__init__`.
 
     >>> layers = nnx.Dict(w=nnx.Param(jnp.array([1.0, 2.0, 3.0])))
     >>> @nnx.scan(variable_axes={nnx.Param: 0}, length=3)
@@ -341,7 +342,13 @@ def while_loop(
 ) -> Any:
     """`jax.lax.while_loop` with Modules and Contexts anywhere in `init_val`; changes to them stand.
 
-    A Context gives other keys in every step.
+    A Context gives other keys in every step. A static attribute or a submodule cannot change in a loop.
+
+    Args:
+      cond_fun: of the value; true while there is another step. It changes nothing.
+      body_fun: from the value to the next, of the same structure.
+      init_val: the first value.
+      stateful: whether changes to Modules are written back.
 
     >>> counter = nnx.Dict(n=nnx.Variable(jnp.array(0)))
     >>> def body(m):
@@ -368,6 +375,14 @@ def fori_loop(
     stateful: bool = True,
 ) -> Any:
     """`jax.lax.fori_loop` with Modules and Contexts anywhere in `init_val`; changes to them stand.
+
+    Args:
+      lower: the first index.
+      upper: the index after the last.
+      body_fun: of index and value; returns the next value, of the same structure.
+      init_val: the first value.
+      unroll: as in JAX.
+      stateful: whether changes to Modules are written back.
 
     >>> counter = nnx.Dict(n=nnx.Variable(jnp.array(0)))
     >>> def body(i, m):

@@ -149,6 +149,7 @@ def vmap(
       data_transform: applied to the State of the Modules inside the body.
       metadata_params: with `{nnx.PARTITION_NAME: "name"}`, the stacked axis's name in `sharding` metadata.
       stateful: whether changes to Modules are written back.
+      is_init: whether the function builds variables; by default, whether its name is `__init__`.
 
     >>> models = nnx.Vmap(nnx.Linear, variable_axes={nnx.Param: 0}, split_rngs="params", axis_size=6, in_axes=None)(
     ...     3, 2, ctx=nnx.context(0))

@@ -26,6 +26,12 @@ def remat(
       prevent_cse, policy: as in `jax.checkpoint`.
       static_argnums: arguments that are no data; indices count Modules as usual.
       stateful: whether changes to Modules are written back.
+
+    >>> layer = nnx.Linear(2, 2, ctx=nnx.context(0))
+    >>> forward = nnx.remat(lambda layer, x: jnp.sin(layer(x)), policy=jax.checkpoint_policies.dots_saveable)
+    >>> grads = nnx.grad(lambda layer, x: forward(layer, x).sum())(layer, jnp.ones((1, 2)))
+    >>> list(grads)
+    ['bias', 'kernel']
     """
     target = target_of(fun, "nnx.remat")
     static = Selection(target.fun, static_argnums, None, len(target.bound))

@@ -62,6 +62,14 @@ def shard_map(
         `PartitionSpec`. State that changes comes out as it went in.
       out_specs: as in `jax.shard_map`, for the output.
       stateful: whether changes to Modules are written back.
+
+    >>> from jax.sharding import AxisType, PartitionSpec as P
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    >>> layer = nnx.Linear(2, 3, ctx=nnx.context(0))
+    >>> forward = nnx.shard_map(
+    ...     lambda layer, x: layer(x), mesh=mesh, in_specs=({nnx.Param: P()}, P("data")), out_specs=P("data"))
+    >>> forward(layer, jnp.ones((4, 2))).shape
+    (4, 3)
     """
     target = target_of(fun, "nnx.shard_map")
     options = {k: v for k, v in {"mesh": mesh, "axis_names": axis_names}.items() if v is not None}

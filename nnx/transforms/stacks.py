@@ -127,6 +127,10 @@ def Scan(
       length: the number of steps.
       **options: those of `nnx.scan`.
 
+    Returns:
+      A constructor with the arguments of `module_type`. The Module it builds has the stacked one as `scan_module`;
+      calling it, or `model.call.any_method(carry, xs)`, scans over the steps.
+
     >>> class Block(nnx.Module):
     ...     def __init__(self, *, ctx):
     ...         self.linear = nnx.Linear(2, 2, ctx=ctx)
@@ -155,6 +159,15 @@ def Vmap(
       variable_axes: which variables are stacked, `{filter: axis}`.
       axis_size: the number of members.
       **options: those of `nnx.vmap`.
+
+    Returns:
+      A constructor with the arguments of `module_type`. The Module it builds has the stacked one as `vmap_module`;
+      calling it, or `model.call.any_method(...)`, maps over the members.
+
+    >>> make = nnx.Vmap(nnx.Linear, variable_axes={nnx.Param: 0}, split_rngs="params", axis_size=6, in_axes=None)
+    >>> ensemble = make(3, 2, ctx=nnx.context(0))
+    >>> ensemble.vmap_module.kernel.shape, ensemble(jnp.ones((4, 3))).shape
+    ((6, 3, 2), (6, 4, 2))
     """
     options = {"variable_axes": dict(variable_axes or {}), "axis_size": axis_size, **options}
     return _stacked(VmapModule, "nnx.vmap", "axis_size", module_type, options)
@@ -166,6 +179,13 @@ def Remat(module_type: Callable[..., Any], **options: Any) -> Callable[..., Rema
     Args:
       module_type: a Module class, or another such constructor.
       **options: those of `nnx.remat`.
+
+    Returns:
+      A constructor with the arguments of `module_type`. The Module it builds has the real one as `remat_module`.
+
+    >>> block = nnx.Remat(nnx.Linear)(2, 3, ctx=nnx.context(0))
+    >>> block(jnp.ones((1, 2))).shape, block.remat_module.kernel.shape
+    ((1, 3), (2, 3))
     """
 
     def make(*args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,140 @@
+"""The way into a jitted function that every step takes: a call like an earlier one, from what was remembered of it.
+
+A *plan* is all that a repeated call needs: the entry, the cells to gather and those to write. It lies with the flat
+form of the Modules, which ends with any change of their structure, and holds the entry weakly, so that neither keeps
+the other alive. A *frame* says where Modules, Contexts and data stand in a call whose arguments are single leaves.
+Whatever does not repeat goes the general way, `Jit.call`.
+"""
+
+import weakref
+from collections.abc import Callable
+from operator import getitem, setitem
+from typing import Any, NamedTuple
+
+from nnx.core.graph import joint_flat_if_cached
+from nnx.core.info import STRUCTURE
+from nnx.core.trace import current_level
+from nnx.sharding.rules import get_logical_axis_rules
+from nnx.transforms.lift import CONTEXT, DATA, MODULE, Call, leaf_sorts
+
+
+class Plan(NamedTuple):
+    """What a repeated call needs."""
+
+    entry: Any  # a weak reference
+    dicts: list[dict[str, Any]]
+    names: list[str]
+    level: Any
+    into: list[dict[str, Any]]  # where the values that changed go
+    under: list[str]
+    contexts: tuple[Any, ...]
+
+
+class Frame:
+    """Where Modules, Contexts and data stand among the arguments; data in the order of the pytree of the call."""
+
+    __slots__ = ("modules", "contexts", "data")
+
+    def __init__(self, sorts: list[int | None], in_order: list[int]):
+        self.modules = [i for i in in_order if sorts[i] == MODULE]
+        self.contexts = [i for i in in_order if sorts[i] == CONTEXT]
+        self.data = [i for i in in_order if sorts[i] == DATA]
+
+
+class Memory:
+    """The plans of one jitted function."""
+
+    def __init__(self) -> None:
+        self.token = object()
+        self.frames: dict[tuple[Any, ...], Frame] = {}
+
+    def keep(self, call: Call, entry: Any, result: tuple[Any, ...], args: tuple[Any, ...], kwargs: Any) -> None:
+        """Remembers a call that has just been made, if the next one like it can be made from a plan."""
+        flat, effects = call.flat, entry.effects_of(result)
+        if flat is None or flat.level is None or flat.ready is None or not effects.simple or len(result) != 2:
+            return
+        if any(i in flat.extra for i in effects.changed):
+            return
+        values = (*args, *kwargs.values())
+        sorts = [leaf_sorts.get(type(value)) for value in values]
+        if None in sorts or len(call.roots) != sorts.count(MODULE) or len(call.contexts) != sorts.count(CONTEXT):
+            return  # an argument that is a tree, or a Module that stands twice
+        if not kwargs and sorts[0] == MODULE and set(sorts[1:]) <= {DATA}:
+            where: Any = len(args) - 1
+        else:
+            types_and_names = (len(args), *map(type, values), *kwargs)
+            names = sorted(range(len(kwargs)), key=list(kwargs).__getitem__)
+            frame = Frame(sorts, [*range(len(args)), *(len(args) + i for i in names)])
+            where = self.frames.setdefault(types_and_names, frame)
+        key = (self.token, where, get_logical_axis_rules())
+        into, under = [flat.dicts[i] for i in effects.changed], [flat.names[i] for i in effects.changed]
+        weak_flat = weakref.ref(flat)
+
+        def forget(_: Any) -> None:
+            flat = weak_flat()
+            if flat is not None:
+                flat.plans.pop(key, None)
+
+        contexts = call.signature.contexts
+        weak_entry = weakref.ref(entry, forget)
+        flat.plans[key] = Plan(weak_entry, flat.dicts, flat.names, flat.level, into, under, contexts)
+
+
+def entrance(me: Any) -> Callable[..., Any]:
+    """The function that the user of a `Jit` calls. Plain closures, and little in them: this is what a step adds."""
+    structure, nothing = STRUCTURE, object()
+    token, frames = me.memory.token, me.memory.frames
+
+    def always_general(*args: Any, **kwargs: Any) -> Any:
+        return me.call(args, kwargs)
+
+    def lifted(first: Any = nothing, /, *rest: Any, **kwargs: Any) -> Any:
+        if not kwargs and leaf_sorts.get(type(first)) == MODULE:
+            for arg in rest:
+                if leaf_sorts.get(type(arg)) != DATA:
+                    break
+            else:  # the commonest call: a Module, then data
+                flat = first._nnx_info.flat
+                if flat is not None and (flat.ready is structure.stamp or flat.is_ready()):
+                    plan = flat.plans.get((token, len(rest), get_logical_axis_rules()))
+                    if plan is not None:
+                        entry, dicts, names, level, into, under, _ = plan
+                        entry = entry()
+                        result = entry.jitted([*map(getitem, dicts, names)], rest)
+                        if len(result) == 2 and level is current_level():
+                            any(map(setitem, into, under, result[0]))  # one C call: an interrupt cannot tear it
+                            return result[1]
+                        return me.finish(entry, result, (first, *rest), kwargs)
+        return repeated(rest if first is nothing else (first, *rest), kwargs)
+
+    def repeated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = (*args, *kwargs.values())
+        frame = frames.get((len(args), *map(type, values), *kwargs))
+        if frame is None:
+            return me.call(args, kwargs)
+        flat = joint_flat_if_cached([values[i] for i in frame.modules])
+        if flat is None or not (flat.ready is structure.stamp or flat.is_ready()):
+            return me.call(args, kwargs)
+        plan = flat.plans.get((token, frame, get_logical_axis_rules()))
+        contexts = [values[i] for i in frame.contexts]
+        if plan is None or (contexts and not _are_like(contexts, plan.contexts)):
+            return me.call(args, kwargs)
+        entry, dicts, names, level, into, under, _ = plan
+        entry = entry()
+        cells, data = [*map(getitem, dicts, names)], tuple([values[i] for i in frame.data])
+        if contexts:
+            result = entry.jitted(cells, data, tuple([ctx.fork_data() for ctx in contexts]))
+        else:
+            result = entry.jitted(cells, data)
+        if len(result) == 2 and level is current_level():
+            any(map(setitem, into, under, result[0]))
+            return result[1]
+        return me.finish(entry, result, args, kwargs)
+
+    return lifted if me.is_simple else always_general
+
+
+def _are_like(contexts: list[Any], definitions: tuple[Any, ...]) -> bool:
+    if len(contexts) > 1 and len(set(map(id, contexts))) < len(contexts):
+        return False  # one Context twice is one Context inside
+    return tuple([ctx.definition() for ctx in contexts]) == definitions
