@@ -2,11 +2,12 @@
 
 The step runs every block and changes its kernel and its counter. Two hand-written versions: one whose dicts are split
 so that only what changes is returned, and one in which the biases change too, so that everything is. Then the same
-with more around it: two Modules with keyword arguments and a Context, and a Module made between calls.
+with more around it: donated, two Modules with keyword arguments and a Context, and a Module made between calls.
 
 The computation is tiny on purpose: what is left is what the library adds.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +39,7 @@ def measure(settings: Settings) -> Iterator[Row]:
             timings = interleave(_steps(variables // 3, everything), seconds=settings.seconds(15))
             changed = "every Variable changes" if everything else "kernels and counters change"
             yield ratio_row(f"step over {variables} Variables, {changed}", timings, "raw", limit)
+    yield _row("step over 30 Variables, donated", _donated(), 1.15, settings)
     yield _row("step with two Modules, kwargs, Context, 30 Variables", _with_context(), 1.25, settings)
     yield _row("step with a Module made between calls, 30 Variables", _with_module_between(), 1.2, settings)
 
@@ -66,8 +68,8 @@ def _run(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     return x @ kernel + bias
 
 
-def _ours(model: Blocks, x: jax.Array, everything: bool) -> Contender:
-    @nnx.jit
+def _ours(model: Blocks, x: jax.Array, everything: bool, donate: bool = False) -> Contender:
+    @nnx.jit(donate_argnums=0 if donate else None)
     def step(model: Blocks, x: jax.Array) -> jax.Array:
         for block in model.blocks:
             x = _run(x, block.kernel, block.bias)
@@ -80,11 +82,11 @@ def _ours(model: Blocks, x: jax.Array, everything: bool) -> Contender:
     return lambda: step(model, x)
 
 
-def _raw_what_changes(params: Raw, x: jax.Array) -> Contender:
+def _raw_what_changes(params: Raw, x: jax.Array, donate: bool = False) -> Contender:
     changing = {name: {k: b[k] for k in ("kernel", "counter")} for name, b in params["blocks"].items()}
     constant = {name: {"bias": b["bias"]} for name, b in params["blocks"].items()}
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=0 if donate else None)
     def step(changing: Raw, constant: Raw, x: jax.Array) -> tuple[Raw, jax.Array]:
         new = {}
         for name, block in changing.items():
@@ -157,6 +159,12 @@ def _equinox(model: EquinoxBlocks, x: jax.Array, everything: bool) -> Contender:
 
 
 # More around the step.
+
+
+def _donated() -> dict[str, Contender]:
+    x = jnp.ones((WIDTH,))
+    ours = _ours(Blocks(10), x, everything=False, donate=True)
+    return {OURS: ours, "raw": _raw_what_changes(raw_blocks(10), x, donate=True)}
 
 
 def _with_context() -> dict[str, Contender]:

@@ -23,7 +23,8 @@ def short(value: Any) -> str:
     if isinstance(value, dict) and _holds_arrays(value.values()):
         return "{" + ", ".join(f"{k!r}: {short(v)}" for k, v in value.items()) + "}"
     if callable(value) and hasattr(value, "__qualname__"):
-        return f"{getattr(value, '__module__', None) or '?'}.{value.__qualname__}"
+        home = getattr(value, "__module__", None) or "?"
+        return value.__qualname__ if "._" in home else f"{home}.{value.__qualname__}"  # private homes say little
     text = repr(value)
     return text if len(text) <= MAX_WIDTH else f"{text[: MAX_WIDTH - 3]}..."
 

@@ -62,9 +62,12 @@ class MultiHeadAttention(Module):
         query_ln_scale_metadata, key_ln_scale_metadata: those of the norms' scales.
 
     Attributes:
-        query, key, value, out: `LinearGeneral` projections, with kernels `[in_features, heads, head_dim]` and
-            `[heads, head_dim, out_features]`.
-        query_ln, key_ln: the norms, or None.
+        query: a `LinearGeneral`, with a kernel `[in_features, heads, head_dim]`.
+        key: likewise.
+        value: likewise.
+        out: a `LinearGeneral`, with a kernel `[heads, head_dim, out_features]`.
+        query_ln: the norm of the queries, or None.
+        key_ln: that of the keys, or None.
         cache: the `KVCache`, or None before `init_cache`.
 
     >>> import nnx, jax.numpy as jnp

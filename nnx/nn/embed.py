@@ -213,8 +213,9 @@ class SinusoidalPositionEmbed(Module):
 
 
 def sinusoidal_positions(positions: jax.Array, features: int, *, max_timescale: float = 10000.0) -> jax.Array:
-    """The function form: sines (even features) and cosines (odd ones) of each position, as in "Attention Is All You
-    Need".
+    """Sines (even features) and cosines (odd ones) of each position; the function of `SinusoidalPositionEmbed`.
+
+    As in "Attention Is All You Need".
 
     Args:
         positions: of any shape.

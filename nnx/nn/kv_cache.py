@@ -37,7 +37,8 @@ class KVCache(Module):
         dtype: in which keys and values are stored; a floating-point type.
 
     Attributes:
-        key, value: `Cache` Variables, `[batch..., max_length, num_heads, head_dim]`.
+        key: `Cache` Variable, `[batch..., max_length, num_heads, head_dim]`.
+        value: likewise.
         index: `Cache` Variable, int32 `[batch...]`: tokens held by each row. Set it to go back in a text.
 
     >>> import nnx, jax.numpy as jnp

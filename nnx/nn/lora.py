@@ -35,7 +35,14 @@ default_b_init = default_bias_init
 
 
 class LoRAParam(Variable):
-    """A parameter of a low-rank adaptation."""
+    """A parameter of a low-rank adaptation; no `nnx.Param`, so that the two train apart.
+
+    >>> model = nnx.LoRA(4, 2, 4, ctx=nnx.context(0))
+    >>> list(model.filter(nnx.LoRAParam))
+    ['lora_a', 'lora_b']
+    """
+
+    collection = "lora_params"
 
 
 def _low_rank(

@@ -24,7 +24,10 @@ from nnx.core.module import Module
 
 @dataclasses.dataclass(frozen=True)
 class RotaryScaling:
-    """How frequencies are changed for contexts longer than those trained on; the base class leaves them alone."""
+    """How frequencies are changed for contexts longer than those trained on; the base class leaves them alone.
+
+    Subclass it to write your own, as a frozen dataclass: a scaling is a static value.
+    """
 
     def frequencies(self, dim: int, base: float) -> np.ndarray:
         """The `dim // 2` angular frequencies, in radians per token, fastest first."""
@@ -38,7 +41,14 @@ class RotaryScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling(RotaryScaling):
-    """Position interpolation: positions shrink by `factor`."""
+    """Position interpolation: positions shrink by `factor`.
+
+    Args:
+        factor: new context length over the old.
+
+    >>> nnx.LinearScaling(2.0).frequencies(4, base=10000.0).tolist()
+    [0.5, 0.005]
+    """
 
     factor: float
 
@@ -51,6 +61,12 @@ class NTKScaling(RotaryScaling):
     """NTK-aware scaling: the base grows to `base * factor ** (dim / (dim - 2))`.
 
     The slowest frequency is then divided by `factor`, and the fastest is left alone.
+
+    Args:
+        factor: new context length over the old.
+
+    >>> nnx.NTKScaling(2.0).frequencies(4, base=10000.0).tolist()
+    [1.0, 0.005]
     """
 
     factor: float

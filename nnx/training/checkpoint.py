@@ -238,6 +238,11 @@ def load(
     Raises:
         FileNotFoundError: there is nothing at the path.
         CheckpointError: it is damaged or unfinished, or, if `strict`, does not fit. The target is as it was.
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/model"
+    >>> nnx.save(path, nnx.Linear(2, 3, ctx=nnx.context(0)))
+    >>> model = nnx.load(path, nnx.Linear(2, 3, ctx=nnx.context(1)))
     """
     directory = Path(path).absolute()
     manifest = read_manifest(directory)

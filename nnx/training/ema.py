@@ -21,7 +21,7 @@ BAD_DECAY = "nnx.EMA: `decay` is a number from 0 to 1, or a function of the step
 
 
 class EmaState(Variable[T]):
-    """An average kept by `nnx.EMA`."""
+    """An average kept by `nnx.EMA`. The collection "ema"."""
 
     __slots__ = ()
     collection = "ema"

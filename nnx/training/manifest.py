@@ -45,7 +45,7 @@ returned or updated."""
 
 
 class CheckpointError(OSError, ValueError):
-    """A checkpoint cannot be written, is damaged, or does not fit its target."""
+    """A checkpoint cannot be written, is damaged, or does not fit its target. The message names the paths."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,14 +31,31 @@ NOT_A_METRIC = "MultiMetric takes metrics by name, e.g. loss=nnx.Average(); {nam
 
 
 class MetricState(Variable[T]):
-    """What a metric accumulates."""
+    """What a metric accumulates. The collection "metrics"."""
 
     __slots__ = ()
     collection = "metrics"
 
 
 class Metric(Module):
-    """The base of metrics. A subclass keeps its figures in `MetricState` Variables."""
+    """The base of metrics. A subclass keeps its figures in `MetricState` Variables.
+
+    >>> class Count(nnx.Metric):
+    ...     def __init__(self):
+    ...         self.count = nnx.MetricState(0)
+    ...     def update(self, *, labels, **_):
+    ...         self.count += labels.shape[0]
+    ...     def compute(self):
+    ...         return self.count
+    ...     def reset(self):
+    ...         self.count = 0
+    ...     def merge(self, other):
+    ...         self.count += other.count
+    >>> metric = Count()
+    >>> metric.update(labels=jnp.zeros(8))
+    >>> metric.compute()
+    8
+    """
 
     @abc.abstractmethod
     def update(self, **values: Any) -> None:
@@ -164,7 +181,13 @@ class Accuracy(Average):
 
 
 class Statistics(NamedTuple):
-    """What `nnx.Welford` computes."""
+    """What `nnx.Welford` computes.
+
+    Attributes:
+        mean: the mean of all values.
+        standard_error_of_mean: how far the mean itself is uncertain.
+        standard_deviation: the spread of the values.
+    """
 
     mean: jax.Array
     standard_error_of_mean: jax.Array

@@ -38,7 +38,7 @@ nnx.Optimizer after changing the structure of a model."""
 
 
 class OptState(Variable[T]):
-    """State of an optimizer."""
+    """State of an optimizer, kept by `nnx.Optimizer`. The collection "opt_state"."""
 
     __slots__ = ()
     collection = "opt_state"

@@ -4,18 +4,39 @@ Which ones these are is known only after tracing, so a function is traced once t
 """
 
 import functools
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import jax
 
 from nnx.core.graph import GraphKey
-from nnx.core.trace import current_level
+from nnx.core.trees import leaf_types
 from nnx.transforms.arguments import leaf_flags
 from nnx.transforms.lift import Call, Effects
 
 
 class OtherChangeSet(Exception):
     """While tracing a donated function for other shapes, other cells changed than before."""
+
+
+class Variant:
+    """A function compiled with certain of its values, the cells and then the data, donated."""
+
+    __slots__ = ("jitted", "given", "kept")
+
+    def __init__(self, jitted: Any, is_given: list[bool]):
+        self.jitted = jitted
+        self.given = _picker([i for i, given in enumerate(is_given) if given])
+        self.kept = _picker([i for i, given in enumerate(is_given) if not given])
+
+    def arrange(self, cells: list[Any], data: tuple[Any, ...], forks: Any) -> tuple[Any, ...]:
+        """The arguments of the function: what is donated, what is kept, and forks of the Contexts if there are any."""
+        values = [*cells, *data]
+        given, kept = self.given(values), self.kept(values)
+        if _may_share(values):
+            given = _without_aliases(given, kept)
+        return (given, kept, forks) if forks else (given, kept)
 
 
 class Donation:
@@ -30,59 +51,52 @@ class Donation:
         kept = {mark for flag, mark in zip(flags, marks) if not flag and mark >= 0}
         self.donatable = _cells_of_only(entry.signature.key, donated - kept) if entry.owner.stateful else set()
         self.by_avals = False
-        self.compiled: dict[Any, tuple[frozenset[int], Any]] = {}
+        self.compiled: dict[Any, Variant] = {}
 
-    def execute(self, call: Call) -> Any:
-        cells, data, forks = call.cells(), tuple(call.data), tuple(call.forks())
+    def run(self, cells: list[Any], data: tuple[Any, ...], forks: Any) -> Any:
+        """Runs the function on Modules of the running trace level, whose changes can be written back."""
         try:
-            return self._run(call, cells, data, forks)
+            variant = self.variant(cells, data, forks)
+            return variant.jitted(*variant.arrange(cells, data, forks))
         except OtherChangeSet:
             self.by_avals = True  # shapes decide what changes: from now on one variant per set of shapes
             self.compiled.clear()
-            return self._run(call, cells, data, forks)
+            return self.run(cells, data, forks)
 
-    def _run(self, call: Call, cells: list[Any], data: tuple[Any, ...], forks: Any) -> Any:
-        if call.flat is not None and call.flat.level is not current_level():
-            # what cannot be written back must not be given away: run undonated, and let commit say so
-            return self.entry.jitted(cells, data, forks)
-        replaced, jitted = self.variant(cells, data, forks)
-        return jitted(*self.arrange(replaced, cells, data, copy=True), forks)
-
-    def variant(self, cells: list[Any], data: Any, forks: Any) -> tuple[frozenset[int], Any]:
-        """The cells that may be donated for these arguments, and the function compiled with them."""
+    def variant(self, cells: list[Any], data: Any, forks: Any) -> Variant:
+        """The function compiled with all that may be donated for these arguments."""
         key = _avals((cells, data)) if self.by_avals else None
         found = self.compiled.get(key)
         if found is None:
             result = jax.eval_shape(self.entry.traced, cells, data, forks)
             replaced = frozenset(_replaced(self.entry.effects_of(result), len(cells)) & self.donatable)
-            options = self.entry.owner.options
-            found = replaced, jax.jit(functools.partial(self.traced, replaced), donate_argnums=(0, 2), **options)
-            self.compiled[key] = found
+            traced = functools.partial(self.traced, replaced)
+            jitted = jax.jit(traced, donate_argnums=0, **self.entry.owner.options)
+            found = self.compiled[key] = Variant(jitted, [*(i in replaced for i in range(len(cells))), *self.data])
             self.entry.owner.count_trace(-1)  # the look ahead and the compilation are one trace to the user
         return found
 
-    def traced(
-        self, replaced: frozenset[int], given: Any, kept: Any, given_data: Any, kept_data: Any, forks: Any
-    ) -> Any:
+    def traced(self, replaced: frozenset[int], given: Any, kept: Any, forks: Any = ()) -> Any:
         given, kept = iter(given), iter(kept)
-        given_data, kept_data = iter(given_data), iter(kept_data)
         count = len(self.entry.signature.key.cells) if self.entry.signature.key is not None else 0
         cells = [next(given) if i in replaced else next(kept) for i in range(count)]
-        data = tuple([next(given_data) if flag else next(kept_data) for flag in self.data])
+        data = tuple([next(given) if flag else next(kept) for flag in self.data])
         result = self.entry.traced(cells, data, forks)
         if _replaced(self.entry.effects_of(result), count) & self.donatable != replaced:
             raise OtherChangeSet
         return result
 
-    def arrange(self, replaced: frozenset[int], cells: list[Any], data: tuple[Any, ...], copy: bool = False) -> Any:
-        """The values as `(donated cells, kept cells, donated data, kept data)`; a buffer in two places is copied."""
-        given = [cell for i, cell in enumerate(cells) if i in replaced]
-        kept = [cell for i, cell in enumerate(cells) if i not in replaced]
-        given_data = [x for x, flag in zip(data, self.data) if flag]
-        kept_data = [x for x, flag in zip(data, self.data) if not flag]
-        if copy:
-            given, given_data = _without_aliases((given, given_data), (kept, kept_data))
-        return given, kept, given_data, kept_data
+
+def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple([values[i] for i in places])
+
+
+def _may_share(values: list[Any]) -> bool:
+    """Whether one array may stand twice among these, alone or inside of others."""
+    are_leaves = all(map(leaf_types.get, set(map(type, values))))
+    return not are_leaves or len(set(map(id, values))) < len(values)
 
 
 def _replaced(effects: Effects, count: int) -> set[int]:

@@ -44,7 +44,8 @@ class Frame:
 class Memory:
     """The plans of one jitted function."""
 
-    def __init__(self) -> None:
+    def __init__(self, knows_first: bool) -> None:
+        self.knows_first = knows_first  # whether calls of a Module and then data go without a frame
         self.token = object()
         self.frames: dict[tuple[Any, ...], Frame] = {}
 
@@ -59,13 +60,12 @@ class Memory:
         sorts = [leaf_sorts.get(type(value)) for value in values]
         if None in sorts or len(call.roots) != sorts.count(MODULE) or len(call.contexts) != sorts.count(CONTEXT):
             return  # an argument that is a tree, or a Module that stands twice
-        if not kwargs and sorts[0] == MODULE and set(sorts[1:]) <= {DATA}:
+        if self.knows_first and not kwargs and sorts[0] == MODULE and set(sorts[1:]) <= {DATA}:
             where: Any = len(args) - 1
         else:
-            types_and_names = (len(args), *map(type, values), *kwargs)
-            names = sorted(range(len(kwargs)), key=list(kwargs).__getitem__)
-            frame = Frame(sorts, [*range(len(args)), *(len(args) + i for i in names)])
-            where = self.frames.setdefault(types_and_names, frame)
+            by_name = sorted(range(len(kwargs)), key=list(kwargs).__getitem__)
+            frame = Frame(sorts, [*range(len(args)), *(len(args) + i for i in by_name)])
+            where = self.frames.setdefault((len(args), *map(type, values), *kwargs), frame)
         key = (self.token, where, get_logical_axis_rules())
         into, under = [flat.dicts[i] for i in effects.changed], [flat.names[i] for i in effects.changed]
         weak_flat = weakref.ref(flat)
@@ -83,9 +83,9 @@ class Memory:
 def entrance(me: Any) -> Callable[..., Any]:
     """The function that the user of a `Jit` calls. Plain closures, and little in them: this is what a step adds."""
     structure, nothing = STRUCTURE, object()
-    token, frames = me.memory.token, me.memory.frames
+    token, frames, bound = me.memory.token, me.memory.frames, me.bound
 
-    def always_general(*args: Any, **kwargs: Any) -> Any:
+    def general(*args: Any, **kwargs: Any) -> Any:
         return me.call(args, kwargs)
 
     def lifted(first: Any = nothing, /, *rest: Any, **kwargs: Any) -> Any:
@@ -100,16 +100,21 @@ def entrance(me: Any) -> Callable[..., Any]:
                     if plan is not None:
                         entry, dicts, names, level, into, under, _ = plan
                         entry = entry()
-                        result = entry.jitted([*map(getitem, dicts, names)], rest)
+                        if entry.donation is None:
+                            result = entry.jitted([*map(getitem, dicts, names)], rest)
+                        elif level is current_level():
+                            result = entry.donation.run([*map(getitem, dicts, names)], rest, ())
+                        else:
+                            return me.call((first, *rest), kwargs)
                         if len(result) == 2 and level is current_level():
                             any(map(setitem, into, under, result[0]))  # one C call: an interrupt cannot tear it
                             return result[1]
                         return me.finish(entry, result, (first, *rest), kwargs)
-        return repeated(rest if first is nothing else (first, *rest), kwargs)
+        return framed(*(() if first is nothing else (first, *rest)), **kwargs)
 
-    def repeated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        values = (*args, *kwargs.values())
-        frame = frames.get((len(args), *map(type, values), *kwargs))
+    def framed(*args: Any, **kwargs: Any) -> Any:
+        values = (*bound, *args, *kwargs.values())
+        frame = frames.get((len(values) - len(kwargs), *map(type, values), *kwargs))
         if frame is None:
             return me.call(args, kwargs)
         flat = joint_flat_if_cached([values[i] for i in frame.modules])
@@ -122,7 +127,11 @@ def entrance(me: Any) -> Callable[..., Any]:
         entry, dicts, names, level, into, under, _ = plan
         entry = entry()
         cells, data = [*map(getitem, dicts, names)], tuple([values[i] for i in frame.data])
-        if contexts:
+        if entry.donation is not None:
+            if level is not current_level():
+                return me.call(args, kwargs)
+            result = entry.donation.run(cells, data, tuple([ctx.fork_data() for ctx in contexts]))
+        elif contexts:
             result = entry.jitted(cells, data, tuple([ctx.fork_data() for ctx in contexts]))
         else:
             result = entry.jitted(cells, data)
@@ -131,7 +140,7 @@ def entrance(me: Any) -> Callable[..., Any]:
             return result[1]
         return me.finish(entry, result, args, kwargs)
 
-    return lifted if me.is_simple else always_general
+    return lifted if me.memory.knows_first else framed if me.stateful and not me.static else general
 
 
 def _are_like(contexts: list[Any], definitions: tuple[Any, ...]) -> bool:

@@ -18,6 +18,7 @@ import jax
 from nnx.core.info import ModuleBase, join
 from nnx.core.moduledef import ModuleDef
 from nnx.core.statics import find_captured_module
+from nnx.core.trace import current_level
 from nnx.sharding.rules import get_logical_axis_rules
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
 from nnx.transforms.donation import Donation
@@ -87,8 +88,9 @@ class Entry:
         return self.effects[len(result) - 2]
 
     def execute(self, call: Call) -> Any:
-        if self.donation is not None:
-            return self.donation.execute(call)
+        if self.donation is not None and (call.flat is None or call.flat.level is current_level()):
+            return self.donation.run(call.cells(), tuple(call.data), tuple(call.forks()))
+        # also where a Module belongs to another level: what cannot be written back must not be given away
         if call.contexts:
             return self.jitted(call.cells(), tuple(call.data), tuple(call.forks()))
         return self.jitted(call.cells(), tuple(call.data))
@@ -117,8 +119,7 @@ class Jit:
         self.target = target.fun
         self.body = unwrap_static(target.fun) if self.static else target.fun
         self.entries: dict[tuple[Signature, Any], Entry] = {}  # by signature, and the logical axis rules that hold
-        self.is_simple = not (self.static or self.donated or self.bound or not stateful)
-        self.memory = Memory()
+        self.memory = Memory(knows_first=stateful and not self.static and not self.bound)
         self._last: Entry | None = None
         self._last_key: Any = None
         self._static_retraces: dict[str, int] = {}
@@ -138,8 +139,8 @@ class Jit:
             self._warn_of_sown(call)
         result = entry.execute(call)
         out = entry.finish(call, result)
-        if self.is_simple:
-            self.memory.keep(call, entry, result, args, kwargs)
+        if self.stateful and not self.static:
+            self.memory.keep(call, entry, result, (*self.bound, *args), kwargs)
         return out
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Entry]:
@@ -182,14 +183,9 @@ class Jit:
                 return (cells, data, forks) if forks else (cells, data)
 
             return Staged(self, entry, plain, getattr(entry.jitted, stage)(*plain(cells, data, forks)))
-        donation = entry.donation
-        replaced, jitted = donation.variant(cells, data, forks)
-
-        def arrange(cells: Any, data: Any, forks: Any) -> Any:
-            return (*donation.arrange(replaced, cells, data, copy=True), forks)
-
-        inner = getattr(jitted, stage)(*donation.arrange(replaced, cells, data), forks)
-        return Staged(self, entry, arrange, inner)
+        variant = entry.donation.variant(cells, data, forks)
+        inner = getattr(variant.jitted, stage)(*variant.arrange(cells, data, forks))
+        return Staged(self, entry, variant.arrange, inner)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The output's shapes and dtypes; nothing is computed and no Module changes."""

@@ -163,3 +163,52 @@ def test_making_modules_between_calls_compiles_nothing():
         add(a, b, by=jnp.array(1))
         Counter().more = Counter()
     assert add.trace_count <= before + 1 and int(a.count) == 4
+
+
+class Stepper(Counter):
+    def step(self, by):
+        self.count += by
+        return self.count
+
+
+def test_bound_methods_and_modules_as_the_function():
+    stepper = Stepper()
+    step: Any = nnx.jit(stepper.step)
+    assert [int(step(jnp.array(by))) for by in (1, 2, 3, 4)] == [1, 3, 6, 10]
+    assert int(step(by=jnp.array(5))) == int(step(by=jnp.array(0))) == int(stepper.count) == 15
+    assert step.trace_count <= 2  # by position and by name
+
+
+def test_a_donated_call_repeats_and_gives_away_only_what_it_replaces():
+    class Pair(nnx.Module):
+        def __init__(self):
+            self.changing, self.constant = nnx.Variable(jnp.zeros(4)), nnx.Variable(jnp.ones(4))
+
+    @nnx.jit(donate_argnums=0)
+    def step(pair, x):
+        pair.changing += pair.constant * x
+        return pair.changing.sum()
+
+    pair = Pair()
+    constant = pair.constant
+    for i in range(1, 5):
+        before = pair.changing
+        assert float(step(pair, jnp.ones(()))) == 4 * i
+        assert before.is_deleted() and pair.constant is constant
+    pair.changing = pair.constant  # one buffer in two places is not given away
+    assert float(step(pair, jnp.ones(()))) == 8
+    assert not constant.is_deleted() and pair.constant.tolist() == [1] * 4
+
+
+def test_a_donated_call_at_another_level_gives_nothing_away():
+    @nnx.jit(donate_argnums=0)
+    def step(counter, by):
+        counter.count += by
+
+    counter = Counter()
+    for _ in range(2):
+        step(counter, jnp.array(1))
+    count = counter.count
+    with pytest.raises(nnx.TraceContextError):
+        jax.vmap(lambda by: step(counter, by))(jnp.arange(3))
+    assert not count.is_deleted() and int(counter.count) == 2
