@@ -33,7 +33,7 @@ parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--smoke", action="store_true", help="a few small steps, for the tests")
 args = parser.parse_args()
 
-VOCAB, LENGTH, BATCH = 128, 64, 32
+VOCAB, LENGTH, BATCH = 128, 24 if args.smoke else 64, 32
 WIDTH, HEADS, LAYERS = (32, 4, 2) if args.smoke else (128, 8, 4)
 STEPS = 30 if args.smoke else args.steps
 

@@ -23,6 +23,7 @@ from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, promote_dty
 from nnx.nn.initializers import InitializerLike, default_bias_init, default_kernel_init, initial_value
 from nnx.nn.linear import NO_METADATA
 from nnx.nn.padding import Padding, PaddingLike, normalize_padding
+from nnx.sharding.explicit import result_sharding, split_like
 
 Dilation = int | Sequence[int] | None
 
@@ -82,6 +83,8 @@ def _convolve(
         spread = [(size - 1) * d + 1 for size, d in zip(x.shape[1:-1], input_dilation, strict=True)]
         padding = tuple(lax.padtype_to_pads(spread, [r + 1 for r in reach], strides, padding))
 
+    if out_sharding is None:
+        out_sharding = result_sharding((x, range(n + 1)), (kernel, (n + 1,)))
     options: dict[str, Any] = {} if out_sharding is None else {"out_sharding": out_sharding}
     if preferred_element_type is not None:
         options["preferred_element_type"] = preferred_element_type
@@ -103,6 +106,7 @@ def _convolve(
 def with_bias(y: Array, bias: Array | None, batch: tuple[int, ...]) -> Array:
     """Adds the bias to the features, and gives the one batch axis of the convolution its axes back."""
     if bias is not None:
+        bias = split_like(bias, y, (-1,))
         y = y + jnp.reshape(bias, (1,) * (y.ndim - 1) + bias.shape)
     return jnp.reshape(y, batch + y.shape[1:])
 

@@ -22,6 +22,7 @@ from nnx.nn.checks import check_last_axis
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, cast, promote_dtype
 from nnx.nn.initializers import InitializerLike, compiled, initial_value, normal, variance_scaling
 from nnx.nn.linear import NO_METADATA
+from nnx.sharding.explicit import result_sharding, split_like
 
 default_embedding_init = compiled(variance_scaling(1.0, "fan_in", "normal", out_axis=0))
 default_position_init = compiled(normal(0.02))
@@ -104,6 +105,8 @@ class Embed(Module):
         """
         check_last_axis(self, query, self.features, "features")
         query, table = self.promote_dtype((query, self.embedding), dtype=self.dtype)
+        if out_sharding is None:
+            out_sharding = result_sharding((query, range(query.ndim - 1)), (table, (0,)))
         options = {} if out_sharding is None else {"out_sharding": out_sharding}
         return lax.dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())), **options)
 
@@ -172,7 +175,7 @@ class LearnedPositionEmbed(Module):
         else:
             vectors = _looked_up(self, self.embedding, positions)
         inputs, vectors = promote_dtype((inputs, vectors), dtype=self.dtype)
-        return inputs + vectors
+        return inputs + split_like(vectors, inputs, range(-vectors.ndim, 0))
 
 
 class SinusoidalPositionEmbed(Module):
@@ -238,6 +241,8 @@ def sinusoidal_positions(positions: jax.Array, features: int, *, max_timescale: 
 def _looked_up(layer: Module, table: jax.Array, indices: jax.Array, out_sharding: Any = None) -> jax.Array:
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(NOT_INTEGERS.format(layer=type(layer).__name__, dtype=indices.dtype, shape=indices.shape))
+    if out_sharding is None:
+        out_sharding = result_sharding((indices, range(indices.ndim)), (table, (1,)))
     if out_sharding is not None:
         return table.at[indices].get(mode="fill", out_sharding=out_sharding)
     return jnp.take(table, indices, axis=0, mode="fill")

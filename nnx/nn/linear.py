@@ -23,6 +23,7 @@ from nnx.core.variables import ContainerMetadata, Param
 from nnx.nn.checks import TOO_FEW_AXES, check_last_axis, wrong_features
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, promote_dtype
 from nnx.nn.initializers import InitializerLike, default_bias_init, default_kernel_init, initial_value
+from nnx.sharding.explicit import result_sharding, split_like
 
 DotGeneral = Callable[..., Array]
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
@@ -52,6 +53,9 @@ def _contract(
     x, kernel, bias = promote((x, kernel, bias), dtype=dtype)
     batches = len(batch_axes)
     dimensions = ((axes, tuple(range(batches, batches + len(axes)))), (batch_axes, tuple(range(batches))))
+    if out_sharding is None:
+        kept = (axis for axis in range(x.ndim) if axis not in axes and axis not in batch_axes)
+        out_sharding = result_sharding((x, (*batch_axes, *kept)), (kernel, range(batches + len(axes), kernel.ndim)))
     options = {}
     if preferred_element_type is not None:
         options["preferred_element_type"] = preferred_element_type
@@ -60,6 +64,7 @@ def _contract(
     y = dot_general(x, kernel, dimensions, precision=precision, **options)
     if bias is None:
         return y
+    bias = split_like(bias, y, [axis if axis < batches else axis - bias.ndim for axis in range(bias.ndim)])
     between = (1,) * (y.ndim - bias.ndim)
     return y + jnp.reshape(bias, bias.shape[:batches] + between + bias.shape[batches:])
 

@@ -22,6 +22,7 @@ from nnx.nn.checks import check_last_axis
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, promote_dtype
 from nnx.nn.initializers import InitializerLike, compiled, default_bias_init, he_uniform, initial_value
 from nnx.nn.linear import NO_METADATA, Linear, LinearGeneral
+from nnx.sharding.explicit import result_sharding
 
 NOTHING_MATCHES = (
     "add_lora: `where` matches no linear layer, so that nothing would be trained. "
@@ -49,8 +50,9 @@ def _low_rank(
     x: Array, a: Array, b: Array, *, scale: float, dtype: Any, promote: PromoteDtype = promote_dtype
 ) -> Array:
     x, a, b = promote((x, a, b), dtype=dtype)
-    y = x @ a @ b
-    return y if scale == 1.0 else y * scale
+    for matrix in (a, b):
+        x = jnp.matmul(x, matrix, out_sharding=result_sharding((x, range(x.ndim - 1)), (matrix, (1,))))
+    return x if scale == 1.0 else x * scale
 
 
 _low_rank_compiled = partial(jax.jit, static_argnames=("scale", "dtype"))(_low_rank)

@@ -14,6 +14,7 @@ from jax import Array
 from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.nn.modes import resolve_mode
+from nnx.sharding.explicit import result_sharding
 
 RATE_OUT_OF_RANGE = "{layer}: `rate` is the probability of dropping, a number from 0 to 1, got {got!r}."
 NEEDS_CONTEXT = (
@@ -39,7 +40,11 @@ def _drop(x: Array, key: Array, *, rate: float, mask_shape: tuple[int, ...], res
     keep = 1.0 - rate
     if keep == 0.0:
         return jnp.zeros_like(x)
-    mask = jnp.broadcast_to(jax.random.bernoulli(key, keep, mask_shape), x.shape)
+    split = result_sharding((x, range(x.ndim)))
+    mask = jax.random.bernoulli(key, keep, mask_shape, out_sharding=split if mask_shape == x.shape else None)
+    mask = jnp.broadcast_to(mask, x.shape)
+    if split is not None:
+        mask = jax.sharding.reshard(mask, split)
     return jnp.where(mask, x / keep if rescale else x, jnp.zeros_like(x))
 
 

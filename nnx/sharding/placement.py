@@ -58,7 +58,8 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: Any, c
     """Builds a Module that is split over a mesh from the start: no array of it is ever whole on one device.
 
     The constructor is traced for its shapes first, and then compiled with the shardings that follow from them. The
-    numbers are those the constructor gives on one device.
+    numbers are those the constructor gives on one device. At its peak, a GPU holds the parts it keeps and nothing else;
+    a CPU device holds three times its part of the largest array beside them, for the random bits.
 
     Args:
       build: called with a Context; returns the Module, or a TrainState or other pytree. It runs under `jax.jit`, twice.
@@ -98,10 +99,14 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: Any, c
     with jax.set_mesh(automatic), logical_axis_rules(rules):
         abstract = jax.eval_shape(make, pure_ctx)
         shardings = logical_to_mesh_sharding(abstract, automatic, rules)
-        built = jax.jit(make, out_shardings=shardings)(pure_ctx)
+        options = ONE_ARRAY_AFTER_ANOTHER.get(automatic.devices.flat[0].platform)
+        built = jax.jit(make, out_shardings=shardings, compiler_options=options)(pure_ctx)
     built = _put(built, logical_to_mesh_sharding(abstract, mesh, rules))
     return built.merge() if isinstance(built, Pure) else built
 
+
+ONE_ARRAY_AFTER_ANOTHER = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
+"""Compiler options by platform. By default a CPU draws all arrays at once, which takes the scratch space of all."""
 
 SEVERAL_MODULES = """nnx.init_sharded builds one Module, but the function returned {got}. Put several into one, e.g. \
 nnx.Dict(model=model, optimizer=optimizer)."""

@@ -41,7 +41,7 @@ class RulesFallback(enum.Enum):
 def logical_axis_rules(rules: Any) -> Iterator[None]:
     """Within the `with` block these rules hold, in this thread, wherever no others are given.
 
-    Functions compiled under other rules are not compiled anew: enter the block once, around the whole program.
+    A function of `nnx.jit` is compiled anew under other rules; one of `jax.jit` is not, and keeps the first.
 
     Args:
       rules: a sequence of pairs `(name, mesh axis)`, or a mapping.
@@ -63,7 +63,12 @@ def set_logical_axis_rules(rules: Any) -> None:
 
 
 def get_logical_axis_rules() -> Rules:
-    """The rules that hold here; `()` if there are none."""
+    """The rules that hold here; `()` if there are none.
+
+    >>> with nnx.logical_axis_rules([("batch", "data")]):
+    ...     nnx.get_logical_axis_rules()
+    (('batch', 'data'),)
+    """
     return _current.get()
 
 

@@ -1,22 +1,15 @@
 """What test_devices looks at: run with eight virtual devices, prints one JSON object."""
 
+import contextlib
 import json
-import sys
-import threading
-import time
-from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import psutil
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import nnx
-
-sys.path.insert(0, str(Path(__file__).parent))
-from transformer import collectives, mesh_of, train, train_step  # noqa: E402
+from tests.sharding.transformer import Block, collectives, make, mesh_of, run, train_step
 
 SETTINGS = {
     "one device": ([("data", 1), ("model", 1)], nnx.fsdp_tensor_parallel_rules()),
@@ -31,46 +24,60 @@ def part(x):
     return list(x.addressable_shards[0].data.shape)
 
 
+@contextlib.contextmanager
+def compiled_memory():
+    """Collects what the compiler says of the memory, on each device, of programs whose results are sharded."""
+    jit, found = jax.jit, []
+
+    def recording_jit(*function, **options):
+        if "out_shardings" not in options:
+            return jit(*function, **options)
+
+        def call(*arguments):
+            program = jit(*function, **options).lower(*arguments).compile()
+            found.append(program.memory_analysis())
+            return program(*arguments)
+
+        return call
+
+    with mock.patch.object(jax, "jit", recording_jit):
+        yield found
+
+
+def size(memory, model):
+    """Bytes that building a model takes on one device at most, those of the parts that stay there, and of the whole."""
+    arrays = jax.tree.leaves(model.get_state())
+    parts = sum(x.addressable_shards[0].data.nbytes for x in arrays)
+    peak = memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    return {"peak": peak, "parts": parts, "whole": sum(x.nbytes for x in arrays)}
+
+
 def training():
-    """Losses, shard shapes of everything, and the collectives of the compiled step, per setting."""
+    """Losses, shard shapes of everything, the peak of building it, and the collectives of the compiled step."""
     found = {}
     for name, (axes, rules) in SETTINGS.items():
         mesh = mesh_of(*axes)
-        losses, optimizer, batch = train(mesh, rules)
-        parts = {path: [list(leaf.value.shape), part(leaf.value)] for path, leaf in optimizer.get_state().items()}
-        found[name] = {"losses": losses, "parts": parts}
-        if "tensor" in name or name == "fsdp":
-            with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+        with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+            with compiled_memory() as memory:
+                optimizer, batch = make(mesh, rules)
+            found[name] = {"size": size(memory[0], optimizer.model), "losses": run(optimizer, batch)}
+            parts = {path: [list(leaf.value.shape), part(leaf.value)] for path, leaf in optimizer.get_state().items()}
+            found[name]["parts"] = parts
+            if "tensor" in name or name == "fsdp":
                 found[name]["collectives"] = collectives(train_step.lower(optimizer, batch).compile().as_text())
     return found
 
 
 def explicit_axes():
-    """Data parallelism over a mesh whose axes have the explicit type, with the sharding of an activation on the way."""
-    mesh = mesh_of(("data", 8), type=AxisType.Explicit)
-    rules = nnx.data_parallel_rules()
-    seen = []
-
-    def loss_fn(model, x):
-        y = nnx.with_logical_constraint(jnp.tanh(model(x)), ("batch", "embed"))
-        seen.append(str(jax.typeof(y)))
-        return jnp.mean(y**2)
-
-    def losses(model, x):
-        step = nnx.jit(lambda model, x: nnx.value_and_grad(loss_fn)(model, x))
-        for _ in range(3):
-            loss, grads = step(model, x)
-            model.update_state(jax.tree.map(lambda w, g: w - g, model.filter(nnx.Param), grads))
-            yield float(loss)
-
-    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
-    plain = list(losses(nnx.Linear(8, 4, ctx=nnx.context(0).fork()), jnp.asarray(x)))
+    """Losses on mesh axes of the explicit type, and the types of a parameter, of its moment and of the logits."""
+    axes, rules = SETTINGS["fsdp and tensor parallel"]
+    mesh = mesh_of(*axes, type=AxisType.Explicit)
     with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
-        model = nnx.init_sharded(lambda ctx: nnx.Linear(8, 4, ctx=ctx), mesh, rules, nnx.context(0))
-        placed = jax.device_put(x, nnx.logical_to_mesh_sharding(P("batch", None), mesh, rules))
-        sharded = list(losses(model, placed))
-        fsdp = nnx.init_sharded(lambda ctx: nnx.Linear(8, 4, ctx=ctx), mesh, nnx.fsdp_rules(), nnx.context(0))
-    return {"plain": plain, "sharded": sharded, "type": seen[-1], "kernel": str(jax.typeof(fsdp.kernel))}
+        optimizer, batch = make(mesh, rules)
+        losses = run(optimizer, batch)
+        model, path = optimizer.model, "blocks/scan_module/mlp/layers/0/kernel"
+        arrays = (model.get_path(path), optimizer.opt_state.get_path(f"0/mu/{path}"), model(batch))
+    return {"losses": losses, "types": [str(jax.typeof(array)) for array in arrays]}
 
 
 def constraints():
@@ -117,30 +124,18 @@ def errors():
     return texts
 
 
-def peak_of_initialisation():
-    """How many bytes the process grew by, at most, while a large sharded table was made; and the size of the table."""
-    mesh = mesh_of(("data", 8))
-    process, peak, done = psutil.Process(), [0], threading.Event()
+def unrolled():
+    """The peak of building a deep model, layer by layer."""
 
-    def watch():
-        while not done.is_set():
-            peak[0] = max(peak[0], process.memory_info().rss)
-            time.sleep(0.002)
+    def build(ctx):
+        return nnx.Dict(embed=nnx.Embed(256, 64, ctx=ctx), blocks=nnx.Sequence(Block(64, ctx=ctx) for _ in range(6)))
 
-    def build(rows):
-        return nnx.init_sharded(lambda ctx: nnx.Embed(rows, 4096, ctx=ctx), mesh, nnx.fsdp_rules(), nnx.context(0))
-
-    build(8)  # whatever is loaded once
-    before = process.memory_info().rss
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    table = build(4096).embedding
-    table.block_until_ready()
-    done.set()
-    watcher.join()
-    return {"grown": peak[0] - before, "bytes": table.nbytes, "part": part(table)}
+    axes, rules = SETTINGS["fsdp and tensor parallel"]
+    with compiled_memory() as memory:
+        model = nnx.init_sharded(build, mesh_of(*axes), rules, nnx.context(0))
+    return size(memory[0], model)
 
 
 if __name__ == "__main__":
-    checks = (peak_of_initialisation, training, explicit_axes, constraints, errors)
+    checks = (training, unrolled, explicit_axes, constraints, errors)
     print(json.dumps({check.__name__: check() for check in checks}))

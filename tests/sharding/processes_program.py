@@ -1,20 +1,20 @@
-"""One of two processes of test_processes: joins the other, trains on the devices of both, prints one JSON object."""
+"""One of the two processes of test_devices: joins the other, trains on the devices of both, prints one JSON object."""
 
 import json
 import sys
-from pathlib import Path
 
 import jax
 
 import nnx
-
-sys.path.insert(0, str(Path(__file__).parent))
-from transformer import mesh_of, train  # noqa: E402
+from tests.sharding.transformer import make, mesh_of, run
 
 if __name__ == "__main__":
     address, process_id = sys.argv[1], int(sys.argv[2])
     jax.distributed.initialize(address, num_processes=2, process_id=process_id, initialization_timeout=100)
-    losses, optimizer, batch = train(mesh_of(("data", 2), ("model", 4)), nnx.fsdp_tensor_parallel_rules())
+    mesh, rules = mesh_of(("data", 2), ("model", 4)), nnx.fsdp_tensor_parallel_rules()
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+        optimizer, batch = make(mesh, rules)
+        losses = run(optimizer, batch)
     table = optimizer.model.embed.embedding
     found = {
         "devices": [jax.device_count(), jax.local_device_count()],

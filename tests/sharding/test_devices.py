@@ -1,27 +1,21 @@
-"""Eight virtual devices: what is split is really split, and training gives the losses of one device."""
+"""Eight virtual devices, in one process or two: what is split is really split; losses are those of one device."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import socket
 
 import numpy as np
 import pytest
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+from tests.sharding.programs import HERE, finish, start
+
+LIMIT = 240  # seconds, for all that a program or a pair of them does
 
 
 @pytest.fixture(scope="module")
 def seen():
     """The findings of the program, which runs once."""
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # quick to compile
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(HERE / "devices_program.py")]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    (output,) = finish([start(HERE / "devices_program.py", devices=8)], LIMIT)
+    return json.loads(output.splitlines()[-1])
 
 
 SHARDED = ("data parallel", "fsdp", "tensor parallel", "fsdp and tensor parallel")
@@ -101,18 +95,25 @@ def test_fsdp_with_tensor_parallelism_gathers_only_the_part_of_its_heads_and_hid
     assert max(parameters) == WIDEST // 4
 
 
-def test_initialisation_never_holds_more_than_the_parts(seen):
-    peak = seen["peak_of_initialisation"]
-    assert peak["bytes"] == 4096 * 4096 * 4 and peak["part"] == [4096, 512]
-    # the random bits on the way are split as well; a whole table on each device would be eight times its size, and more
-    assert peak["grown"] < 5.5 * peak["bytes"]
+# Building: a CPU needs three times its part of the largest array beside the parts, for the random bits
+
+
+@pytest.mark.parametrize("setting", SHARDED)
+def test_building_a_scanned_stack_takes_little_more_than_the_parts(seen, setting):
+    size = seen["training"][setting]["size"]
+    assert size["peak"] < 1.9 * size["parts"]  # stacked, one kernel is almost a third of the model
+
+
+def test_building_a_deep_model_takes_hardly_more_than_the_parts(seen):
+    size = seen["unrolled"]
+    assert size["peak"] < 1.2 * size["parts"] < 0.16 * size["whole"]
 
 
 def test_explicit_mesh_axes_train_the_same(seen):
     found = seen["explicit_axes"]
-    np.testing.assert_allclose(found["sharded"], found["plain"], rtol=1e-5)
-    assert found["type"] == "float32[16@data,4]"
-    assert found["kernel"] == "float32[8@data,4]"
+    np.testing.assert_allclose(found["losses"], seen["training"]["one device"]["losses"], rtol=1e-4, atol=1e-5)
+    kernel = "float32[2,32@data,128@model]"
+    assert found["types"] == [kernel, kernel, "float32[16@data,13,64@model]"]
 
 
 @pytest.mark.parametrize("kind", ["automatic", "explicit", "mixed"])
@@ -125,3 +126,23 @@ def test_what_does_not_divide_is_an_error_that_names_path_and_rule(seen):
     assert placed.startswith("layer/bias: axis 0, 'out', of size 6 cannot be divided by mesh axis 'data' of size 4")
     assert "('out', 'data')" in placed and "('out', None)" in placed
     assert built.startswith("kernel: axis 0, 'in', of size 6 cannot be divided by mesh axis 'data' of size 4")
+
+
+# Two processes, with four devices each
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.timeout(2 * LIMIT)
+def test_two_processes_train_as_one_device_does(seen):
+    program, address = HERE / "processes_program.py", f"127.0.0.1:{free_port()}"
+    outputs = finish([start(program, address, str(i), devices=4) for i in range(2)], LIMIT)
+    for i, found in enumerate(json.loads(output.splitlines()[-1]) for output in outputs):
+        assert found["devices"] == [8, 4]
+        assert found["part"] == [16, 16] and found["parts here"] == 4
+        assert found["batch here"] == [8 * i]  # each process has its own half of the batch
+        np.testing.assert_allclose(found["losses"], seen["training"]["one device"]["losses"], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,41 @@
+"""Programs that need devices of their own, run in processes of their own."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+# how fast these programs compile counts, not how fast they run
+QUICK = "--xla_backend_optimization_level=0"
+if jax.__version_info__ < (0, 11):
+    QUICK += " --xla_cpu_use_fusion_emitters=false"
+
+
+def start(program: Path, *arguments: str, devices: int | None = None) -> subprocess.Popen:
+    """Starts a Python program, with so many virtual devices if it does not make them itself."""
+    flags = QUICK if devices is None else f"{QUICK} --xla_force_host_platform_device_count={devices}"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(program), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(processes: Sequence[subprocess.Popen], limit: float) -> list[str]:
+    """What the processes print within `limit` seconds; none is left running, whatever happens."""
+    deadline = time.monotonic() + limit
+    try:
+        outputs = [process.communicate(timeout=max(1.0, deadline - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [output for output, _ in outputs]
