@@ -84,6 +84,9 @@ def assign(module: Any, name: str, value: Any) -> None:
     old = info.kinds.get(name)
     sort = _sort(value)
     if type(old) is Spec:
+        if sort == _ARRAY and old.is_plain:  # what a training step does
+            module.__dict__[name] = value
+            return
         _assign_to_variable(module, name, old, sort, value)
     elif old is NODE and sort == _ARRAY:
         module.__dict__[name] = value

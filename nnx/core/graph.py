@@ -406,7 +406,7 @@ class Flat:
 
     __slots__ = (
         "key", "statics", "dicts", "names", "extra", "modules", "level", "sown", "writers", "plans",
-        "ready", "_versions", "_counts", "_stamp", "_watch", "_indices", "__weakref__",
+        "last_plan", "ready", "_versions", "_counts", "_stamp", "_watch", "_indices", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, walk: Traversal):
@@ -418,13 +418,11 @@ class Flat:
         self.dicts = [instance_dicts[at] for at, _, _ in walk.cells]
         self.names = [name for _, name, _ in walk.cells]
         self.extra: dict[int, list[tuple[dict[str, Any], str]]] = {}
-        self._versions = [module._nnx_info.version for module in walk.modules]
+        self._versions = [module._nnx_info.watch() for module in walk.modules]
         for i, ref in enumerate(walk.refs):
             if ref is not None:
                 self.extra[i] = ref.targets()
                 self._versions.append(ref.version)
-        for version in self._versions:
-            version.watched = True
         self._counts = list(map(_count, self._versions))
         self._watch = walk.watch
         levels = {id(module._nnx_info.level): module._nnx_info.level for module in walk.modules}
@@ -432,6 +430,7 @@ class Flat:
         self.sown = any(module._nnx_info.sown for module in walk.modules)
         self.writers: dict[tuple[int, ...], Any] = {}  # how transforms write their changes back; filled by them
         self.plans: dict[Any, Any] = {}  # how jitted functions repeat a call; filled by them
+        self.last_plan: Any = None  # the one used last, which is mostly the next one, too
         # the stamp at which nothing needs a look: no watched static value, nothing sown
         self.ready: Any = None if self._watch or self.sown else self._stamp
         self._indices: dict[Layout, list[int]] = {}

@@ -63,35 +63,31 @@ _flat_holders: "weakref.WeakSet[ModuleInfo]" = weakref.WeakSet()
 
 
 class Version:
-    """How often the structure of one object has changed; apart from it, so that a cache can watch and not own.
+    """How often the structure of one object has changed; apart from it, so that a cache can watch and not own."""
 
-    While no flat form watches it, nothing cached depends on the object, and its changes need no new stamp: making a
-    Module does not disturb the others.
-    """
-
-    __slots__ = ("count", "watched")
+    __slots__ = ("count",)
 
     def __init__(self) -> None:
         self.count = 0
-        self.watched = False
 
     def changed(self) -> None:
         self.count += 1
-        if self.watched:
-            STRUCTURE.stamp = object()
+        STRUCTURE.stamp = object()
 
 
 class ModuleInfo:
     """The private half of a Module."""
 
     __slots__ = (
-        "kinds", "level", "version", "flat", "joint", "order", "constructing", "unsettled", "sown", "__weakref__",
+        "kinds", "level", "restructured", "version", "flat", "joint", "order", "constructing", "unsettled", "sown",
+        "__weakref__",
     )  # fmt: skip
 
     def __init__(self, kinds: dict[str, Any], level: Any, constructing: bool = False):
         self.kinds = kinds
         self.level = level
-        self.version = Version()
+        self.restructured = False  # whether there has been a structural change
+        self.version: Version | None = None  # made when a flat form watches it: till then nothing cached depends on it
         self.flat: Any = None  # the cached flat form of the graph that starts here
         self.order: list[str] | None = None  # attribute names in path order
         self.constructing = constructing
@@ -101,9 +97,17 @@ class ModuleInfo:
 
     def changed(self) -> None:
         """Notes a structural change."""
-        self.flat = self.joint = None
+        self.restructured = True
         self.order = None
-        self.version.changed()
+        if self.version is not None:
+            self.flat = self.joint = None
+            self.version.changed()
+
+    def watch(self) -> Version:
+        """The version, for a flat form to compare later."""
+        if self.version is None:
+            self.version = Version()
+        return self.version
 
     def remember(self, flat: Any) -> None:
         self.flat = flat

@@ -48,7 +48,7 @@ class ModuleType(_ProtocolType):
     __subclasscheck__ = abc.ABCMeta.__subclasscheck__
 
     def __call__(cls: type[M], *args: Any, **kwargs: Any) -> M:  # pyright: ignore[reportGeneralTypeIssues]
-        is_dataclass = cls.__dict__.get("_nnx_is_dataclass")
+        is_dataclass = cls._nnx_is_dataclass
         if is_dataclass is None:  # decided at the first instance: decorators have run by then
             prepare_dataclass(cls)
             is_dataclass = cls._nnx_is_dataclass = dataclasses.is_dataclass(cls)
@@ -91,7 +91,11 @@ class Module(ModuleBase, metaclass=ModuleType):
     __slots__ = ()
     _nnx_fields: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # how a dataclass wraps what a field received
     _nnx_frozen: ClassVar[bool] = False
-    _nnx_is_dataclass: ClassVar[bool]
+    _nnx_is_dataclass: ClassVar[bool | None] = None
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        cls._nnx_is_dataclass = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         return new_module(cls, {}, constructing=True)

@@ -72,6 +72,9 @@ def get_logical_axis_rules() -> Rules:
     return _current.get()
 
 
+current_rules = _current.get  # the same without a call in Python, for those who ask at every step
+
+
 def as_rules(rules: Any) -> Rules:
     """Rules as a tuple of pairs; None means those that hold here.
 

@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 from nnx.core.graph import joint_flat_if_cached
 from nnx.core.info import STRUCTURE
 from nnx.core.trace import current_level
-from nnx.sharding.rules import get_logical_axis_rules
+from nnx.sharding.rules import current_rules
 from nnx.transforms.lift import CONTEXT, DATA, MODULE, Call, leaf_sorts
 
 
 class Plan(NamedTuple):
-    """What a repeated call needs."""
+    """What a repeated call needs, after what tells whether it is one."""
 
+    token: object  # of the function
+    where: Any  # a frame, or the number of data after the one Module
+    rules: Any  # the logical axis rules under which it was made
     entry: Any  # a weak reference
     dicts: list[dict[str, Any]]
     names: list[str]
@@ -66,7 +69,7 @@ class Memory:
             by_name = sorted(range(len(kwargs)), key=list(kwargs).__getitem__)
             frame = Frame(sorts, [*range(len(args)), *(len(args) + i for i in by_name)])
             where = self.frames.setdefault((len(args), *map(type, values), *kwargs), frame)
-        key = (self.token, where, get_logical_axis_rules())
+        key = (self.token, where, current_rules())
         into, under = [flat.dicts[i] for i in effects.changed], [flat.names[i] for i in effects.changed]
         weak_flat = weakref.ref(flat)
 
@@ -74,10 +77,11 @@ class Memory:
             flat = weak_flat()
             if flat is not None:
                 flat.plans.pop(key, None)
+                flat.last_plan = None
 
-        contexts = call.signature.contexts
         weak_entry = weakref.ref(entry, forget)
-        flat.plans[key] = Plan(weak_entry, flat.dicts, flat.names, flat.level, into, under, contexts)
+        gather = (flat.dicts, flat.names, flat.level)
+        flat.plans[key] = flat.last_plan = Plan(*key, weak_entry, *gather, into, under, call.signature.contexts)
 
 
 def entrance(me: Any) -> Callable[..., Any]:
@@ -96,9 +100,11 @@ def entrance(me: Any) -> Callable[..., Any]:
             else:  # the commonest call: a Module, then data
                 flat = first._nnx_info.flat
                 if flat is not None and (flat.ready is structure.stamp or flat.is_ready()):
-                    plan = flat.plans.get((token, len(rest), get_logical_axis_rules()))
+                    plan = flat.last_plan
+                    if plan is None or plan[0] is not token or plan[1] != len(rest) or plan[2] is not current_rules():
+                        plan = flat.last_plan = flat.plans.get((token, len(rest), current_rules()))
                     if plan is not None:
-                        entry, dicts, names, level, into, under, _ = plan
+                        _, _, _, entry, dicts, names, level, into, under, _ = plan
                         entry = entry()
                         if entry.donation is None:
                             result = entry.jitted([*map(getitem, dicts, names)], rest)
@@ -120,11 +126,13 @@ def entrance(me: Any) -> Callable[..., Any]:
         flat = joint_flat_if_cached([values[i] for i in frame.modules])
         if flat is None or not (flat.ready is structure.stamp or flat.is_ready()):
             return me.call(args, kwargs)
-        plan = flat.plans.get((token, frame, get_logical_axis_rules()))
+        plan = flat.last_plan
+        if plan is None or plan[0] is not token or plan[1] is not frame or plan[2] is not current_rules():
+            plan = flat.last_plan = flat.plans.get((token, frame, current_rules()))
         contexts = [values[i] for i in frame.contexts]
         if plan is None or (contexts and not _are_like(contexts, plan.contexts)):
             return me.call(args, kwargs)
-        entry, dicts, names, level, into, under, _ = plan
+        _, _, _, entry, dicts, names, level, into, under, _ = plan
         entry = entry()
         cells, data = [*map(getitem, dicts, names)], tuple([values[i] for i in frame.data])
         if entry.donation is not None:

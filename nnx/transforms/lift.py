@@ -171,7 +171,7 @@ class Entered:
 
     def is_restructured(self) -> bool:
         modules = self.graph.modules
-        if any(module._nnx_info.version.count for module in modules):
+        if any(module._nnx_info.restructured for module in modules):
             return True
         return self.baseline is not None and traverse(modules).table != self.baseline
 

@@ -173,7 +173,8 @@ class Steps:
         """What `info.changed()` does, as single steps."""
         for slot in ("flat", "joint", "order"):
             self.steps.append(partial(setattr, info, slot, None))
-        self._bump(info.version)
+        self.steps.append(partial(setattr, info, "restructured", True))
+        self._bump(info.watch())
 
     def _bump(self, version: Any) -> None:
         self.steps.append(partial(setattr, version, "count", version.count + 1))
