@@ -29,13 +29,21 @@ class Config:
     unroll: int = 1  # blocks per iteration of the compiled loop; more compile longer and may run faster
 
 
+GPU_OPTIONS = {  # for XLA's compiler, which ignores them elsewhere
+    "xla_gpu_enable_triton_gemm": False,  # cuBLAS is faster at these sizes
+    "xla_gpu_dot_merger_threshold_mb": 0,  # queries, keys and values as three products: nothing to cut apart afterwards
+}
+
+gelu = jax.checkpoint(nnx.gelu)  # computed again for its gradient: cheaper than keeping, and reading, what that needs
+
+
 class Block(nnx.Module):
     def __init__(self, config: Config, *, ctx: nnx.Context):
         std = 0.55 / math.sqrt(config.width)  # the 0.02 of GPT-2, at its width
         init = nnx.initializers.normal(std)
         init_out = nnx.initializers.normal(std / math.sqrt(2 * config.layers))  # two residual branches per block
         width, dtype = config.width, config.dtype
-        self.norm1 = nnx.LayerNorm(width, dtype=dtype, ctx=ctx)
+        self.norm1 = nnx.LayerNorm(width, epsilon=1e-5, dtype=dtype, ctx=ctx)
         self.attention = nnx.MultiHeadAttention(
             config.heads,
             width,
@@ -45,14 +53,14 @@ class Block(nnx.Module):
             out_kernel_init=init_out,
             ctx=ctx,
         )
-        self.norm2 = nnx.LayerNorm(width, dtype=dtype, ctx=ctx)
+        self.norm2 = nnx.LayerNorm(width, epsilon=1e-5, dtype=dtype, ctx=ctx)
         self.up = nnx.Linear(width, 4 * width, dtype=dtype, kernel_init=init, ctx=ctx)
         self.down = nnx.Linear(4 * width, width, dtype=dtype, kernel_init=init_out, ctx=ctx)
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x, _, decode: bool, ctx: nnx.Context | None):  # [batch, length, width]
         x = x + self.dropout(self.attention(self.norm1(x), is_causal=True, decode=decode, ctx=ctx), ctx=ctx)
-        x = x + self.dropout(self.down(nnx.gelu(self.up(self.norm2(x)))), ctx=ctx)
+        x = x + self.dropout(self.down(gelu(self.up(self.norm2(x)))), ctx=ctx)
         return x, None
 
 
@@ -72,14 +80,20 @@ class GPT(nnx.Module):
             length=config.layers,
             unroll=config.unroll,
         )(config, ctx=ctx)
-        self.norm = nnx.LayerNorm(config.width, dtype=config.dtype, ctx=ctx)
+        self.norm = nnx.LayerNorm(config.width, epsilon=1e-5, dtype=dtype, ctx=ctx)
 
     def __call__(self, tokens: jax.Array, *, decode: bool = False, ctx: nnx.Context | None = None) -> jax.Array:
         """Logits of the token after each one; `decode` continues the text that is in the cache."""
-        positions = self.cache.positions(tokens.shape[1])[0] if decode else None  # [batch, length], as in layer 0
+        length = tokens.shape[1]
+        if decode:
+            positions = self.cache.positions(length)[0]  # [batch, length], as in layer 0
+        else:
+            # Looked up for each text, though all have the same. Otherwise the gradient is a sum over texts, and on GPUs
+            # XLA lays out every activation of the model to suit that one sum: a step then takes 8% longer.
+            positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
         x = self.position(self.embed(tokens), positions)  # [batch, length, width]
         x, _ = self.blocks(x, None, decode, ctx)
-        return self.embed.attend(self.norm(x)).astype(jnp.float32)  # [batch, length, vocab]
+        return self.embed.attend(self.norm(x))  # [batch, length, vocab]
 
     @property
     def cache(self) -> nnx.KVCache:
@@ -92,6 +106,32 @@ class GPT(nnx.Module):
         self.blocks.scan_module.attention.init_cache(shape, self.config.dtype or jnp.float32)
 
 
+@jax.custom_vjp
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean over all positions of the negative logarithm of the target's probability, summed in float32.
+
+    The gradient is written by hand: it needs the logits alone, which may stay in bfloat16, where automatic
+    differentiation would keep several float32 arrays of their size. They are the largest array of a training step.
+    """
+    return _cross_entropy_forward(logits, targets)[0]
+
+
+def _cross_entropy_forward(logits, targets):  # [..., vocab], [...]
+    log_sum = nnx.logsumexp(logits.astype(jnp.float32), axis=-1)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0].astype(jnp.float32)
+    return jnp.mean(log_sum - chosen), (logits, targets, log_sum)
+
+
+def _cross_entropy_backward(kept, cotangent):
+    logits, targets, log_sum = kept
+    softmax = jnp.exp(logits.astype(jnp.float32) - log_sum[..., None])
+    one_hot = targets[..., None] == jnp.arange(logits.shape[-1])
+    return ((softmax - one_hot) * (cotangent / targets.size)).astype(logits.dtype), None
+
+
+cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
 @nnx.jit(static_argnames="length", stateful=False)  # the cache goes when the text is there
 def continue_texts(model: GPT, prompts: jax.Array, ctx: nnx.Context, *, length: int, temperature: float = 1.0):
     """`length` more tokens for each prompt, `[batch, length]`, drawn one at a time with the cache."""
@@ -100,7 +140,7 @@ def continue_texts(model: GPT, prompts: jax.Array, ctx: nnx.Context, *, length: 
 
     @nnx.scan(variable_broadcast=nnx.Param, split_rngs="sample", length=length)
     def draw(model, logits, _, ctx):
-        tokens = jax.random.categorical(ctx.make_rng("sample"), logits / temperature)  # [batch]
+        tokens = jax.random.categorical(ctx.make_rng("sample"), logits.astype(jnp.float32) / temperature)  # [batch]
         return model(tokens[:, None], decode=True)[:, -1], tokens
 
     _, tokens = draw(model, logits, None, ctx)  # [length, batch]

@@ -1,0 +1,150 @@
+"""Training steps of GPT-2 per second: nnx, hand-written JAX and PyTorch, interleaved in one process.
+
+    python -m benchmarks.gpt_gpu                       GPT-2 small, batches of 32 × 1024 tokens, on a GPU
+    python -m benchmarks.gpt_gpu --tiny                what it does elsewhere: a tiny model, to see that it runs
+    python -m benchmarks.gpt_gpu --seconds 60          measure longer
+    python -m benchmarks.gpt_gpu --without torch       leave a contender out
+
+All use bfloat16 for the computation, float32 for the parameters, and AdamW. Tokens are random; speed does not depend on
+them. The JAX steps start from the same weights, and so from the same loss. "The same, tuned" is hand-written JAX with
+the changes that examples/gpt/model.py explains (see raw.py): what remains between it and nnx is the library. PyTorch
+takes part where it is installed and there is a GPU.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.55")  # the rest of the memory is for PyTorch
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import nnx
+from benchmarks.gpt_gpu import raw
+from benchmarks.harness import interleave
+from examples.gpt.model import GPT, GPU_OPTIONS, Config, cross_entropy
+
+RATE, DECAY = 6e-4, 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is measured."""
+
+    config: Config
+    batch: int
+
+
+GPT2 = Setting(Config(vocab=50304, dtype=jnp.bfloat16, unroll=12), batch=32)
+TINY = Setting(Config(vocab=64, context=16, layers=1, heads=2, width=32, dtype=jnp.bfloat16), batch=2)
+
+
+def random_tokens(setting: Setting) -> jax.Array:
+    shape = (setting.batch, setting.config.context + 1)
+    return jax.random.randint(jax.random.key(1), shape, 0, setting.config.vocab)
+
+
+def adamw(mask: Any) -> optax.GradientTransformation:
+    return optax.adamw(RATE, b2=0.95, weight_decay=DECAY, mask=mask)
+
+
+def make_ours(setting: Setting) -> Callable[[], jax.Array]:
+    """One step of the model in examples/gpt."""
+    model = GPT(setting.config, ctx=nnx.context(0))
+    optimizer = nnx.Optimizer(model, adamw(decayed))
+    tokens = random_tokens(setting)
+
+    @nnx.jit(donate_argnums=0, compiler_options=GPU_OPTIONS)
+    def train_step(optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
+        def loss_fn(model: GPT) -> jax.Array:
+            return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+
+        loss, grads = nnx.value_and_grad(loss_fn)(optimizer.model)
+        optimizer.update(grads)
+        return loss
+
+    return lambda: train_step(optimizer, tokens)
+
+
+def decayed(params: nnx.State) -> nnx.State:
+    return params.map(lambda path, _: path.endswith(("kernel", "embedding")))
+
+
+def make_raw(setting: Setting, tuned: bool = False) -> Callable[[], jax.Array]:
+    """One step over dicts, from the same weights."""
+    params = raw.from_model(nested_params(GPT(setting.config, ctx=nnx.context(0))))
+    tx = adamw(raw.decayed)
+    opt_state = tx.init(params)
+    options = GPU_OPTIONS if tuned else {"xla_gpu_enable_triton_gemm": False}
+    step, tokens = raw.make_step(tx, tuned, options), random_tokens(setting)
+
+    def run() -> jax.Array:
+        nonlocal params, opt_state
+        params, opt_state, loss = step(params, opt_state, tokens)
+        return loss
+
+    return run
+
+
+def nested_params(model: GPT) -> dict[str, Any]:
+    return model.filter(nnx.Param).map(lambda _, param: param.value).to_nested()
+
+
+def make_torch(setting: Setting) -> Callable[[], Any]:
+    """One step in PyTorch."""
+    from benchmarks.gpt_gpu.torch_step import make_contender
+
+    config = setting.config
+    sizes = (config.vocab, config.context, config.layers, config.heads, config.width)
+    return make_contender(sizes, setting.batch, RATE, DECAY)
+
+
+CONTENDERS: dict[str, Callable[[Setting], Callable[[], Any]]] = {
+    "nnx": make_ours,
+    "hand-written JAX": make_raw,
+    "the same, tuned": functools.partial(make_raw, tuned=True),
+    "torch.compile": make_torch,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model; the default where there is no GPU")
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long to measure, in all")
+    parser.add_argument("--without", action="append", default=[], choices=CONTENDERS, help="leave this one out")
+    args = parser.parse_args()
+    on_gpu = jax.default_backend() == "gpu"
+    tiny = args.tiny or not on_gpu
+    setting = TINY if tiny else GPT2
+    left_out = set(args.without)
+    if not on_gpu or importlib.util.find_spec("torch") is None:
+        left_out.add("torch.compile")
+
+    contenders = {name: make(setting) for name, make in CONTENDERS.items() if name not in left_out}
+    first_losses = {name: float(run()) for name, run in contenders.items()}
+    seconds = min(args.seconds, 0.5) if tiny else args.seconds
+    timings = interleave(contenders, seconds=seconds, turn=0.01 if tiny else 1.0, compared=len(contenders))
+
+    config, tokens = setting.config, setting.batch * setting.config.context
+    print(
+        f"jax {jax.__version__}, {jax.devices()[0].device_kind}; {config.layers} layers, width {config.width}, "
+        f"{setting.batch} × {config.context} tokens"
+    )
+    print(f"| {'':<18} | tokens/s, median turn | best turn | ms per step, median | first loss |")
+    print(f"|{'-' * 20}|----------------------:|----------:|--------------------:|-----------:|")
+    for name, timing in timings.items():
+        median, best = tokens / timing.median, tokens / timing.best
+        milliseconds, loss = 1e3 * timing.median, first_losses[name]
+        print(f"| {name:<18} | {median:>21,.0f} | {best:>9,.0f} | {milliseconds:>19.2f} | {loss:>10.4f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""GPT-2 of examples/gpt trains, is saved, and writes text; its benchmark compares steps that compute the same."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+TIME_LIMIT = 140  # seconds for one program, on a machine that does much else
+
+
+def run(*command: str) -> list[str]:
+    """Runs a Python program on the CPU and gives the lines it printed."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment, timeout=TIME_LIMIT, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return result.stdout.strip().splitlines()
+
+
+@pytest.mark.timeout(2 * TIME_LIMIT + 20)
+def test_gpt_learns_and_then_writes_text_from_its_checkpoint():
+    trained = run("examples/gpt/train.py", "--smoke")
+    assert re.match(r"final .*: \d", trained[-1]), trained[-1]
+    assert any("tokens/s" in line for line in trained)
+
+    written = run("examples/gpt/sample.py", "--smoke", "--prompt", "import ")
+    assert written[0].startswith("import ▶")
+    assert re.match(r"final .*: 60$", written[-1]), written[-1]
+
+
+@pytest.mark.timeout(TIME_LIMIT + 20)
+def test_our_step_and_the_hand_written_ones_start_from_the_same_loss():
+    table = run("-m", "benchmarks.gpt_gpu", "--tiny", "--seconds", "0.1")
+    rows = {cells[1].strip(): cells for cells in (line.split("|") for line in table) if len(cells) > 5}
+    ours, raw, tuned = (float(rows[name][-2]) for name in ("nnx", "hand-written JAX", "the same, tuned"))
+    assert ours == pytest.approx(raw, rel=2e-3)  # all compute in bfloat16, in another order
+    assert ours == pytest.approx(tuned, rel=2e-3)
