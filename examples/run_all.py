@@ -1,4 +1,4 @@
-"""Runs every numbered example and prints the final metric of each, which is the last line it prints.
+"""Runs every example and prints the final metric of each, which is the last line it prints.
 
     python examples/run_all.py            small settings, as the tests do
     python examples/run_all.py --full     as a reader would run them
@@ -32,15 +32,16 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="at full settings")
     args = parser.parse_args()
 
-    paths = sorted(HERE.glob("[0-9]*.py"))
+    paths = [*sorted(HERE.glob("[0-9]*.py")), HERE / "demo.py", HERE / "gpt" / "train.py"]
     if args.only:
-        paths = [path for path in paths if path.name.startswith(tuple(args.only))]
+        paths = [path for path in paths if str(path.relative_to(HERE)).startswith(tuple(args.only))]
     failed = 0
     print(f"{'example':<28} {'seconds':>8}  result")
     for path in paths:
         succeeded, seconds, last_line = run(path, args.full)
         failed += not succeeded
-        print(f"{path.stem:<28} {seconds:>8.1f}  {'' if succeeded else 'FAILED: '}{last_line}", flush=True)
+        name = str(path.relative_to(HERE).with_suffix(""))
+        print(f"{name:<28} {seconds:>8.1f}  {'' if succeeded else 'FAILED: '}{last_line}", flush=True)
     return 1 if failed or not paths else 0
 
 

@@ -14,7 +14,7 @@ from nnx.core.info import MODULE, NODE, STATIC, TREE, Absent, ModuleBase, forget
 from nnx.core.refs import Ref
 from nnx.core.repr import short
 from nnx.core.statics import find_captured_module
-from nnx.core.trees import find_module, fresh
+from nnx.core.trees import find_module, fresh, leaf_types
 from nnx.core.variables import Container, ContainerMetadata, Node, Spec, Static
 
 # Sorts of value, by type; found once per type
@@ -83,6 +83,13 @@ def assign(module: Any, name: str, value: Any) -> None:
     info = module._nnx_info
     old = info.kinds.get(name)
     sort = _sort(value)
+    if old is None and sort == _CONTAINER and value._spec.is_plain:  # what a constructor does
+        inner = value.value
+        if leaf_types.get(type(inner)) and name.isidentifier():
+            info.kinds[name] = value._spec
+            module.__dict__[name] = inner
+            info.changed()
+            return
     if type(old) is Spec:
         if sort == _ARRAY and old.is_plain:  # what a training step does
             module.__dict__[name] = value

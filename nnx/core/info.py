@@ -99,9 +99,10 @@ class ModuleInfo:
         """Notes a structural change."""
         self.restructured = True
         self.order = None
-        if self.version is not None:
+        version = self.version
+        if version is not None:
             self.flat = self.joint = None
-            self.version.changed()
+            version.changed()
 
     def watch(self) -> Version:
         """The version, for a flat form to compare later."""

@@ -62,6 +62,14 @@ class ModuleType(_ProtocolType):
             info.constructing = False
         return module  # pyright: ignore[reportReturnType]  (the check above has narrowed it to Module)
 
+    def __setattr__(cls, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        stack: list[Any] = [cls]  # the name is no longer free, here and below
+        while stack:
+            below = stack.pop()
+            below._nnx_free_names.discard(name)
+            stack.extend(type.__subclasses__(below))
+
     @property
     def __signature__(cls) -> inspect.Signature:
         return constructor_signature(cls)
@@ -92,13 +100,15 @@ class Module(ModuleBase, metaclass=ModuleType):
     _nnx_fields: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # how a dataclass wraps what a field received
     _nnx_frozen: ClassVar[bool] = False
     _nnx_is_dataclass: ClassVar[bool | None] = None
+    _nnx_free_names: ClassVar[set[str]] = set()  # names that were looked for on the class, and are not there
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         cls._nnx_is_dataclass = None
+        cls._nnx_free_names = set()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        return new_module(cls, {}, constructing=True)
+        return new_module(cls, {}, None, True)
 
     # Attributes
 
@@ -107,7 +117,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         if info.level is not current_level():
             check_level(self, f"setting {name!r}")
         cls = type(self)
-        if name not in info.kinds:
+        if name not in info.kinds and name not in cls._nnx_free_names:
             on_class = getattr(cls, name, None)
             if on_class is not None or name[:2] == "__":
                 if name in _RESERVED or cls._nnx_reserves(name):
@@ -117,6 +127,8 @@ class Module(ModuleBase, metaclass=ModuleType):
                     return
             if name in cls._nnx_fields:
                 value = cls._nnx_fields[name](value)
+            elif on_class is None:
+                cls._nnx_free_names.add(name)
         if cls._nnx_frozen and not info.constructing:
             raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
         assign(self, name, value)

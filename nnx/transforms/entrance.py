@@ -15,7 +15,7 @@ from nnx.core.graph import joint_flat_if_cached
 from nnx.core.info import STRUCTURE
 from nnx.core.trace import current_level
 from nnx.sharding.rules import current_rules
-from nnx.transforms.lift import CONTEXT, DATA, MODULE, Call, leaf_sorts
+from nnx.transforms.lift import CONTEXT, DATA, MODULE, Call, leaf_sorts, types_of_sort
 
 
 class Plan(NamedTuple):
@@ -87,15 +87,16 @@ class Memory:
 def entrance(me: Any) -> Callable[..., Any]:
     """The function that the user of a `Jit` calls. Plain closures, and little in them: this is what a step adds."""
     structure, nothing = STRUCTURE, object()
+    module_types, data_types = types_of_sort[MODULE], types_of_sort[DATA]
     token, frames, bound = me.memory.token, me.memory.frames, me.bound
 
     def general(*args: Any, **kwargs: Any) -> Any:
         return me.call(args, kwargs)
 
     def lifted(first: Any = nothing, /, *rest: Any, **kwargs: Any) -> Any:
-        if not kwargs and leaf_sorts.get(type(first)) == MODULE:
+        if not kwargs and type(first) in module_types:
             for arg in rest:
-                if leaf_sorts.get(type(arg)) != DATA:
+                if type(arg) not in data_types:
                     break
             else:  # the commonest call: a Module, then data
                 flat = first._nnx_info.flat

@@ -35,6 +35,7 @@ Pass it to the function as an argument: then it is one and the same Module insid
 
 DATA, MODULE, CONTEXT = 0, 1, 2
 leaf_sorts: dict[type, int] = {}
+types_of_sort: tuple[set[type], set[type], set[type]] = (set(), set(), set())
 
 
 def sort_of(leaf: Any) -> int:
@@ -44,6 +45,7 @@ def sort_of(leaf: Any) -> int:
     if sort is None:
         sort = MODULE if isinstance(leaf, ModuleBase) else CONTEXT if isinstance(leaf, Context) else DATA
         leaf_sorts[cls] = sort
+        types_of_sort[sort].add(cls)
     return sort
 
 

@@ -78,6 +78,20 @@ def test_property_setters_and_deleters_run():
     assert again.degrees == 0.0
 
 
+def test_a_property_that_a_class_gets_later_is_found_by_its_subclasses_too():
+    class Base(nnx.Module):
+        pass
+
+    class Scaled(Base):
+        def __init__(self):
+            self.scale = 2
+
+    assert Scaled().scale == 2
+    Base.scale = property(lambda self: self.hidden + 1, lambda self, value: setattr(self, "hidden", value))  # type: ignore
+    scaled = Scaled()
+    assert (scaled.hidden, scaled.scale) == (2, 3)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_a_property_without_a_setter_cannot_be_assigned():
     with pytest.raises(AttributeError):
         Celsius().fixed = 2
