@@ -23,7 +23,7 @@ demo: $(VENV)/.ready-all ## train a small model and show it learning (ARGS="--st
 	@$(BIN)/python $(DEMO) $(ARGS)
 
 test: $(VENV)/.ready-dev ## run every test (ARGS="tests/core -k partition")
-	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -q -n auto $(ARGS)
+	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -q -n auto --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.ready-dev ## ruff and pyright
 	@$(BIN)/ruff check --quiet . && $(BIN)/pyright --warnings

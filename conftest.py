@@ -1,4 +1,9 @@
-"""What every docstring example may use without importing it."""
+"""What every docstring example may use without importing it, and programs that compile quickly."""
+
+import os
+
+# Tests compile much and compute little. Programs that tests start inherit it.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import jax.numpy as jnp
