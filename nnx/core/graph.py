@@ -448,8 +448,8 @@ class Flat:
         return watched_unchanged(self._watch)
 
     def is_ready(self) -> bool:
-        """Whether it is valid, and no static value needs a look at every call."""
-        return self.is_valid() and self.ready is not None
+        """Whether it is valid, watched static values included, and nothing sown has to be warned of."""
+        return self.is_valid() and not self.sown
 
     def values(self) -> list[Any]:
         return [*map(getitem, self.dicts, self.names)]

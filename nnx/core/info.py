@@ -7,8 +7,8 @@ The values sit raw in the instance `__dict__`; the *kind* of each attribute sits
 - `NODE`: a bare array; `TREE`: a pytree of arrays; `MODULE`: a submodule; `STATIC`: anything else
 - an `Absent`: a variable for which no state was given
 
-A change of kinds, static values or submodules is *structural*: it raises the Module's version and replaces the global
-stamp, so that cached flat forms can tell in one comparison that nothing anywhere has changed.
+A change of kinds, static values or submodules is *structural*. If a cached flat form has seen the Module, it raises the
+Module's version and replaces the global stamp, so that flat forms can tell in one comparison that nothing has changed.
 """
 
 import weakref
@@ -49,7 +49,7 @@ class Absent:
 
 
 class Structure:
-    """The global stamp: a fresh object at every structural change anywhere."""
+    """The global stamp: a fresh object at every structural change of what a flat form has seen."""
 
     __slots__ = ("stamp",)
 

@@ -58,8 +58,8 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: Any, c
     """Builds a Module that is split over a mesh from the start: no array of it is ever whole on one device.
 
     The constructor is traced for its shapes first, and then compiled with the shardings that follow from them. The
-    numbers are those the constructor gives on one device. At its peak, a GPU holds the parts it keeps and nothing else;
-    a CPU device holds three times its part of the largest array beside them, for the random bits.
+    numbers are those the constructor gives on one device. At its peak, a CPU device holds three times its part of the
+    largest array beside the parts it keeps, for the random bits; on the one GPU that was measured it was nothing more.
 
     Args:
       build: called with a Context; returns the Module, or a TrainState or other pytree. It runs under `jax.jit`, twice.

@@ -56,12 +56,15 @@ class Donation:
     def run(self, cells: list[Any], data: tuple[Any, ...], forks: Any) -> Any:
         """Runs the function on Modules of the running trace level, whose changes can be written back."""
         try:
-            variant = self.variant(cells, data, forks)
-            return variant.jitted(*variant.arrange(cells, data, forks))
+            return self._run(cells, data, forks)
         except OtherChangeSet:
             self.by_avals = True  # shapes decide what changes: from now on one variant per set of shapes
             self.compiled.clear()
-            return self.run(cells, data, forks)
+            return self._run(cells, data, forks)
+
+    def _run(self, cells: list[Any], data: tuple[Any, ...], forks: Any) -> Any:
+        variant = self.variant(cells, data, forks)
+        return variant.jitted(*variant.arrange(cells, data, forks))
 
     def variant(self, cells: list[Any], data: Any, forks: Any) -> Variant:
         """The function compiled with all that may be donated for these arguments."""

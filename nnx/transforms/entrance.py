@@ -51,11 +51,19 @@ class Memory:
         self.knows_first = knows_first  # whether calls of a Module and then data go without a frame
         self.token = object()
         self.frames: dict[tuple[Any, ...], Frame] = {}
+        self.flats: weakref.WeakSet[Any] = weakref.WeakSet()  # the flat forms that have plans of it
+
+    def clear(self) -> None:
+        """Forgets every plan."""
+        for flat in self.flats:
+            flat.last_plan = None
+            for key in [key for key in flat.plans if key[0] is self.token]:
+                del flat.plans[key]
 
     def keep(self, call: Call, entry: Any, result: tuple[Any, ...], args: tuple[Any, ...], kwargs: Any) -> None:
         """Remembers a call that has just been made, if the next one like it can be made from a plan."""
         flat, effects = call.flat, entry.effects_of(result)
-        if flat is None or flat.level is None or flat.ready is None or not effects.simple or len(result) != 2:
+        if flat is None or flat.level is None or flat.sown or not effects.simple or len(result) != 2:
             return
         if any(i in flat.extra for i in effects.changed):
             return
@@ -79,6 +87,7 @@ class Memory:
                 flat.plans.pop(key, None)
                 flat.last_plan = None
 
+        self.flats.add(flat)
         weak_entry = weakref.ref(entry, forget)
         gather = (flat.dicts, flat.names, flat.level)
         flat.plans[key] = flat.last_plan = Plan(*key, weak_entry, *gather, into, under, call.signature.contexts)
@@ -149,7 +158,9 @@ def entrance(me: Any) -> Callable[..., Any]:
             return result[1]
         return me.finish(entry, result, args, kwargs)
 
-    return lifted if me.memory.knows_first else framed if me.stateful and not me.static else general
+    if not me.repeats:
+        return general
+    return lifted if me.memory.knows_first else framed
 
 
 def _are_like(contexts: list[Any], definitions: tuple[Any, ...]) -> bool:

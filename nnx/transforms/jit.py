@@ -119,7 +119,8 @@ class Jit:
         self.target = target.fun
         self.body = unwrap_static(target.fun) if self.static else target.fun
         self.entries: dict[tuple[Signature, Any], Entry] = {}  # by signature, and the logical axis rules that hold
-        self.memory = Memory(knows_first=stateful and not self.static and not self.bound)
+        self.repeats = stateful and not self.static  # whether a call like an earlier one is made from a plan
+        self.memory = Memory(knows_first=self.repeats and not self.bound)
         self._last: Entry | None = None
         self._last_key: Any = None
         self._static_retraces: dict[str, int] = {}
@@ -139,7 +140,7 @@ class Jit:
             self._warn_of_sown(call)
         result = entry.execute(call)
         out = entry.finish(call, result)
-        if self.stateful and not self.static:
+        if self.repeats:
             self.memory.keep(call, entry, result, (*self.bound, *args), kwargs)
         return out
 
@@ -200,6 +201,7 @@ class Jit:
         for entry in self.entries.values():
             entry.jitted.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
         self.entries.clear()
+        self.memory.clear()
         self._last = None
 
     # Warnings

@@ -211,3 +211,40 @@ def test_a_donated_call_at_another_level_gives_nothing_away():
     with pytest.raises(nnx.TraceContextError):
         jax.vmap(lambda by: step(counter, by))(jnp.arange(3))
     assert not count.is_deleted() and int(counter.count) == 2
+
+
+def test_clear_cache_forgets_what_repeated_calls_use():
+    def run(**options):
+        @nnx.jit(**options)
+        def step(counter, by):
+            counter.count += by
+
+        counter = Counter()
+        for _ in range(3):
+            step(counter, jnp.array(1))
+        before = step.trace_count
+        step.clear_cache()
+        step(counter, jnp.array(1))
+        return int(counter.count), step.trace_count - before
+
+    assert run() == run(donate_argnums=0) == (4, 1)
+
+
+def test_a_static_list_changed_in_place_between_repeated_calls_is_noticed():
+    class Scaled(Counter):
+        def __init__(self):
+            super().__init__()
+            self.by = [1, 2]
+
+    @nnx.jit
+    def step(module, x):
+        module.count += sum(module.by)
+        return x * module.by[0]
+
+    module, x = Scaled(), jnp.array(1)
+    for _ in range(3):
+        assert step(module, x) == 1
+    module.by[0] = 5
+    for _ in range(2):
+        assert step(module, x) == 5
+    assert int(module.count) == 3 * 3 + 2 * 7 and step.trace_count == 2
