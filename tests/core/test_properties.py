@@ -79,21 +79,26 @@ def recipes(draw) -> Recipe:
     return Recipe(tuple(classes), tuple(refs), tuple(slots))
 
 
+def array(size: int, value: float) -> jax.Array:
+    """Not weakly typed: JAX 0.10 loses half of that in a pickle, and then types sums of other arrays by it."""
+    return jnp.full((size,), value, jnp.float32)
+
+
 def build(recipe: Recipe, order: list[int] | None = None) -> nnx.Module:
     """The root of the graph that a recipe describes, its slots filled in the given order."""
     modules = [cls() for cls in recipe.classes]
-    refs = [nnx.Ref(kind(jnp.full((2,), 100.0 + i))) for i, kind in enumerate(recipe.refs)]
+    refs = [nnx.Ref(kind(array(2, 100.0 + i))) for i, kind in enumerate(recipe.refs)]
 
     def value(spec) -> Any:
         match spec:
             case ("module", i):
                 return modules[i]
             case ("variable", kind, sharding, n):
-                return kind(jnp.full((2,), float(n)), sharding)
+                return kind(array(2, float(n)), sharding)
             case ("array", n):
-                return jnp.full((3,), float(n))
+                return array(3, float(n))
             case ("tree", n):
-                return {"k": jnp.full((1,), float(n)), "v": [jnp.zeros(1), n]}
+                return {"k": array(1, float(n)), "v": [jnp.zeros(1), n]}
             case ("static", i):
                 return copy.deepcopy(STATICS[i])
             case ("ref", i):
@@ -366,7 +371,7 @@ def test_a_shared_cell_is_written_through_every_alias(recipe):
                 groups.setdefault(id(value), []).append((module, name))
     for n, aliases in enumerate(groups.values()):
         for module, name in aliases:
-            module.set_path(name, jnp.full((2,), 1000.0 + n))
+            module.set_path(name, array(2, 1000.0 + n))
             for other, other_name in aliases:
                 assert float(other.get_path(other_name)[0]) == 1000.0 + n
 
@@ -439,7 +444,7 @@ def change(m: nnx.Module, what: str, which: int, name: str, n: int) -> None:
         case "set" if plain:
             if hasattr(module, name):
                 delattr(module, name)
-            setattr(module, name, [nnx.Param(jnp.full((2,), float(n))), jnp.full((2,), float(n)), A()][n % 3])
+            setattr(module, name, [nnx.Param(array(2, float(n))), array(2, float(n)), A()][n % 3])
         case "delete" if plain and hasattr(module, name):
             delattr(module, name)
         case "share" if plain:
@@ -457,7 +462,7 @@ def change(m: nnx.Module, what: str, which: int, name: str, n: int) -> None:
                 elif isinstance(value, dict) and not is_data(value):
                     value["n"] = n
                 elif isinstance(value, dict):
-                    value["n"] = jnp.full((1,), float(n))
+                    value["n"] = array(1, float(n))
         case "value":
             for leaf in m.mutable_state_dict().values():
                 leaf.value = jax.tree.map(lambda x: x + n, leaf.value)
@@ -466,7 +471,7 @@ def change(m: nnx.Module, what: str, which: int, name: str, n: int) -> None:
         case "pop item" if isinstance(module, nnx.Sequence) and len(module):
             module.pop(n % len(module))
         case "update":
-            m.update_state(nnx.State({f"new_{n}": nnx.Cache(jnp.full((1,), float(n)))}))
+            m.update_state(nnx.State({f"new_{n}": nnx.Cache(array(1, float(n)))}))
         case "pop":
             m.pop_state([nnx.Param, nnx.Cache, "batch_stats"][n % 3])
         case "look":
