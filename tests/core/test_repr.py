@@ -44,6 +44,29 @@ def test_variables_show_type_shape_dtype_and_metadata_and_statics_show_their_val
     assert "'fast'" in text
 
 
+class Options(nnx.Module):
+    def __init__(self, size=4, bias=True, scale=None, act=jax.nn.relu, dtype=jnp.float32):
+        self.size, self.bias, self.scale, self.act, self.dtype = size, bias, scale, act, jnp.dtype(dtype)
+        self.kept = None
+
+
+def test_flags_functions_and_dtypes_are_left_out_where_the_constructor_has_them_as_defaults():
+    assert repr(Options()) == "Options(\n  kept: None\n  size: 4\n)"
+    text = repr(Options(bias=False, scale=2.0, act=jax.nn.gelu, dtype=jnp.bfloat16))
+    names = [line.split(":")[0].strip() for line in text.splitlines()[1:-1]]
+    assert names == ["act", "bias", "dtype", "kept", "scale", "size"]
+    changed = Options()
+    changed.bias = 1  # equal to True, but no flag
+    assert "bias: 1" in repr(changed)
+
+
+def test_a_layer_prints_what_tells_it_from_others():
+    text = repr(nnx.Linear(2, 3, ctx=nnx.context(0)))
+    assert text == (
+        "Linear(\n  bias: Param(float32[3])\n  in_features: 2\n  kernel: Param(float32[2,3])\n  out_features: 3\n)"
+    )
+
+
 def test_arrays_print_as_shape_and_dtype_not_as_numbers():
     text = repr(Model())
     assert "0.123" not in text
