@@ -17,7 +17,7 @@ from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.nn.dot_product import Implementation, dot_product_attention
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, cast, promote_dtype
-from nnx.nn.initializers import InitializerLike, default_bias_init, default_kernel_init
+from nnx.nn.initial_values import InitializerLike, default_bias_init, default_kernel_init
 from nnx.nn.kv_cache import KVCache
 from nnx.nn.linear import NO_METADATA, DotGeneral, LinearGeneral
 from nnx.nn.modes import resolve_mode

@@ -13,7 +13,8 @@ from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.core.variables import BatchStat
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, cast, promote_dtype, statistics_dtype
-from nnx.nn.initializers import InitializerLike, default_bias_init, default_scale_init, ones, zeros
+from nnx.nn.initial_values import InitializerLike, default_bias_init, default_scale_init
+from nnx.nn.initializers import ones, zeros
 from nnx.nn.linear import NO_METADATA
 from nnx.nn.modes import resolve_mode
 from nnx.nn.moments import as_groups, check_features, check_mask, make_scale_and_bias, moments, rescale, result_dtype

@@ -20,7 +20,7 @@ from nnx.core.module import Module
 from nnx.core.variables import Param
 from nnx.nn.checks import TOO_FEW_AXES, per_dimension, spatial_tuple, wrong_features
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, promote_dtype
-from nnx.nn.initializers import InitializerLike, default_bias_init, default_kernel_init, initial_value
+from nnx.nn.initial_values import InitializerLike, default_bias_init, default_kernel_init, initial_value
 from nnx.nn.linear import NO_METADATA
 from nnx.nn.padding import Padding, PaddingLike, normalize_padding
 from nnx.sharding.explicit import result_sharding, split_like

@@ -25,7 +25,7 @@ from nnx.nn.conv import (
     with_bias,
 )
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, promote_dtype
-from nnx.nn.initializers import InitializerLike, default_bias_init, default_kernel_init, initial_value
+from nnx.nn.initial_values import InitializerLike, default_bias_init, default_kernel_init, initial_value
 from nnx.nn.linear import NO_METADATA
 from nnx.nn.padding import Padding, PaddingLike, normalize_padding
 

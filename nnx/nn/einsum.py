@@ -15,14 +15,8 @@ from nnx.core.module import Module
 from nnx.core.variables import Param
 from nnx.nn.checks import check_last_axis
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, promote_dtype
-from nnx.nn.initializers import (
-    InitializerLike,
-    compiled,
-    default_bias_init,
-    default_kernel_init,
-    initial_value,
-    lecun_normal,
-)
+from nnx.nn.initial_values import InitializerLike, compiled, default_bias_init, default_kernel_init, initial_value
+from nnx.nn.initializers import lecun_normal
 from nnx.nn.linear import NO_METADATA
 
 EQUATION_GIVEN = (

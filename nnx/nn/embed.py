@@ -20,7 +20,8 @@ from nnx.core.module import Module
 from nnx.core.variables import Param
 from nnx.nn.checks import check_last_axis
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, cast, promote_dtype
-from nnx.nn.initializers import InitializerLike, compiled, initial_value, normal, variance_scaling
+from nnx.nn.initial_values import InitializerLike, compiled, initial_value
+from nnx.nn.initializers import normal, variance_scaling
 from nnx.nn.linear import NO_METADATA
 from nnx.sharding.explicit import result_sharding, split_like
 

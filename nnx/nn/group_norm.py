@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, promote_dtype
-from nnx.nn.initializers import InitializerLike, default_bias_init, default_scale_init
+from nnx.nn.initial_values import InitializerLike, default_bias_init, default_scale_init
 from nnx.nn.linear import NO_METADATA
 from nnx.nn.moments import Axes, as_axes, as_groups, make_scale_and_bias
 from nnx.nn.norm import normalize

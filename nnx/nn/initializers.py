@@ -4,7 +4,7 @@ All of `jax.nn.initializers` is here. `zeros` and `ones` are factories like the 
 given uncalled, as in JAX (`bias_init=zeros`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, overload
 
@@ -29,16 +29,6 @@ from jax.nn.initializers import uniform as uniform
 from jax.nn.initializers import variance_scaling as variance_scaling
 from jax.nn.initializers import xavier_normal as xavier_normal
 from jax.nn.initializers import xavier_uniform as xavier_uniform
-
-from nnx.core.context import Context
-
-InitializerLike = Callable[..., Any]
-"""An initialiser, or one wrapped by `nnx.with_metadata` or `nnx.with_partitioning`."""
-
-RANDOM_INIT_NEEDS_CONTEXT = (
-    "{layer} was given an initialiser that may draw random numbers, but no Context. "
-    "Pass one to the constructor: `{layer}(..., ctx=nnx.context(0))`."
-)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -92,26 +82,3 @@ def zeros_init() -> Initializer:
 def ones_init() -> Initializer:
     """The same as `ones()`."""
     return _ones
-
-
-def compiled(initializer: Initializer) -> Initializer:
-    """`initializer` as one compiled call per shape and dtype; for the defaults of layers, which are made at import."""
-    return jax.jit(initializer, static_argnums=(1, 2))
-
-
-default_kernel_init = compiled(lecun_normal())
-default_bias_init = _zeros
-default_scale_init = _ones
-
-_KEYLESS = (_zeros, _ones, zeros, ones)
-
-
-def initial_value(
-    layer: object, initializer: InitializerLike, ctx: Context | None, shape: tuple[int, ...], dtype: Any
-) -> Any:
-    """What `initializer` gives for `shape`; draws a key from the stream "params" only where it is needed."""
-    if initializer in _KEYLESS:
-        return initializer(None, shape, dtype)
-    if ctx is None:
-        raise ValueError(RANDOM_INIT_NEEDS_CONTEXT.format(layer=type(layer).__name__))
-    return initializer(ctx.make_rng("params"), shape, dtype)

@@ -22,7 +22,7 @@ from nnx.core.module import Module
 from nnx.core.variables import ContainerMetadata, Param
 from nnx.nn.checks import TOO_FEW_AXES, check_last_axis, wrong_features
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, promote_dtype
-from nnx.nn.initializers import InitializerLike, default_bias_init, default_kernel_init, initial_value
+from nnx.nn.initial_values import InitializerLike, default_bias_init, default_kernel_init, initial_value
 from nnx.sharding.explicit import result_sharding, split_like
 
 DotGeneral = Callable[..., Array]

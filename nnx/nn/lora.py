@@ -20,7 +20,8 @@ from nnx.core.module import Module
 from nnx.core.variables import Variable
 from nnx.nn.checks import check_last_axis
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, promote_dtype
-from nnx.nn.initializers import InitializerLike, compiled, default_bias_init, he_uniform, initial_value
+from nnx.nn.initial_values import InitializerLike, compiled, default_bias_init, initial_value
+from nnx.nn.initializers import he_uniform
 from nnx.nn.linear import NO_METADATA, Linear, LinearGeneral
 from nnx.sharding.explicit import result_sharding
 

@@ -13,7 +13,7 @@ from nnx.core.context import Context
 from nnx.nn.checks import check_last_axis
 from nnx.nn.conv import Conv
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, cast, promote_dtype
-from nnx.nn.initializers import InitializerLike, default_bias_init, default_kernel_init
+from nnx.nn.initial_values import InitializerLike, default_bias_init, default_kernel_init
 from nnx.nn.linear import NO_METADATA, Linear
 from nnx.nn.rnn_cells import RNNCellBase, default_recurrent_kernel_init
 

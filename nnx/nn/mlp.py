@@ -13,7 +13,7 @@ from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.nn.activations import relu
 from nnx.nn.checks import check_last_axis
-from nnx.nn.initializers import InitializerLike, default_bias_init, default_kernel_init
+from nnx.nn.initial_values import InitializerLike, default_bias_init, default_kernel_init
 from nnx.nn.linear import Linear
 from nnx.nn.stochastic import Dropout
 

@@ -17,7 +17,7 @@ from nnx.core.module import Module
 from nnx.core.variables import Param
 from nnx.nn.checks import TOO_FEW_AXES, check_last_axis, wrong_features
 from nnx.nn.dtypes import PromoteDtype, infer_dtype, promote_dtype
-from nnx.nn.initializers import InitializerLike, initial_value
+from nnx.nn.initial_values import InitializerLike, initial_value
 from nnx.nn.linear import NO_METADATA
 
 Axes = int | Sequence[int]

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, cast, promote_dtype, statistics_dtype
-from nnx.nn.initializers import InitializerLike, default_bias_init, default_scale_init
+from nnx.nn.initial_values import InitializerLike, default_bias_init, default_scale_init
 from nnx.nn.linear import NO_METADATA
 from nnx.nn.moments import (
     Axes,

@@ -20,7 +20,8 @@ from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.nn.checks import check_last_axis
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, cast, promote_dtype
-from nnx.nn.initializers import InitializerLike, default_bias_init, default_kernel_init, orthogonal
+from nnx.nn.initial_values import InitializerLike, default_bias_init, default_kernel_init
+from nnx.nn.initializers import orthogonal
 from nnx.nn.linear import NO_METADATA, Linear
 
 

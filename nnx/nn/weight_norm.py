@@ -21,7 +21,8 @@ from nnx.core.module import Module
 from nnx.core.state import State
 from nnx.core.variables import BatchStat, Param
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, cast, infer_dtype, promote_dtype, statistics_dtype
-from nnx.nn.initializers import InitializerLike, default_scale_init, initial_value, normal
+from nnx.nn.initial_values import InitializerLike, default_scale_init, initial_value
+from nnx.nn.initializers import normal
 
 KERNELS = PathMatches("**/kernel")
 
