@@ -1,0 +1,67 @@
+"""The Modules that the tests of `nnx.jit` share."""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+
+import nnx
+
+
+class Count(nnx.Variable):
+    pass
+
+
+class Linear(nnx.Module):
+    def __init__(self, din, dout, *, ctx):
+        self.kernel = nnx.Param(jax.random.normal(ctx.make_rng("params"), (din, dout)), ("din", "dout"))
+        self.bias = nnx.Param(jnp.zeros((dout,)))
+        self.count = Count(0)
+
+    def __call__(self, x):
+        self.count += 1
+        return x @ self.kernel + self.bias
+
+    def shifted(self, x, by):
+        self.count += 10
+        return self(x) + by
+
+
+class Counter(nnx.Module):
+    def __init__(self, start=0):
+        self.count = Count(jnp.asarray(start))
+
+    @nnx.jit
+    def bump(self, by):
+        self.count += by
+        return self.count
+
+    @nnx.jit(static_argnums=1)
+    def repeat(self, times):
+        for _ in range(times):
+            self.count += 1
+
+    @nnx.jit
+    def __call__(self, x, *, scale=1):
+        self.count += 1
+        return x * scale
+
+
+class Pair(nnx.Module):
+    def __init__(self, left=1, right=2):
+        self.left = Counter(left)
+        self.right = Counter(right)
+        self.mode = "train"
+
+
+class Batch(typing.NamedTuple):
+    model: typing.Any
+    x: typing.Any
+
+
+def linear(seed=0, din=2, dout=3):
+    return Linear(din, dout, ctx=nnx.context(seed))
+
+
+def increment(model):
+    model.count += 1

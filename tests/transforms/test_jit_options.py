@@ -1,0 +1,366 @@
+"""`nnx.jit`: what can be the function, the options of `jax.jit`, donation, shardings."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import nnx
+from tests.transforms.jit_models import Count, Counter, Linear, Pair, increment, linear
+
+# Modules and bound methods as the function; decorators
+
+
+def test_a_module_can_be_the_function():
+    model, x = linear(), jnp.ones((1, 2))
+    forward = nnx.jit(model)
+    y = forward(x)
+    np.testing.assert_allclose(y, x @ model.kernel + model.bias, rtol=1e-6)
+    forward(x)
+    assert model.count == 2 and forward.trace_count == 1
+
+
+def test_a_bound_method_can_be_the_function():
+    model, x = linear(), jnp.ones((1, 2))
+    shifted = nnx.jit(model.shifted, static_argnums=1)
+    y = shifted(x, 2)
+    np.testing.assert_allclose(y, x @ model.kernel + model.bias + 2, rtol=1e-6)
+    assert model.count == 11
+
+
+def test_a_lifted_module_sees_later_changes_of_the_module():
+    model, x = linear(), jnp.ones((1, 2))
+    forward = nnx.jit(model)
+    forward(x)
+    model.bias = model.bias + 5
+    np.testing.assert_allclose(forward(x), x @ model.kernel + 5, rtol=1e-6)
+    assert forward.trace_count == 1
+
+
+def test_a_bound_method_of_a_submodule_lifts_that_submodule():
+    pair = Pair()
+    pair.left.inner = linear()
+    nnx.jit(pair.left.inner.shifted)(jnp.ones((1, 2)), 1.0)
+    assert pair.left.inner.count == 11
+
+
+def test_jit_decorates_methods():
+    counter = Counter()
+    assert counter.bump(2) == 2
+    assert counter.bump(by=3) == 5
+    assert counter(2.0, scale=3) == 6.0
+    assert counter.count == 6
+
+
+def test_jit_decorates_methods_with_options():
+    counter = Counter()
+    counter.repeat(3)
+    assert counter.count == 3
+
+
+def test_a_decorated_method_is_reached_through_class_and_super():
+    class Child(Counter):
+        @nnx.jit
+        def bump(self, by):
+            return super().bump(by * 2)
+
+    child = Child()
+    assert child.bump(1) == 2
+    assert Counter.bump(child, 1) == 3
+
+
+def test_decorated_methods_share_one_trace_between_equal_instances():
+    class Local(nnx.Module):
+        def __init__(self):
+            self.count = Count(jnp.zeros(()))
+
+        @nnx.jit
+        def bump(self):
+            self.count += 1
+
+    for _ in range(3):
+        Local().bump()
+    assert Local.bump.trace_count == 1
+
+
+def test_jit_keeps_name_docstring_and_signature():
+    def forward(model: Linear, x, *, scale: float = 1.0) -> jax.Array:
+        """Runs the model."""
+        return model(x) * scale
+
+    for wrapped in (nnx.jit(forward), nnx.jit(static_argnames="scale")(forward)):
+        assert wrapped.__name__ == "forward" and wrapped.__doc__ == "Runs the model."
+        assert wrapped.__module__ == __name__ and wrapped.__wrapped__ is forward
+        assert inspect.signature(wrapped) == inspect.signature(forward)
+
+
+def test_jit_works_through_functools_partial():
+    model = linear()
+    step = functools.partial(nnx.jit, static_argnames="n")(lambda m, n: [increment(m) for _ in range(n)] and None)
+    step(model, n=2)
+    assert model.count == 2
+    nnx.jit(functools.partial(Linear.shifted, by=2.0))(model, jnp.ones((1, 2)))
+    assert model.count == 13
+
+
+# Options
+
+
+def test_every_option_of_jax_jit_is_an_option():
+    ours = set(inspect.signature(nnx.jit).parameters)
+    theirs = set(inspect.signature(jax.jit).parameters) - {"device", "backend"}
+    assert theirs <= ours
+
+
+def test_static_argnums_count_module_arguments():
+    @nnx.jit(static_argnums=(1, 2))
+    def f(m, n, flag, x):
+        assert isinstance(n, int) and flag is True
+        m.count += n
+        return x * n
+
+    model = linear()
+    assert f(model, 3, True, 2.0) == 6.0
+    assert model.count == 3 and f.trace_count == 1
+    f(model, 4, True, 2.0)
+    assert model.count == 7 and f.trace_count == 2
+
+
+def test_a_static_module_is_an_error_that_shows_the_way():
+    with pytest.raises(ValueError, match="Modules are never static"):
+        nnx.jit(lambda m: m.count, static_argnums=0)(linear())
+
+
+def test_negative_static_argnums_count_from_the_end():
+    f = nnx.jit(lambda m, n: jnp.zeros(n), static_argnums=-1)
+    assert f(linear(), 3).shape == (3,)
+
+
+def test_static_argnames_work_by_keyword_and_by_position():
+    @nnx.jit(static_argnames=("mode",))
+    def f(m, mode="add"):
+        m.count = m.count + 1 if mode == "add" else m.count - 1
+
+    model = linear()
+    f(model)
+    f(model, mode="add")
+    f(model, "sub")
+    f(model, mode="sub")
+    assert model.count == 0
+
+
+def test_keep_unused_inline_and_compiler_options_are_accepted():
+    f = nnx.jit(lambda m, x: increment(m), keep_unused=True, inline=True, compiler_options={})
+    model = linear()
+    f(model, jnp.ones(3))
+    assert model.count == 1
+
+
+def test_keep_unused_keeps_unused_arguments():
+    def f(m, x):
+        return m.bias
+
+    model, x = linear(), jnp.ones((64,))
+    kept = nnx.jit(f, keep_unused=True).lower(model, x).compile().memory_analysis().argument_size_in_bytes
+    dropped = nnx.jit(f).lower(model, x).compile().memory_analysis().argument_size_in_bytes
+    assert kept - dropped >= x.nbytes
+
+
+# Donation
+
+
+def replace_kernel(m, x=1.0):
+    m.kernel = m.kernel + x
+
+
+def test_donating_a_module_donates_exactly_the_replaced_buffers():
+    model = linear()
+    kernel, bias = model.kernel, model.bias
+    expected = np.asarray(kernel) + 1
+    nnx.jit(replace_kernel, donate_argnums=0)(model)
+    assert kernel.is_deleted() and not bias.is_deleted()
+    np.testing.assert_allclose(model.kernel, expected)
+    np.testing.assert_array_equal(model.bias, np.zeros(3))
+
+
+def test_a_donated_module_stays_usable_call_after_call():
+    model = linear()
+    step = nnx.jit(replace_kernel, donate_argnums=(0,))
+    start = np.asarray(model.kernel)
+    for i in range(1, 4):
+        step(model, 2.0)
+        np.testing.assert_allclose(model.kernel, start + 2 * i, rtol=1e-6)
+    assert step.trace_count <= 2  # one to find the changed set, at most one more to compile with it
+
+
+def test_donate_argnames_name_module_arguments():
+    model, other = linear(0), linear(1)
+    kernel, other_kernel = model.kernel, other.kernel
+
+    @nnx.jit(donate_argnames="model")
+    def f(*, model, other):
+        replace_kernel(model)
+        replace_kernel(other)
+
+    f(model=model, other=other)
+    assert kernel.is_deleted() and not other_kernel.is_deleted()
+
+
+def test_plain_arrays_are_donated_as_in_jax_jit():
+    model, x = linear(), jnp.ones((4, 4))
+    y = nnx.jit(lambda m, x: x + 1, donate_argnums=1)(model, x)
+    assert x.is_deleted() and y[0, 0] == 2
+
+
+def test_a_buffer_that_is_read_but_not_replaced_is_not_donated():
+    model = linear()
+    bias = model.bias
+
+    @nnx.jit(donate_argnums=0)
+    def f(m):
+        m.kernel = m.kernel + m.bias
+
+    f(model)
+    assert not bias.is_deleted() and model.bias is bias
+
+
+def test_a_buffer_in_two_cells_is_not_donated():
+    pair = Pair()
+    shared = jnp.ones((8,))
+    pair.left.w = nnx.Param(shared)
+    pair.right.w = nnx.Param(shared)
+
+    @nnx.jit(donate_argnums=0)
+    def f(p):
+        p.left.w = p.left.w + 1
+
+    f(pair)
+    assert not shared.is_deleted()
+    assert pair.left.w[0] == 2 and pair.right.w[0] == 1
+
+
+def test_a_buffer_also_passed_undonated_is_not_donated():
+    model = linear()
+    kernel = model.kernel
+    step = nnx.jit(replace_kernel, donate_argnums=0)
+    step(model, kernel)
+    assert not kernel.is_deleted()
+    np.testing.assert_allclose(model.kernel, 2 * kernel)
+
+
+def test_a_buffer_donated_in_one_call_and_shared_in_the_next_is_safe():
+    model = linear()
+    step = nnx.jit(replace_kernel, donate_argnums=0)
+    step(model, jnp.ones((2, 3)))
+    kernel = model.kernel
+    step(model, kernel)
+    assert not kernel.is_deleted()
+    np.testing.assert_allclose(model.kernel, 2 * kernel)
+
+
+def test_donating_a_ref_leaves_all_its_owners_usable():
+    pair = Pair()
+    ref = nnx.Ref(nnx.Param(jnp.ones((8,))))
+    pair.left.w = ref
+    pair.right.w = ref
+
+    @nnx.jit(donate_argnums=0)
+    def f(p):
+        p.left.w = p.left.w + 1
+
+    for i in range(2, 4):
+        f(pair)
+        assert pair.left.w[0] == i and pair.right.w[0] == i
+
+
+def test_a_cell_that_moves_to_another_cell_is_safe_under_donation():
+    pair = Pair()
+    pair.left.w = nnx.Param(jnp.ones((4,)))
+    pair.right.w = nnx.Param(jnp.full((4,), 2.0))
+
+    @nnx.jit(donate_argnums=0)
+    def swap(p):
+        p.left.w, p.right.w = p.right.w, p.left.w
+
+    swap(pair)
+    assert pair.left.w[0] == 2 and pair.right.w[0] == 1
+    swap(pair)
+    assert pair.left.w[0] == 1 and pair.right.w[0] == 2
+
+
+# Shardings, on a mesh of one device
+
+
+def one_device_mesh():
+    return jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+
+
+def test_in_shardings_accept_one_sharding_per_module():
+    mesh = one_device_mesh()
+    whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    model = linear()
+    y = nnx.jit(lambda m, x: m(x), in_shardings=(whole, rows))(model, jnp.ones((4, 2)))
+    assert y.shape == (4, 3) and model.count == 1
+    assert set(y.sharding.device_set) == {jax.devices()[0]}
+
+
+def test_in_shardings_accept_one_sharding_per_filter():
+    mesh = one_device_mesh()
+    whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    model = linear()
+    f = nnx.jit(lambda m, x: m(x), in_shardings=({nnx.Param: rows, ...: whole}, whole))
+    assert f(model, jnp.ones((4, 2))).shape == (4, 3) and model.count == 1
+
+
+def test_in_shardings_reach_modules_inside_pytrees_and_pass_contexts_by():
+    mesh = one_device_mesh()
+    whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    model, x = linear(), jnp.ones((4, 2))
+
+    def f(tree, ctx):
+        return tree["m"](tree["x"]) + jax.random.uniform(ctx.make_rng("noise"))
+
+    for sharding in (whole, {"m": whole, "x": rows}, {"m": {nnx.Param: rows, ...: whole}, "x": None}):
+        y = nnx.jit(f, in_shardings=(sharding, None))({"m": model, "x": x}, nnx.context(noise=0))
+        assert y.shape == (4, 3)
+    assert model.count == 3
+
+
+def test_in_shardings_count_no_static_arguments_and_no_bound_module():
+    rows = NamedSharding(one_device_mesh(), PartitionSpec("data"))
+    model, x = linear(), jnp.ones((4, 2))
+    y = nnx.jit(lambda m, n, x: m(x) * n, static_argnums=1, in_shardings=(None, rows))(model, 2, x)
+    np.testing.assert_allclose(y, 2 * (x @ model.kernel), rtol=1e-6)
+    assert nnx.jit(model.__call__, in_shardings=(rows,))(x).shape == (4, 3)
+    assert model.count == 2
+
+
+def test_in_shardings_of_the_wrong_number_are_an_error_that_says_both():
+    rows = NamedSharding(one_device_mesh(), PartitionSpec("data"))
+    with pytest.raises(ValueError, match="in_shardings has 1 entries for a call with 2 arguments"):
+        nnx.jit(lambda m, x: m(x), in_shardings=(rows,))(linear(), jnp.ones((4, 2)))
+
+
+def test_out_shardings_place_plain_results():
+    rows = NamedSharding(one_device_mesh(), PartitionSpec("data"))
+    y = nnx.jit(lambda m, x: m(x), out_shardings=rows)(linear(), jnp.ones((4, 2)))
+    assert y.sharding.is_equivalent_to(rows, y.ndim)
+
+
+def test_out_shardings_accept_one_sharding_per_returned_module():
+    rows = NamedSharding(one_device_mesh(), PartitionSpec("data"))
+    model = nnx.jit(lambda ctx: Counter(jnp.ones((4,))), out_shardings=rows)(nnx.context(0))
+    assert isinstance(model.count.sharding, NamedSharding) and model.count.sharding.is_equivalent_to(rows, 1)
+
+
+def test_out_shardings_accept_one_sharding_per_filter():
+    mesh = one_device_mesh()
+    whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    make = nnx.jit(lambda ctx: Linear(2, 3, ctx=ctx), out_shardings={nnx.Param: rows, ...: whole})
+    model = make(nnx.context(0))
+    for value, expected in ((model.kernel, rows), (model.bias, rows), (model.count, whole)):
+        assert isinstance(value.sharding, NamedSharding) and value.sharding.is_equivalent_to(expected, value.ndim)
