@@ -14,18 +14,13 @@ def is_pytree_leaf(value: Any) -> bool:
     return len(leaves) == 1 and leaves[0] is value
 
 
-def is_leaf(value: Any) -> bool:
-    """Whether a value is one leaf of data, or None; decided once for its type."""
-    cls = type(value)
-    known = leaf_types.get(cls)
-    if known is None:
-        known = leaf_types[cls] = (value is None or is_pytree_leaf(value)) and not holds_state(value)
-    return known
-
-
 def fresh(value: Any) -> Any:
     """The value with every container in it made anew; leaves stay."""
-    return value if is_leaf(value) else jax.tree.map(lambda leaf: leaf, value)
+    cls = type(value)
+    is_leaf = leaf_types.get(cls)
+    if is_leaf is None:
+        is_leaf = leaf_types[cls] = (value is None or is_pytree_leaf(value)) and not holds_state(value)
+    return value if is_leaf else jax.tree.map(lambda leaf: leaf, value)
 
 
 def holds_state(value: Any) -> bool:

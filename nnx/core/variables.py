@@ -275,13 +275,7 @@ def _flatten_with_keys(container: Container) -> Any:
 
 
 def _unflatten(spec: Spec, children: Any) -> Any:
-    if not spec.is_slotted:
-        return spec.box(children[0])
-    container: Any = _Raw()
-    (container.value,) = children
-    container._spec = spec
-    container.__class__ = spec.type
-    return container
+    return spec.box(children[0])
 
 
 _VALUE_KEY = jax.tree_util.GetAttrKey("value")
