@@ -29,7 +29,7 @@ import optax
 import nnx
 from benchmarks.gpt_gpu import raw
 from benchmarks.harness import interleave
-from examples.gpt.model import GPT, GPU_OPTIONS, Config, cross_entropy
+from examples.gpt.model import GPT, GPU_OPTIONS, Config, cross_entropy, decayed
 
 RATE, DECAY = 6e-4, 0.1
 
@@ -71,10 +71,6 @@ def make_ours(setting: Setting) -> Callable[[], jax.Array]:
         return loss
 
     return lambda: train_step(optimizer, tokens)
-
-
-def decayed(params: nnx.State) -> nnx.State:
-    return params.map(lambda path, _: path.endswith(("kernel", "embedding")))
 
 
 def make_raw(setting: Setting, tuned: bool = False) -> Callable[[], jax.Array]:

@@ -132,6 +132,11 @@ def _cross_entropy_backward(kept, cotangent):
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
+def decayed(params: nnx.State) -> nnx.State:
+    """What weight decay applies to: true for matrices, false for biases and norms."""
+    return params.map(lambda path, _: path.endswith(("kernel", "embedding")))
+
+
 @nnx.jit(static_argnames="length", stateful=False)  # the cache goes when the text is there
 def continue_texts(model: GPT, prompts: jax.Array, ctx: nnx.Context, *, length: int, temperature: float = 1.0):
     """`length` more tokens for each prompt, `[batch, length]`, drawn one at a time with the cache."""

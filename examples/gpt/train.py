@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from model import GPT, GPU_OPTIONS, Config, cross_entropy
+from model import GPT, GPU_OPTIONS, Config, cross_entropy, decayed
 
 import nnx
 
@@ -94,12 +94,6 @@ valid_windows = [windows(valid, starts) for starts in valid_starts.reshape(-1, b
 dtype = jnp.bfloat16 if on_gpu else None
 config = Config(vocab, length, layers, heads, width, dtype=dtype, unroll=layers if on_gpu else 1)
 model = GPT(config, ctx=nnx.context(0))
-
-
-def decayed(params: nnx.State) -> nnx.State:
-    """True for matrices, false for biases and norms."""
-    return params.map(lambda path, _: path.endswith(("kernel", "embedding")))
-
 
 schedule = optax.warmup_cosine_decay_schedule(0.0, rate, max(1, args.steps // 20), args.steps, rate / 10)
 adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=decayed)
