@@ -20,6 +20,18 @@ def check_on_first_and_cached_call(make, f, check, *args):
     return jitted
 
 
+def pairs_and_their_parts():
+    """What makes a Pair from a seed, and the two Modules that each was made of."""
+    parts = {}
+
+    def make(seed):
+        pair = Pair(seed, seed + 1)
+        parts[seed] = (pair.left, pair.right)
+        return pair
+
+    return make, parts
+
+
 def test_changed_values_are_written_back():
     def f(m):
         m.kernel = m.kernel * 0 + m.count
@@ -96,12 +108,7 @@ def test_a_popped_state_is_gone_and_returned():
 
 
 def test_replaced_submodules_are_replaced():
-    originals = {}
-
-    def make(seed):
-        pair = Pair(seed, seed + 1)
-        originals[seed] = (pair.left, pair.right)
-        return pair
+    make, originals = pairs_and_their_parts()
 
     def f(p):
         p.left = Counter(7)
@@ -133,12 +140,7 @@ def test_a_submodule_changed_and_then_removed_keeps_its_change():
 
 
 def test_swapped_submodules_are_the_original_objects_swapped():
-    originals = {}
-
-    def make(seed):
-        pair = Pair(seed, seed + 1)
-        originals[seed] = (pair.left, pair.right)
-        return pair
+    make, originals = pairs_and_their_parts()
 
     def f(p):
         p.left, p.right = p.right, p.left
