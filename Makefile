@@ -25,11 +25,11 @@ demo: $(VENV)/.ready-all ## train a small model and show it learning (ARGS="--st
 test: $(VENV)/.ready-dev ## run every test (ARGS="tests/core -k partition")
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -q -n auto --dist loadgroup $(ARGS)
 
-lint: $(VENV)/.ready-dev ## ruff and pyright
-	@$(BIN)/ruff check --quiet . && $(BIN)/pyright --warnings
+lint: $(VENV)/.ready-dev ## ruff (rules and formatting) and pyright
+	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . && $(BIN)/pyright --warnings
 
 format: $(VENV)/.ready-dev ## apply what ruff can fix by itself
-	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/ruff check --quiet --fix . && $(BIN)/ruff format --quiet .
 
 bench: $(VENV)/.ready-dev ## one table of ratios against hand-written JAX and peers (ARGS="--quick --only train_step")
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m benchmarks $(ARGS)

@@ -1,5 +1,7 @@
 """Asks every question and prints one table.
 
+Usage:
+
     python -m benchmarks                            everything
     python -m benchmarks --only train_step          one question
     python -m benchmarks --quick                    a fifth of the time, and less surely

@@ -104,9 +104,7 @@ def interleave(
 
 def _is_settled(times: dict[str, list[float]]) -> bool:
     """Whether the last quarter of the turns brought no better time (by a percent) than those before."""
-    return all(
-        len(values) < 4 or min(values[: -(len(values) // 4)]) <= 1.01 * min(values) for values in times.values()
-    )
+    return all(len(values) < 4 or min(values[: -(len(values) // 4)]) <= 1.01 * min(values) for values in times.values())
 
 
 def _seconds_per_call(run: Contender, calls: int, clock: Callable[[], float] = time.perf_counter) -> float:

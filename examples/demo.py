@@ -130,9 +130,7 @@ half = context // 2
 texts = valid_windows[:2, :half]  # [2, half]: the beginning is real, what follows is not
 ctx = nnx.context(sample=0)
 for _ in range(2 if args.smoke else 10):
-    texts = jnp.concatenate(
-        [texts, continue_texts(model, texts[:, -half:], ctx, length=half, temperature=0.7)], axis=1
-    )
+    texts = jnp.concatenate([texts, continue_texts(model, texts[:, -half:], ctx, length=half, temperature=0.7)], axis=1)
 for row in np.asarray(texts):
     characters = [alphabet[number] for number in row]
     print("\n" + "".join(characters[:half]) + " ▶ " + "".join(characters[half:]) + "\n" + 60 * "-")

@@ -1,5 +1,7 @@
 """Runs every example and prints the final metric of each, which is the last line it prints.
 
+Usage:
+
     python examples/run_all.py            small settings, as the tests do
     python examples/run_all.py --full     as a reader would run them
     python examples/run_all.py 01 06      only these

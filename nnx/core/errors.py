@@ -14,8 +14,8 @@ class TraceContextError(Exception):
     >>> try:
     ...     jax.jit(lambda: setattr(counter, "n", 1))()
     ... except nnx.TraceContextError as error:
-    ...     print(str(error)[:49])
-    Cannot mutate Module from different trace level: 
+    ...     print(str(error)[:48])
+    Cannot mutate Module from different trace level:
     """
 
 
