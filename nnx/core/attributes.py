@@ -8,12 +8,12 @@ import jax
 import jax.core
 import numpy as np
 
+from nnx.core.captures import find_captured_module
 from nnx.core.errors import BAD_NAME, CAPTURES_MODULE, INCOMPATIBLE_CONTAINER, MODULE_INTO_VARIABLE, NOT_DATA
 from nnx.core.graph import TREE_SPEC
 from nnx.core.info import MODULE, NODE, STATIC, TREE, Absent, ModuleBase, forget_flat_forms
 from nnx.core.refs import Ref
 from nnx.core.repr import short
-from nnx.core.statics import find_captured_module
 from nnx.core.trees import find_module, fresh, leaf_types
 from nnx.core.variables import Container, ContainerMetadata, Node, Spec, Static
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from nnx.core.errors import CONTEXT_AT_OTHER_LEVEL, TraceContextError
 from nnx.core.repr import short
-from nnx.core.statics import Frozen
+from nnx.core.statics import Frozen, own_copy
 from nnx.core.trace import current_level
 
 RngFilter = Any
@@ -54,13 +54,14 @@ class Context:
     (False, True)
     """
 
-    __slots__ = ("_streams", "_flags", "_level", "_def", "__weakref__")
+    __slots__ = ("_streams", "_flags", "_level", "_def", "_live", "__weakref__")
 
     def __init__(self, streams: dict[str, Stream], flags: Mapping[str, Any]):
         self._streams = streams
         self._flags = dict(flags)
         self._level = current_level()
         self._def: ContextDef | None = None
+        self._live: Frozen | None = None  # the flags as they were when `_def` was made, if their values can change
 
     def make_rng(self, name: str) -> jax.Array:
         """A new key from a stream, different every time.
@@ -116,9 +117,10 @@ class Context:
         return PureContext({name: stream.next() for name, stream in self._streams.items()}, self.definition())
 
     def definition(self) -> "ContextDef":
-        """The static half, made once: flags do not change."""
-        if self._def is None:
+        """The static half; made again only if the value of a flag was changed in place."""
+        if self._def is None or (self._live is not None and not self._live.is_current()):
             self._def = ContextDef(self._flags, tuple(self._streams))
+            self._live = Frozen(tuple(self._flags.values()), "flags") if self._def.is_watched else None
         return self._def
 
     def fork_data(self) -> list[tuple[Any, Any]]:
@@ -129,6 +131,11 @@ class Context:
             data.append((stream.key, stream.count))
             stream.count += 1
         return data
+
+    def undo_fork(self) -> None:
+        """Takes back the last `fork_data`, whose keys nobody has used."""
+        for stream in self._streams.values():
+            stream.count -= 1
 
     def split(self, n: int, filter: RngFilter = ...) -> "PureContext":
         """A fork in which each stream the filter selects has `n` keys, stacked; for a manual vmap or scan."""
@@ -153,13 +160,23 @@ class ContextDef:
     __slots__ = ("_flags", "streams")
 
     def __init__(self, flags: Mapping[str, Any], streams: tuple[str, ...]):
-        self._flags = Frozen(dict(flags), "flags")
+        # a snapshot: the caller's values may change
+        self._flags = tuple([(name, Frozen(own_copy(value), f"flags[{name!r}]")) for name, value in flags.items()])
         self.streams = streams
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the value of a flag can be changed in place."""
+        return any(flag.watched for _, flag in self._flags)
+
+    def flags(self) -> dict[str, Any]:
+        """The flags; values that can change are copies."""
+        return {name: own_copy(flag.value) for name, flag in self._flags}
 
     def merge(self, keys: Mapping[str, Any]) -> Context:
         """A Context with these keys as its streams."""
-        ctx = Context({name: Stream(key) for name, key in keys.items()}, self._flags.value)
-        if tuple(keys) == self.streams:
+        ctx = Context({name: Stream(key) for name, key in keys.items()}, self.flags())
+        if tuple(keys) == self.streams and not self.is_watched:
             ctx._def = self
         return ctx
 
@@ -174,7 +191,7 @@ class ContextDef:
         return hash((self._flags, self.streams))
 
     def __repr__(self) -> str:
-        return f"ContextDef(streams={self.streams!r}, flags={self._flags.value!r})"
+        return f"ContextDef(streams={self.streams!r}, flags={self.flags()!r})"
 
 
 jax.tree_util.register_static(ContextDef)

@@ -28,14 +28,7 @@ from nnx.core.info import (
 )
 from nnx.core.refs import Ref
 from nnx.core.state import Layout, State
-from nnx.core.statics import (
-    ForeignMethod,
-    Freezer,
-    HoldsState,
-    attach,
-    needs_attach,
-    watched_unchanged,
-)
+from nnx.core.statics import ForeignMethod, Freezer, HoldsState, Statics, detach, watched_unchanged
 from nnx.core.trace import current_level
 from nnx.core.trees import fresh, leaf_types
 from nnx.core.variables import Node, Spec, Static
@@ -58,19 +51,28 @@ def is_static(kind: Any) -> bool:
 class Traversal:
     """One walk over the graph that starts at some roots. Short-lived: it holds the Modules."""
 
-    __slots__ = ("modules", "parents", "roots", "cells", "refs", "table", "statics", "watch")
+    __slots__ = ("modules", "parents", "index", "roots", "cells", "refs", "table", "statics", "mutables", "watches")
 
     modules: list[Any]
     parents: list[tuple[int, str]]  # (index of the parent, attribute name); -1 for roots
+    index: dict[int, int]  # of a Module, by its id
     roots: tuple[int, ...]
     cells: list[tuple[int, str, Any]]  # (index of the Module, attribute name, kind)
     refs: list[Any]  # the Ref of a cell, or None
     table: tuple[Any, ...]
-    statics: list[Any]
-    watch: list[Any]
+    statics: list[Any]  # the live values of the static attributes
+    mutables: list[Any]  # the values among and inside of them that can change, by number
+    watches: list[list[Any]]  # how to notice a change of each of them
 
     def path(self, index: int) -> str:
         return module_path(self.parents, index)
+
+    def index_of(self, module: Any) -> int | None:
+        return self.index.get(id(module))
+
+    def detached(self) -> Statics:
+        """The static values as they are now, detached from the graph."""
+        return detach(self.statics, self.mutables, self.index_of)
 
 
 def module_path(parents: Sequence[tuple[int, str]], index: int) -> str:
@@ -137,11 +139,10 @@ def traverse(roots: Sequence[Any]) -> Traversal:
     modules, parents, index, refs = number_modules(roots)
     shared = {key: number for number, key in enumerate(k for k, seen in refs.items() if seen[1] > 1)}
     walk = Traversal()
-    walk.modules, walk.parents = modules, parents
+    walk.modules, walk.parents, walk.index = modules, parents, index
     walk.roots = tuple([index[id(root)] for root in roots])
-    walk.cells, walk.refs, walk.statics = [], [], []
-    freezer = Freezer(lambda module: index.get(id(module)))
-    declared = Freezer(freezer.index_of, arrays_inside=True)  # for nnx.Static: arrays in it are meant
+    walk.cells, walk.refs = [], []
+    static_keys = _freeze_statics(walk)
     entries: list[list[Any]] = [[] for _ in modules]
     ref_cells = [0] * len(shared)
     stack: list[tuple[int, Iterator[str]]] = []
@@ -154,8 +155,7 @@ def traverse(roots: Sequence[Any]) -> Traversal:
                 kind = kinds[name]
                 cls = type(kind)
                 if is_static(kind):
-                    key = _freeze_static(freezer if kind is STATIC else declared, walk, at, name, values[name])
-                    attrs.append((name, kind, key, len(walk.statics) - 1))
+                    attrs.append((name, kind, *static_keys[at, name]))
                 elif kind is MODULE:
                     child = index[id(values[name])]
                     attrs.append((name, MODULE, child))
@@ -183,13 +183,33 @@ def traverse(roots: Sequence[Any]) -> Traversal:
         tuple([(type(module), tuple(attrs)) for module, attrs in zip(modules, entries, strict=True)]),
         tuple(ref_cells),
     )
-    walk.watch = freezer.watch + declared.watch
     return walk
 
 
-def _freeze_static(freezer: Freezer, walk: Traversal, at: int, name: str, value: Any) -> Any:
+def _freeze_statics(walk: Traversal) -> dict[tuple[int, str], tuple[Any, int]]:
+    """The key and the number of every static attribute, by Module and name.
+
+    Modules are taken in the order of their numbers, which unlike the depth-first order is the same for every choice
+    of roots: a body that changes nothing must find mutable values under the numbers they had when it was entered.
+    """
+    freezer = Freezer(walk.index_of)
+    walk.statics = []
+    found = {}
+    for at, module in enumerate(walk.modules):
+        kinds, values = module._nnx_info.kinds, module.__dict__
+        for name in module._nnx_info.sorted_names():
+            kind = kinds[name]
+            if is_static(kind):
+                freezer.arrays_inside = kind is not STATIC  # arrays in an nnx.Static are meant to be there
+                found[at, name] = (_static_key(freezer, walk, at, name, values[name]), len(walk.statics))
+                walk.statics.append(values[name])
+    walk.mutables, walk.watches = freezer.mutables, freezer.watches
+    return found
+
+
+def _static_key(freezer: Freezer, walk: Traversal, at: int, name: str, value: Any) -> Any:
     try:
-        key, copy = freezer.key_and_copy(value)
+        return freezer.key(value)
     except HoldsState as found:
         path = join(walk.path(at), name)
         route = found.route.replace("it[", f"{path}[", 1)
@@ -197,8 +217,6 @@ def _freeze_static(freezer: Freezer, walk: Traversal, at: int, name: str, value:
     except ForeignMethod as found:
         path = join(walk.path(at), name)
         raise ValueError(FOREIGN_METHOD.format(path=path, method=found.what)) from None
-    walk.statics.append(copy)
-    return key
 
 
 # Structure
@@ -343,18 +361,19 @@ class Graph(NamedTuple):
     modules: list[Any]
     dicts: list[dict[str, Any]]
     refs: list[Any]
+    mutables: list[Any]  # its mutable static values, by number
 
 
-def build(key: GraphKey, statics: Sequence[Any], values: Sequence[Any]) -> Graph:
+def build(key: GraphKey, statics: Statics, values: Sequence[Any]) -> Graph:
     """Makes the Modules of a graph anew, around the given values (`MISSING` for those there are none for)."""
     level = current_level()
     plans = key.plans
     modules = [new_module(plan.cls, dict(plan.kinds), level) for plan in plans]
     instance_dicts = [module.__dict__ for module in modules]
+    static_values, mutables = statics.attach(modules)
     for values_of, plan in zip(instance_dicts, plans, strict=True):
         for name, at in plan.statics:
-            value = statics[at]
-            values_of[name] = attach(value, modules) if needs_attach(value) else value
+            values_of[name] = static_values[at]
         for name, at in plan.children:
             values_of[name] = modules[at]
     if key.hooks:
@@ -372,7 +391,7 @@ def build(key: GraphKey, statics: Sequence[Any], values: Sequence[Any]) -> Graph
         else:
             values_of[name] = value
     refs = _build_refs(key, modules, values, level) if key.table[2] else []
-    return Graph(modules, dicts, refs)
+    return Graph(modules, dicts, refs, mutables)
 
 
 def _build_refs(key: GraphKey, modules: list[Any], values: Sequence[Any], level: Any) -> list[Any]:
@@ -405,14 +424,15 @@ class Flat:
     """
 
     __slots__ = (
-        "key", "statics", "dicts", "names", "extra", "modules", "level", "sown", "writers", "plans",
+        "key", "statics", "mutables", "dicts", "names", "extra", "modules", "level", "sown", "writers", "plans",
         "last_plan", "ready", "_versions", "_counts", "_stamp", "_watch", "_indices", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, walk: Traversal):
         self._stamp = STRUCTURE.stamp
         self.key = GraphKey.of(walk.table)
-        self.statics = tuple(walk.statics)
+        self.statics = walk.detached()
+        self.mutables = walk.mutables  # the live ones
         self.modules = [weakref.ref(module) for module in walk.modules]
         instance_dicts = [module.__dict__ for module in walk.modules]
         self.dicts = [instance_dicts[at] for at, _, _ in walk.cells]
@@ -424,7 +444,7 @@ class Flat:
                 self.extra[i] = ref.targets()
                 self._versions.append(ref.version)
         self._counts = list(map(_count, self._versions))
-        self._watch = walk.watch
+        self._watch = [watch for watches in walk.watches for watch in watches]
         levels = {id(module._nnx_info.level): module._nnx_info.level for module in walk.modules}
         self.level = next(iter(levels.values())) if len(levels) == 1 else None  # None: they are of several levels
         self.sown = any(module._nnx_info.sown for module in walk.modules)

@@ -12,7 +12,7 @@ from nnx.core.pure import Pure
 from nnx.core.refs import Ref
 from nnx.core.repr import short
 from nnx.core.state import State
-from nnx.core.statics import Freezer
+from nnx.core.statics import Freezer, Statics
 from nnx.core.trees import fresh
 from nnx.core.updates import update
 from nnx.core.variables import Container, Spec
@@ -43,7 +43,7 @@ class ModuleDef:
 
     __slots__ = ("_key", "_statics", "__weakref__")
 
-    def __init__(self, key: GraphKey, statics: tuple[Any, ...]):
+    def __init__(self, key: GraphKey, statics: Statics):
         self._key = key
         self._statics = statics
 
@@ -118,6 +118,8 @@ class ModuleDef:
         for number, root in enumerate(dict.fromkeys(roots)):
             paths[root] = prefixes[number]
         lines: dict[str, tuple[Any, str]] = {}
+        mutables = set(map(id, self._statics.mutables))
+        homes: dict[int, str] = {}  # the first path to a mutable value, by its id
         for at, (cls, attrs) in enumerate(table):
             parent, parent_name = parents[at]
             if parent >= 0:
@@ -126,7 +128,10 @@ class ModuleDef:
             for name, kind, *rest in attrs:
                 path = join(paths[at], name)
                 if is_static(kind):
-                    lines[path] = ((STATIC, rest[0]), f"static {short(self._statics[rest[1]])}")
+                    value = self._statics.values[rest[1]]
+                    home = homes.setdefault(id(value), path) if id(value) in mutables else path
+                    again = f", the same value as {home!r}" if home != path else ""
+                    lines[path] = ((STATIC, rest[0]), f"static {short(value)}{again}")
                 elif kind is MODULE:
                     if parents[rest[0]] != (at, name):
                         lines[path] = ((MODULE, rest[0]), f"the same Module as {paths[rest[0]] or 'the root'!r}")
@@ -162,14 +167,13 @@ def _strip_keys(table: tuple[Any, ...]) -> tuple[Any, ...]:
     return roots, stripped, ref_cells
 
 
-def _unpickle_def(table: tuple[Any, ...], statics: tuple[Any, ...]) -> ModuleDef:
+def _unpickle_def(table: tuple[Any, ...], statics: Statics) -> ModuleDef:
     roots, modules, ref_cells = table
-    freezer = Freezer(lambda module: None, arrays_inside=True)  # what they hold was looked at when they were frozen
+    freezer = Freezer(lambda module: None, arrays_inside=True)  # what they hold was checked when they were frozen
+    keys = [freezer.key(value) for value in statics.values]  # in the order of the walk: mutable values are numbered
 
     def restore(entry: Any) -> Any:
-        if not is_static(entry[1]):
-            return entry
-        return (entry[0], entry[1], freezer.key(statics[entry[3]], "it"), entry[3])
+        return (entry[0], entry[1], keys[entry[3]], entry[3]) if is_static(entry[1]) else entry
 
     restored = tuple((cls, tuple(restore(entry) for entry in attrs)) for cls, attrs in modules)
     return ModuleDef(GraphKey.of((roots, restored, ref_cells)), statics)

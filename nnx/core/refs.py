@@ -99,7 +99,7 @@ class Ref:
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and name in self._spec.metadata:
-            return self._spec.metadata[name]
+            return self._spec.read(name)
         raise AttributeError(f"'Ref' has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,58 +1,72 @@
-"""Static values: when two of them are equal, and how they are snapshotted.
+"""Static values: when two of them are equal, how a change is noticed, and how a rebuilt Module gets its own copies.
 
-`freeze(value)` gives a hashable *key*: two static values are equal when their keys are. Types count (1, 1.0 and True
-differ), floats compare by bit pattern, lists, dicts, sets and dataclass instances by content, functions and partials by
-code and by what they close over, arrays and objects without an `__eq__` and `__hash__` of their own by identity.
+The *key* of a static value is hashable, and two values are equal when their keys are. A key is complete or it is an
+identity: types count (1, 1.0 and True differ), floats compare by bit pattern, and a value compared by content
+contributes everything it holds (see contents). Functions and partials are keyed by code, defaults, attributes and
+closure, once per function object, because some of them change their own closure when they are called. An object with
+its own `__eq__` and `__hash__` is compared by those, anything else by identity.
 
-While freezing, a `Freezer` also collects the *watch list*, the mutable containers it passed with the items they had,
-and makes a *detached* copy: fresh lists, dicts and sets, with bound methods of Modules replaced by `BoundMethod`
-records.
+A `Freezer` goes through the static values of one graph. It numbers the *mutable* ones it meets, so that one list held
+by two attributes is one list in the key, in every copy and after a transform. For each it also takes a *watch*: live
+views of what it holds, together with what they showed. `Statics` are the frozen values of a graph, *detached* from
+the originals: copies in which bound methods of Modules are replaced by `BoundMethod` records. Attaching makes the
+values of a rebuilt graph from them.
 """
 
-import collections
-import copy
-import dataclasses
 import enum
 import functools
-import operator
 import struct
 import types
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import jax
 import numpy as np
 
+from nnx.core.contents import Content, content_of
 from nnx.core.errors import STATE_IN_STATIC_VALUE
 from nnx.core.info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.trees import holds_state
 
-_ATOMS: frozenset[type] = frozenset({int, bool, str, bytes, type(None), type(...), range})
-_CONTAINERS = (list, dict, set, tuple)
-_MAX_OBJECTS = 256  # how many plain objects a search for captured Modules looks into
+_ATOMS: frozenset[type] = frozenset({int, bool, str, bytes, type(None), type(...)})
+_SHARED_AS_IS = _ATOMS | {float, complex, range, slice, types.FunctionType, types.BuiltinFunctionType, type, np.dtype}
+
+Step = Callable[[], Any]
 
 
 class ById:
-    """A key that is equal only to the key of the same object."""
+    """A key that is equal only to the key of the same object. It does not keep the object alive."""
 
-    __slots__ = ("value",)
+    __slots__ = ("hash", "get", "kind")
 
     def __init__(self, value: Any):
-        self.value = value
+        self.hash = id(value)
+        self.kind = type(value).__name__
+        try:
+            self.get: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self.get = lambda: value
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, ById) and self.value is other.value
+        if self is other:
+            return True
+        if not isinstance(other, ById):
+            return False
+        value = self.get()
+        return value is not None and value is other.get()
 
     def __hash__(self) -> int:
-        return id(self.value)
+        return self.hash
 
     def __repr__(self) -> str:
-        return f"<{type(self.value).__name__} at {id(self.value):#x}>"
+        return f"<{self.kind} at {self.hash:#x}>"
 
 
 class BoundMethod:
-    """A method bound to the Module with this index of the graph, until the graph is rebuilt."""
+    """A bound method of the Module with this index, while the graph it belongs to is taken apart."""
 
     __slots__ = ("index", "function")
 
@@ -80,31 +94,35 @@ class ForeignMethod(Exception):
         self.route = route
 
 
+# Keys
+
+
 class Freezer:
-    """Makes keys and detached copies of static values of one graph.
+    """Makes the keys of the static values of one graph.
 
     Args:
-      index_of: the index in the graph of a Module a bound method belongs to, or None if it is not in it.
-      arrays_inside: allow arrays inside a value, too, and compare them by identity.
+      index_of: returns the index in the graph of the Module a bound method belongs to, or None if it is not in there.
+      arrays_inside: whether arrays may be inside a value, where they are compared by identity.
+      in_function: whether the values were captured by a function. Bound methods of Modules are refused there, since a
+        rebuilt graph has no way to replace them.
     """
 
-    def __init__(self, index_of: Callable[[Any], int | None], arrays_inside: bool = False):
+    def __init__(self, index_of: Callable[[Any], int | None], arrays_inside: bool = False, in_function: bool = False):
         self.index_of = index_of
         self.arrays_inside = arrays_inside
-        self.watch: list[tuple[Any, list[Any]]] = []
+        self.in_function = in_function
+        self.mutables: list[Any] = []  # by number, in the order they were met
+        self.numbers: dict[int, int] = {}
+        self.watches: list[list[tuple[Any, Any, Any, Any]]] = []  # per mutable value, how to notice a change
         self._active: dict[int, int] = {}
 
-    def key_and_copy(self, value: Any) -> tuple[Any, Any]:
-        """The key of `value`, and a copy that shares no list, dict or set with it."""
-        cls = type(value)
-        if cls in _ATOMS:
-            return (cls, value), value
-        if cls is types.FunctionType or cls is float:
-            return self.key(value, "it"), value
-        key = self.key(value, "it")
-        return key, self._detach(value)
+    def key(self, value: Any, route: str = "it") -> Any:
+        """Returns the key of one value.
 
-    def key(self, value: Any, route: str) -> Any:
+        Raises:
+          HoldsState: it is or holds a Module or an array; `route` leads there.
+          ForeignMethod: it is or holds a bound method of a Module that is not in the graph.
+        """
         cls = type(value)
         if cls in _ATOMS:
             return (cls, value)
@@ -112,201 +130,341 @@ class Freezer:
             return (float, struct.pack("d", value))
         if holds_state(value):
             raise HoldsState(value, route)
-        if id(value) in self._active:  # a value that contains itself: refer to it by its place
-            return ("again", self._active[id(value)])
+        if cls is types.FunctionType or isinstance(value, functools.partial):
+            return _once(value, route)
+        if isinstance(value, (type, enum.Enum, types.ModuleType)):
+            return (cls, ById(value))
+        if isinstance(value, np.generic):
+            return (cls, value.dtype, value.tobytes())
+        content = content_of(cls)
+        if content is not None:
+            return self._content_key(content, value, route)
+        return self._other_key(cls, value, route)
+
+    def _content_key(self, content: Content, value: Any, route: str) -> Any:
+        if content.is_mutable:
+            number = self.numbers.get(id(value))
+            if number is not None:
+                return ("the mutable value", number)
+            self.numbers[id(value)] = len(self.mutables)
+            self.mutables.append(value)
+            self.watches.append([_snapshot(*views) for views in content.views(value)])
+        elif id(value) in self._active:  # an immutable value can contain itself behind the back of its class
+            return ("the value around it", self._active[id(value)])
         self._active[id(value)] = len(self._active)
         try:
-            return self._compound_key(cls, value, route)
+            return self._parts_key(content, value, route)
         finally:
             del self._active[id(value)]
 
-    def _compound_key(self, cls: type, value: Any, route: str) -> Any:
-        if isinstance(value, types.FunctionType):
-            return self._function_key(value, route)
-        if isinstance(value, (list, tuple)):
-            if isinstance(value, list):
-                self.watch.append((value, list(value)))
-            elif type(value).__eq__ is not tuple.__eq__:  # e.g. a PartitionSpec, with an equality of its own
-                return _opaque_key(cls, value)
-            return (cls, *self._items(value, route))
+    def _parts_key(self, content: Content, value: Any, route: str) -> Any:
+        cls, items = type(value), content.base.items(value)
         if isinstance(value, dict):
-            self.watch.append((value, _dict_items(value)))
-            keys = self._items(value, f"a key of {route}")
-            return (cls, keys, tuple(self.key(v, f"{route}[{k!r}]") for k, v in value.items()))
-        if isinstance(value, (set, frozenset)):
-            if isinstance(value, set):
-                self.watch.append((value, list(value)))
-            return (cls, frozenset(self._items(value, route)))
-        if cls is slice:
-            return (slice, *self._items((value.start, value.stop, value.step), route))
-        if cls is complex:
-            return (complex, struct.pack("dd", value.real, value.imag))
+            names = items[: len(items) // 2]
+            keys: Any = (
+                tuple([self.key(name, f"a key of {route}") for name in names]),
+                tuple([self.key(item, f"{route}[{n!r}]") for n, item in zip(names, items[len(names) :])]),
+            )
+        elif isinstance(value, (int, float, complex, str, bytes)):
+            keys = struct.pack("dd", value.real, value.imag) if cls is complex else (self.key(items[0], route),)
+        else:
+            keys = tuple([self.key(item, f"{route}[{i}]") for i, item in enumerate(items)])
+            if isinstance(value, (set, frozenset)):
+                keys = frozenset(keys)
+        constants = tuple([getattr(value, name) for name in content.base.constants])
+        attributes = content.attributes(value)
+        if not attributes:
+            return (cls, keys, constants) if constants else (cls, keys)
+        named = tuple([(name, self.key(item, f"{route}.{name}")) for name, item in attributes.items()])
+        return (cls, keys, constants, named)
+
+    def _other_key(self, cls: type, value: Any, route: str) -> Any:
         if isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
             if route != "it" and not self.arrays_inside:
                 raise HoldsState(value, route)
             return ById(value)
-        if isinstance(value, np.generic):
-            return (cls, value.tobytes())
-        if isinstance(value, functools.partial):
-            parts = {"func": value.func, "args": value.args, "keywords": value.keywords, "__dict__": vars(value)}
-            return (cls, *(self._captured_key(part, f"{name} of {route}") for name, part in parts.items()))
+        if cls is range or cls is slice:
+            return (cls, *(self.key(getattr(value, name), route) for name in ("start", "stop", "step")))
         if isinstance(value, types.MethodType):
-            if isinstance(value.__self__, ModuleBase):
-                index = self.index_of(value.__self__)
-                if index is None:
-                    raise ForeignMethod(value, route)
-                return (cls, index, self.key(value.__func__, route))
-            return (cls, self.key(value.__func__, route), self._captured_key(value.__self__, f"self of {route}"))
+            if isinstance(value.__self__, (jax.Array, np.ndarray)):
+                return (cls, self.key(value.__func__, route), ById(value.__self__))
+            if not isinstance(value.__self__, ModuleBase):
+                return (cls, self.key(value.__func__, route), self.key(value.__self__, f"self of {route}"))
+            if self.in_function:
+                raise HoldsState(value.__self__, f"self of {route}")
+            index = self.index_of(value.__self__)
+            if index is None:
+                raise ForeignMethod(value, route)
+            return (cls, index, self.key(value.__func__, route))
         if isinstance(value, BoundMethod):
             return (types.MethodType, value.index, self.key(value.function, route))
-        if isinstance(value, (type, enum.Enum, types.ModuleType)):
-            return (cls, ById(value))
-        if dataclasses.is_dataclass(value):
-            fields = dataclasses.fields(value)
-            return (cls, *((f.name, self.key(getattr(value, f.name, None), f"{route}.{f.name}")) for f in fields))
-        return _opaque_key(cls, value)
-
-    def _items(self, values: Iterable[Any], route: str) -> tuple[Any, ...]:
-        return tuple([self.key(item, f"{route}[{i}]") for i, item in enumerate(values)])
-
-    def _captured_key(self, value: Any, route: str) -> Any:
-        """Like `key`, for what a function captured: arrays by identity, methods of Modules never."""
-        if isinstance(value, (jax.Array, np.ndarray)):
+        if cls.__eq__ is object.__eq__ or cls.__hash__ is None:
             return ById(value)
-        if type(value) in (tuple, list):
-            items = enumerate(value)
-            return (type(value), *(self._captured_key(item, f"{route}[{i}]") for i, item in items))
-        if type(value) is dict:
-            return (dict, *((self.key(k, route), self._captured_key(v, f"{route}[{k!r}]")) for k, v in value.items()))
-        if isinstance(value, types.MethodType) and isinstance(value.__self__, ModuleBase):
-            raise HoldsState(value.__self__, f"self of {route}")
-        return self.key(value, route)
-
-    def _function_key(self, function: types.FunctionType, route: str) -> Any:
-        closure = []
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                contents = cell.cell_contents
-            except ValueError:  # not filled yet
-                contents = None
-            closure.append(self._captured_key(contents, f"{name!r} in the closure of {function.__qualname__}"))
-        return (
-            types.FunctionType,
-            function.__code__,
-            ById(function.__globals__),
-            self._captured_key(function.__defaults__, f"a default of {route}"),
-            self._captured_key(function.__kwdefaults__, f"a default of {route}"),
-            self._captured_key(function.__dict__, f"attributes of {route}"),
-            tuple(closure),
-        )
-
-    def _detach(self, value: Any) -> Any:
-        if isinstance(value, _CONTAINERS):
-            return _map_items(value, self._detach)
-        if isinstance(value, types.MethodType) and isinstance(value.__self__, ModuleBase):
-            index = self.index_of(value.__self__)
-            assert index is not None, "freezing has refused methods of other graphs"
-            return BoundMethod(index, value.__func__)
-        return value
+        try:
+            hash(value)
+        except TypeError:
+            return ById(value)
+        return (cls, value)
 
 
-def _map_items(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """A copy of a list, dict, set or tuple, of the same type, with `fn` of its items; a tuple only if one differs."""
-    if isinstance(value, dict):
-        copied = copy.copy(value)
-        copied.update({k: fn(v) for k, v in value.items()})
-        return copied
-    if isinstance(value, tuple):
-        if type(value).__eq__ is not tuple.__eq__:
-            return value
-        items = [fn(item) for item in value]
-        if all(map(operator.is_, items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    copied = copy.copy(value)
-    if isinstance(value, list):
-        copied[:] = [fn(item) for item in value]
-    return copied
+def _once(value: Any, route: str) -> Any:
+    """The key of a function or partial, computed the first time it is asked for."""
+    key = _function_keys.get(value)
+    if key is None:
+        key = _function_keys.setdefault(value, _function_key(value, route, {}))
+    return key
 
 
-def _dict_items(value: dict[Any, Any]) -> list[Any]:
-    return [*value.keys(), *value.values()]
+# Values are keys, which refer to captured objects weakly (see ById), so that no entry keeps its own function alive.
+_function_keys: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
-def _opaque_key(cls: type, value: Any) -> Any:
-    if cls.__eq__ is object.__eq__ or cls.__hash__ is None:
-        return ById(value)
-    try:
-        hash(value)
-    except TypeError:
-        return ById(value)
-    return (cls, value)
+class _CaptureFreezer(Freezer):
+    """Keys what a function captured; a function that captures itself, directly or not, is named by its place."""
+
+    def __init__(self, around: dict[int, int]):
+        super().__init__(_in_no_graph, arrays_inside=True, in_function=True)
+        self.around = around
+
+    def key(self, value: Any, route: str = "it") -> Any:
+        if type(value) is types.FunctionType or isinstance(value, functools.partial):
+            if id(value) in self.around:
+                return ("the function around it", self.around[id(value)])
+            return _function_keys.get(value) or _function_key(value, route, self.around)
+        return super().key(value, route)
 
 
-def watched_unchanged(watch: list[tuple[Any, list[Any]]]) -> bool:
-    """Whether every watched container holds the very items it held when it was frozen."""
-    for container, items in watch:
-        now = _dict_items(container) if isinstance(container, dict) else container
-        if len(now) != len(items) or not all(map(operator.is_, now, items)):
-            return False
-    return True
-
-
-def attach(value: Any, modules: list[Any]) -> Any:
-    """A fresh static value from a detached one, with its methods bound to `modules`."""
-    if isinstance(value, _CONTAINERS):
-        return _map_items(value, lambda item: attach(item, modules))
-    if type(value) is BoundMethod:
-        return types.MethodType(value.function, modules[value.index])
-    return value
-
-
-_SHARED_AS_IS = _ATOMS | {float, complex, types.FunctionType, types.BuiltinFunctionType, type}
-
-
-def needs_attach(value: Any) -> bool:
-    """Whether a rebuilt Module needs its own copy of this detached static value."""
-    cls = type(value)
-    if cls in _SHARED_AS_IS:
-        return False
-    if isinstance(value, tuple):
-        return any(map(needs_attach, value))
-    return isinstance(value, _CONTAINERS) or cls is BoundMethod
-
-
-def freeze(value: Any, name: str) -> Any:
-    """The key of a static value that stands outside any graph, such as metadata.
-
-    Raises:
-      ValueError: it is or holds a Module, a Variable or a method of a Module; `name` says which value it was.
-    """
-    return _freeze_alone(Freezer(_in_no_graph, arrays_inside=True), value, name)
+def _function_key(value: Any, route: str, around: dict[int, int]) -> Any:
+    freezer = _CaptureFreezer({**around, id(value): len(around)})
+    if isinstance(value, functools.partial):
+        parts = {"func": value.func, "args": value.args, "keywords": value.keywords, "__dict__": vars(value)}
+        return (type(value), *(freezer.key(part, f"{name} of {route}") for name, part in parts.items()))
+    closure = []
+    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        try:
+            contents = cell.cell_contents
+        except ValueError:  # a cell that was never filled
+            contents = None
+        closure.append(freezer.key(contents, f"{name!r} in the closure of {value.__qualname__}"))
+    return (
+        types.FunctionType,
+        value.__code__,
+        id(value.__globals__),  # unique: whoever keeps a key keeps the values as well, and so this dict
+        freezer.key(value.__defaults__, f"a default of {route}"),
+        freezer.key(value.__kwdefaults__, f"a default of {route}"),
+        freezer.key(value.__dict__, f"attributes of {route}"),
+        tuple(closure),
+    )
 
 
 def _in_no_graph(module: Any) -> None:
     return None
 
 
-def _freeze_alone(freezer: Freezer, value: Any, name: str) -> Any:
-    try:
-        return freezer.key(value, name)
-    except HoldsState as found:
-        text = STATE_IN_STATIC_VALUE.format(route=found.route, what=found.what)
-    except ForeignMethod as found:
-        text = STATE_IN_STATIC_VALUE.format(route=found.route, what=f"a bound method of a Module ({found.what})")
-    raise ValueError(text)
+# Noticing changes
+
+
+def _snapshot(keys: Any, values: Any) -> tuple[Any, Any, Any, Any]:
+    """A watch: live views, and what they showed. Names are compared by value, everything else by identity."""
+    held = [*values]
+    if keys is None:
+        return None, None, values, held
+    names = [*keys]
+    if all(type(name) is str for name in names):
+        return keys, names, values, held
+    return None, None, _KeysAndValues(keys, values), [*names, *held]
+
+
+class _KeysAndValues:
+    """The keys of a dict, then its values, as one view: keys that are not strings are watched by identity."""
+
+    __slots__ = ("keys", "values")
+
+    def __init__(self, keys: Any, values: Any):
+        self.keys, self.values = keys, values
+
+    def __len__(self) -> int:
+        return 2 * len(self.keys)
+
+    def __iter__(self) -> Any:
+        return iter([*self.keys, *self.values])
+
+
+def watched_unchanged(watch: list[tuple[Any, Any, Any, Any]]) -> bool:
+    """Whether every watched value holds the very objects it held when it was frozen."""
+    for keys, names, values, held in watch:
+        if keys is not None:
+            if [*keys] != names:
+                return False
+        elif len(values) != len(held):
+            return False
+        if not all(map(is_, values, held)):  # identity, compared in C: 1 -> 1.0 is a change, and == may be anything
+            return False
+    return True
+
+
+# Copies
+
+
+class Copier:
+    """Copies static values so that they share no mutable value with the original. Sharing among them is kept.
+
+    Args:
+      leaf: returns what takes the place of a value that is not compared by content.
+    """
+
+    def __init__(self, leaf: Callable[[Any], Any]):
+        self.leaf = leaf
+        self.made: dict[int, Any] = {}  # the copies of mutable values, by the id of the original
+
+    def copy(self, value: Any) -> Any:
+        """Returns the copy of a value: the value itself if nothing in it can change."""
+        cls = type(value)
+        if cls in _SHARED_AS_IS:
+            return value
+        content = None if isinstance(value, (enum.Enum, np.generic)) else content_of(cls)
+        if content is None or not content.is_copied:
+            return self._copy_method(value) if cls is types.MethodType else self.leaf(value)
+        if content.is_mutable:
+            found = self.made.get(id(value))
+            if found is None:
+                items = content.base.items(value) if content.base.fill is None else ()
+                found = self.made[id(value)] = content.make(cls, [self.copy(item) for item in items], value)
+                for step in self.fill(found, value):
+                    step()
+            return found
+        items, attributes = content.base.items(value), content.attributes(value)
+        new_items, new_attributes = self._copies(items, attributes)
+        if all(map(is_, items, new_items)) and all(map(is_, attributes.values(), new_attributes.values())):
+            return value
+        made = content.make(cls, new_items, value)
+        for step in content.steps(made, new_items, new_attributes):
+            step()
+        return made
+
+    def _copy_method(self, method: Any) -> Any:
+        if isinstance(method.__self__, ModuleBase):
+            return self.leaf(method)
+        owner = self.copy(method.__self__)
+        return method if owner is method.__self__ else types.MethodType(method.__func__, owner)
+
+    def fill(self, target: Any, source: Any) -> list[Step]:
+        """The steps that make a mutable value hold copies of what another one holds."""
+        content: Any = content_of(type(source))
+        return content.steps(target, *self._copies(content.base.items(source), content.attributes(source)))
+
+    def _copies(self, items: Iterable[Any], attributes: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        return [self.copy(item) for item in items], {name: self.copy(item) for name, item in attributes.items()}
+
+
+class Statics:
+    """The static values of a graph, detached from it: immutable to everyone, and shared by nobody.
+
+    `values` has one entry per static attribute, `mutables` the mutable values among them and inside of them by number.
+    """
+
+    __slots__ = ("values", "mutables", "_own")
+
+    def __init__(self, values: tuple[Any, ...], mutables: tuple[Any, ...], own: tuple[bool, ...]):
+        self.values = values
+        self.mutables = mutables
+        self._own = own  # per value: whether a rebuilt Module needs its own copy
+
+    @property
+    def can_change(self) -> bool:
+        """Whether a body could change one of the values in place."""
+        return bool(self.mutables)
+
+    def attach(self, modules: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
+        """The values for a rebuilt graph with these Modules, and the mutable ones by number."""
+        if True not in self._own:
+            return self.values, []
+        copier = Copier(functools.partial(_attached, modules))
+        values = [copier.copy(value) if own else value for value, own in zip(self.values, self._own, strict=True)]
+        return values, [copier.made.get(id(mutable), mutable) for mutable in self.mutables]
+
+    def attach_onto(
+        self, modules: Sequence[Any], existing: dict[int, Any], changed: Iterable[int]
+    ) -> tuple[list[Any], list[Step]]:
+        """Like `attach`, but some mutable values are there already, by number: they keep their identity.
+
+        Args:
+          modules: the Modules that methods are bound to.
+          existing: the mutable values that are there.
+          changed: the numbers of those that have to be given the content they have here.
+
+        Returns:
+          The values, and the steps that refill the ones that changed.
+        """
+        copier = Copier(functools.partial(_attached, modules))
+        copier.made = {id(self.mutables[number]): value for number, value in existing.items()}
+        steps = [step for number in changed for step in copier.fill(existing[number], self.mutables[number])]
+        return [copier.copy(value) if own else value for value, own in zip(self.values, self._own)], steps
+
+    def is_own(self, at: int) -> bool:
+        """Whether a rebuilt Module needs its own copy of a value."""
+        return self._own[at]
+
+
+NO_STATICS = Statics((), (), ())
+
+
+def detach(values: Sequence[Any], mutables: Sequence[Any], index_of: Callable[[Any], int | None]) -> Statics:
+    """The Statics of a graph, from its static values and the mutable ones that its Freezer has met."""
+    copier = Copier(functools.partial(_detached, index_of))
+    copies = [copier.copy(value) for value in values]
+    own = tuple([copy is not value for copy, value in zip(copies, values, strict=True)])
+    return Statics(tuple(copies), tuple([copier.made.get(id(mutable), mutable) for mutable in mutables]), own)
+
+
+def _detached(index_of: Callable[[Any], int | None], value: Any) -> Any:
+    if isinstance(value, types.MethodType) and isinstance(value.__self__, ModuleBase):
+        index = index_of(value.__self__)
+        assert index is not None, "freezing refuses methods of other graphs"
+        return BoundMethod(index, value.__func__)
+    return value
+
+
+def _attached(modules: Sequence[Any], value: Any) -> Any:
+    return types.MethodType(value.function, modules[value.index]) if type(value) is BoundMethod else value
+
+
+def own_copy(value: Any) -> Any:
+    """A copy of a static value outside any graph, such as metadata; the value itself if nothing in it can change."""
+    return Copier(lambda leaf: leaf).copy(value)
+
+
+# Static values outside any graph
 
 
 class Frozen:
-    """A static value as hashable auxiliary data, compared by its key; `name` stands for it in errors."""
+    """A static value as hashable auxiliary data, compared by its key; `name` stands for it in errors.
 
-    __slots__ = ("value", "key", "watched")
+    Raises:
+      ValueError: it is or holds a Module, a Variable or a method of a Module.
+    """
+
+    __slots__ = ("value", "key", "_watch")
 
     def __init__(self, value: Any, name: str = "in nnx.Static"):
         freezer = Freezer(_in_no_graph, arrays_inside=True)
         self.value = value
-        self.key = _freeze_alone(freezer, value, name)
-        self.watched = bool(freezer.watch)
+        try:
+            self.key = freezer.key(value, name)
+        except (HoldsState, ForeignMethod) as found:
+            is_method = isinstance(found, ForeignMethod)
+            what = f"a bound method of a Module ({found.what})" if is_method else found.what
+            raise ValueError(STATE_IN_STATIC_VALUE.format(route=found.route, what=what)) from None
+        self._watch = [watch for watches in freezer.watches for watch in watches]
+
+    @property
+    def watched(self) -> bool:
+        """Whether the value can change without anybody noticing."""
+        return bool(self._watch)
+
+    def is_current(self) -> bool:
+        """Whether the value still is what it was when it was frozen."""
+        return watched_unchanged(self._watch)
 
     def __eq__(self, other: Any) -> bool:
         return self is other or (isinstance(other, Frozen) and self.key == other.key)
@@ -319,61 +477,3 @@ class Frozen:
 
     def __reduce__(self) -> Any:
         return (Frozen, (self.value,))
-
-
-def find_captured_module(value: Any) -> tuple[Any, str] | None:
-    """The first Module that a function, partial or plain object holds, and where; None if there is none.
-
-    Bound methods of Modules stand for themselves at the top and in plain containers: they can be bound anew.
-    """
-    seen: set[int] = set()
-    stack: list[tuple[Any, str, bool]] = [(value, "it", False)]
-    while stack and len(seen) < _MAX_OBJECTS:
-        item, route, inside = stack.pop()
-        if type(item) in _ATOMS or isinstance(item, (float, type, types.ModuleType, jax.Array, np.ndarray)):
-            continue
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, ModuleBase):
-            return item, route
-        if isinstance(item, types.MethodType):
-            if inside or not isinstance(item.__self__, ModuleBase):
-                stack.append((item.__self__, f"self of {route}", True))
-        elif isinstance(item, (list, tuple, set, frozenset, collections.deque)):
-            inside = inside or isinstance(item, collections.deque)  # an object like any other: it is not rebuilt
-            stack.extend((x, f"{route}[{i}]", inside) for i, x in enumerate(item))
-        elif isinstance(item, dict):
-            stack.extend((k, f"a key of {route}", True) for k in item)
-            stack.extend((x, f"{route}[{k!r}]", inside) for k, x in item.items())
-        elif isinstance(item, types.FunctionType):
-            stack.extend(_captures(item))
-        elif isinstance(item, functools.partial):
-            stack.extend((x, f"an argument of {route}", True) for x in (item.func, *item.args, *item.keywords.values()))
-        else:
-            stack.extend((x, f"{route}.{name}", True) for name, x in _attributes(item))
-    return None
-
-
-def _attributes(item: Any) -> Iterable[tuple[str, Any]]:
-    """The names and values of what an object holds in its `__dict__` and its slots."""
-    yield from getattr(item, "__dict__", {}).items()
-    for cls in type(item).__mro__:
-        for name, member in vars(cls).items():
-            if isinstance(member, types.MemberDescriptorType):
-                try:
-                    yield name, member.__get__(item)
-                except AttributeError:  # a slot that was not filled
-                    continue
-
-
-def _captures(function: types.FunctionType) -> Iterable[tuple[Any, str, bool]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield cell.cell_contents, f"{name!r} in the closure of {function.__qualname__}", True
-        except ValueError:
-            continue
-    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield value, f"a default of {function.__qualname__}", True
-    for name, value in function.__dict__.items():
-        yield value, f"{function.__qualname__}.{name}", True

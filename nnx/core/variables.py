@@ -19,7 +19,7 @@ import numpy as np
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, MODULE_IN_CONTAINER
 from nnx.core.info import ModuleBase
 from nnx.core.repr import short
-from nnx.core.statics import Frozen, freeze
+from nnx.core.statics import Frozen, own_copy
 from nnx.core.trees import find_module, leaf_types
 
 T = TypeVar("T")
@@ -32,25 +32,30 @@ class Spec:
     when its Module is rebuilt inside a transform; what it returns is stored.
     """
 
-    __slots__ = ("type", "metadata", "on_set", "is_plain", "is_slotted", "__weakref__")
+    __slots__ = ("type", "metadata", "on_set", "is_plain", "is_slotted", "has_mutable", "__weakref__")
 
     type: "type[Container]"
     metadata: Mapping[str, Any]
     on_set: Callable[[Any, Mapping[str, Any]], Any] | None
     is_plain: bool  # whether an array can be stored as it is
     is_slotted: bool  # whether its containers have the memory layout of `_Raw`
+    has_mutable: bool  # whether an entry of the metadata is a list or the like, which readers must not share
 
     @staticmethod
     def of(container_type: "type[Container]", metadata: dict[str, Any]) -> "Spec":
         plain = len(metadata) == 1 and metadata.get("sharding", 0) is None  # nearly all: remembered on the class
         if plain and "_nnx_plain" in container_type.__dict__:
             return container_type.__dict__["_nnx_plain"]
-        key = (container_type, tuple([(name, freeze(metadata[name], name)) for name in sorted(metadata)]))
+        frozen = {name: Frozen(metadata[name], name) for name in sorted(metadata)}
+        key = (container_type, tuple([(name, entry.key) for name, entry in frozen.items()]))
         spec = _specs.get(key)
         if spec is None:
             spec = Spec()
             spec.type = container_type
-            spec.metadata = types.MappingProxyType(dict(metadata))
+            # A spec serves every container of its kind, so it keeps its own copies and hands out further ones: what
+            # one user does to a list in the metadata must not show up in another user's Variable.
+            spec.metadata = types.MappingProxyType({name: own_copy(value) for name, value in metadata.items()})
+            spec.has_mutable = any(entry.watched for entry in frozen.values())
             spec.on_set = metadata.get("on_set")
             spec.is_plain = spec.on_set is None and issubclass(container_type, Node)
             spec.is_slotted = _is_slotted(container_type)
@@ -61,6 +66,10 @@ class Spec:
         if plain:
             container_type._nnx_plain = spec  # pyright: ignore[reportAttributeAccessIssue]
         return spec
+
+    def read(self, name: str) -> Any:
+        """One entry of the metadata, for users."""
+        return own_copy(self.metadata[name]) if self.has_mutable else self.metadata[name]
 
     def box(self, value: Any) -> Any:
         """A container of this spec around `value`, as it is."""
@@ -157,7 +166,8 @@ class Container(Generic[T]):
     @property
     def metadata(self) -> Mapping[str, Any]:
         """All metadata, as a read-only mapping."""
-        return self._spec.metadata
+        spec = self._spec
+        return types.MappingProxyType(own_copy(dict(spec.metadata))) if spec.has_mutable else spec.metadata
 
     def replace(self, value: Any = ..., **metadata: Any) -> Any:
         """A copy with another value, other metadata, or both.
@@ -211,7 +221,7 @@ class Container(Generic[T]):
 def _metadata_entry(container: Container, name: str) -> Any:
     if not name.startswith("_"):
         try:
-            return container._spec.metadata[name]
+            return container._spec.read(name)
         except KeyError:
             pass
     raise AttributeError(f"{type(container).__name__!r} has no attribute or metadata {name!r}")

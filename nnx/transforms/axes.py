@@ -195,7 +195,7 @@ class Axes:
         params, key = dict(self.metadata_params), rewrite.key
         stacked = {i: g for i, g in groups.items() if isinstance(g, int) and type(key.kinds[i]) is Spec}
         outer = with_specs(key, {i: add_axis(key.kinds[i], axis, params) for i, axis in stacked.items()})
-        return Rewrite(outer, rewrite.statics, rewrite.sources, rewrite.old_count)
+        return rewrite.replace(key=outer)
 
     def transformed(self, key: GraphKey | None, cells: list[Any]) -> list[Any]:
         """The cells after the user's `data_transform`, which sees them as a State."""

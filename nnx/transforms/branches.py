@@ -79,7 +79,7 @@ class Branches:
             return None
         # a cell is output if any branch changed it
         sources = tuple(min(column) for column in zip(*(r.sources for r in present)))
-        return Rewrite(present[0].key, present[0].statics, sources, present[0].old_count)
+        return present[0].replace(sources=sources)
 
     def _check_outputs(self) -> None:
         first = jax.tree.structure(self.shapes[0].out)

@@ -18,6 +18,10 @@ from nnx.sharding.rules import current_rules
 from nnx.transforms.lift import CONTEXT, DATA, MODULE, Call, leaf_sorts, types_of_sort
 
 
+class NeedsCaller(Exception):
+    """A function called from a plan has to be traced (for new shapes, say), which only the general path can do."""
+
+
 class Plan(NamedTuple):
     """What a repeated call needs, after what tells whether it is one."""
 
@@ -116,11 +120,16 @@ def entrance(me: Any) -> Callable[..., Any]:
                     if plan is not None:
                         _, _, _, entry, dicts, names, level, into, under, _ = plan
                         entry = entry()
-                        if entry.donation is None:
-                            result = entry.jitted([*map(getitem, dicts, names)], rest)
-                        elif level is current_level():
-                            result = entry.donation.run([*map(getitem, dicts, names)], rest, ())
-                        else:
+                        if entry is None:  # another thread has just cleared the cache
+                            return me.call((first, *rest), kwargs)
+                        try:
+                            if entry.donation is None:
+                                result = entry.jitted([*map(getitem, dicts, names)], rest)
+                            elif level is current_level():
+                                result = entry.donation.run([*map(getitem, dicts, names)], rest, ())
+                            else:
+                                return me.call((first, *rest), kwargs)
+                        except NeedsCaller:
                             return me.call((first, *rest), kwargs)
                         if len(result) == 2 and level is current_level():
                             any(map(setitem, into, under, result[0]))  # one C call: an interrupt cannot tear it
@@ -144,15 +153,21 @@ def entrance(me: Any) -> Callable[..., Any]:
             return me.call(args, kwargs)
         _, _, _, entry, dicts, names, level, into, under, _ = plan
         entry = entry()
+        if entry is None or (entry.donation is not None and level is not current_level()):
+            return me.call(args, kwargs)
         cells, data = [*map(getitem, dicts, names)], tuple([values[i] for i in frame.data])
-        if entry.donation is not None:
-            if level is not current_level():
-                return me.call(args, kwargs)
-            result = entry.donation.run(cells, data, tuple([ctx.fork_data() for ctx in contexts]))
-        elif contexts:
-            result = entry.jitted(cells, data, tuple([ctx.fork_data() for ctx in contexts]))
-        else:
-            result = entry.jitted(cells, data)
+        forks = tuple([ctx.fork_data() for ctx in contexts])
+        try:
+            if entry.donation is not None:
+                result = entry.donation.run(cells, data, forks)
+            elif forks:
+                result = entry.jitted(cells, data, forks)
+            else:
+                result = entry.jitted(cells, data)
+        except NeedsCaller:
+            for ctx in contexts:
+                ctx.undo_fork()  # the general path forks again, and must draw the same keys
+            return me.call(args, kwargs)
         if len(result) == 2 and level is current_level():
             any(map(setitem, into, under, result[0]))
             return result[1]

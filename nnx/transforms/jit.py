@@ -8,6 +8,7 @@ changed.
 
 import dis
 import functools
+import threading
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +16,14 @@ from typing import Any, TypeVar, overload
 
 import jax
 
+from nnx.core.captures import find_captured_module
 from nnx.core.info import ModuleBase, join
 from nnx.core.moduledef import ModuleDef
-from nnx.core.statics import find_captured_module
 from nnx.core.trace import current_level
 from nnx.sharding.rules import get_logical_axis_rules
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
 from nnx.transforms.donation import Donation
-from nnx.transforms.entrance import Memory, entrance
+from nnx.transforms.entrance import Memory, NeedsCaller, entrance
 from nnx.transforms.jit_shardings import constrain_outcome, input_shardings
 from nnx.transforms.lift import (
     Call,
@@ -56,6 +57,9 @@ model.pop_state(nnx.Intermediate)."""
 class Entry:
     """The compiled function of one signature.
 
+    It may serve many models of that structure. Whenever JAX traces it, the static values are those of the Modules in
+    that very call: keys say that two models are alike, but the objects behind them are each model's own.
+
     Its result is a plain tuple, which JAX handles fastest: `(values, out)`, and one None more for every set of effects
     it has had before (shapes may decide what changes), so that the length says which effects belong to it.
     """
@@ -76,9 +80,14 @@ class Entry:
 
     def traced(self, cells: Any, data: Any, forks: Any = ()) -> tuple[Any, ...]:
         owner = self.owner
+        call = owner.caller.call
+        if call is None:
+            raise NeedsCaller
         owner.count_trace(1)
         owner.explain_shapes(self, cells, data)
-        outcome = run(owner.body, self.signature, self.statics, cells, data, forks, f"nnx.jit({owner.name})")
+        name = f"nnx.jit({owner.name})"
+        # Calls that the body makes are other calls, also of this very function.
+        outcome = owner.caller.run(None, run, owner.body, call.signature, call.statics, cells, data, forks, name)
         outcome = constrain_outcome(self.cell_shardings, owner.out_shardings, self.signature.key, outcome, cells)
         if outcome.effects not in self.effects:
             self.effects.append(outcome.effects)
@@ -88,6 +97,9 @@ class Entry:
         return self.effects[len(result) - 2]
 
     def execute(self, call: Call) -> Any:
+        return self.owner.caller.run(call, self._execute, call)
+
+    def _execute(self, call: Call) -> Any:
         if self.donation is not None and (call.flat is None or call.flat.level is current_level()):
             return self.donation.run(call.cells(), tuple(call.data), tuple(call.forks()))
         # also where a Module belongs to another level: what cannot be written back must not be given away
@@ -99,6 +111,20 @@ class Entry:
         """Writes a result into the caller's Modules, or not, and gives the output."""
         outcome = Outcome(result[0], result[1], self.effects_of(result))
         return commit(call, outcome) if self.owner.stateful else discard(call, outcome)
+
+
+class Caller(threading.local):
+    """The call that this thread is making, for the function to be traced with."""
+
+    call: Call | None = None
+
+    def run(self, call: Call | None, fun: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function while `call` is the one being made."""
+        outer, self.call = self.call, call
+        try:
+            return fun(*args)
+        finally:
+            self.call = outer
 
 
 class Jit:
@@ -121,8 +147,9 @@ class Jit:
         self.entries: dict[tuple[Signature, Any], Entry] = {}  # by signature, and the logical axis rules that hold
         self.repeats = stateful and not self.static  # whether a call like an earlier one is made from a plan
         self.memory = Memory(knows_first=self.repeats and not self.bound)
-        self._last: Entry | None = None
-        self._last_key: Any = None
+        self.caller = Caller()
+        # The entry used last with its key, as one tuple that is read once: another thread may replace it at any time.
+        self._last: tuple[Any, Entry] | None = None
         self._static_retraces: dict[str, int] = {}
         self._warned: set[str] = set()
         self.function = dress(entrance(self), fun)
@@ -151,14 +178,15 @@ class Jit:
             args, kwargs = make_static(self.static, args, kwargs, self.name)
         call = Call(args, kwargs)
         key = (call.signature, get_logical_axis_rules())
-        if key == self._last_key and self._last is not None:  # cheaper than a hash, and nearly always true
-            return call, self._last
+        last = self._last
+        if last is not None and key == last[0]:  # cheaper than a hash, and nearly always true
+            return call, last[1]
         entry = self.entries.get(key)
         if entry is None:
             self._warn_of_closure()
             self._explain_structure(call)
             entry = self.entries[key] = Entry(self, call, args, kwargs)
-        self._last, self._last_key = entry, key
+        self._last = (key, entry)
         return call, entry
 
     def finish(self, entry: Entry, result: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,6 +205,9 @@ class Jit:
 
     def _stage(self, stage: str, args: Any, kwargs: Any) -> Any:
         call, entry = self.prepare(args, kwargs)
+        return self.caller.run(call, self._stage_entry, stage, call, entry)
+
+    def _stage_entry(self, stage: str, call: Call, entry: Entry) -> Any:
         cells, data, forks = call.cells(), tuple(call.data), tuple(call.forks())
         if entry.donation is None:
 
@@ -191,9 +222,8 @@ class Jit:
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The output's shapes and dtypes; nothing is computed and no Module changes."""
         call, entry = self.prepare(args, kwargs)
-        result = jax.eval_shape(
-            entry.jitted, call.cells(), tuple(call.data), *([tuple(call.forks())] if call.contexts else [])
-        )
+        forks = [tuple(call.forks())] if call.contexts else []
+        result = self.caller.run(call, jax.eval_shape, entry.jitted, call.cells(), tuple(call.data), *forks)
         return discard(call, Outcome(result[0], result[1], entry.effects_of(result)))
 
     def clear_cache(self) -> None:
@@ -229,9 +259,9 @@ class Jit:
 
     def _explain_structure(self, call: Call) -> None:
         """Says why a call needs a compilation of its own, where asked; warns of static values that keep changing."""
-        last = self._last
-        if last is None:
+        if self._last is None:
             return
+        last = self._last[1]
         old, new = last.signature, call.signature
         reasons = []
         if old.key is not None and new.key is not None and old.key is not new.key:

@@ -17,7 +17,7 @@ from nnx.core.errors import MUTATE_AT_OTHER_LEVEL, TraceContextError
 from nnx.core.graph import Flat, Graph, GraphKey, build, fresh, joint_flat_of, traverse
 from nnx.core.info import ModuleBase, join
 from nnx.core.repr import short
-from nnx.core.statics import needs_attach
+from nnx.core.statics import NO_STATICS, Statics
 from nnx.core.trace import current_level
 from nnx.core.updates import check_level
 from nnx.transforms.rewrite import Rewrite, find_rewrite
@@ -116,8 +116,8 @@ class Call:
         self.signature = Signature(treedef, marks, key, tuple([ctx.definition() for ctx in contexts]))
 
     @property
-    def statics(self) -> tuple[Any, ...]:
-        return self.flat.statics if self.flat is not None else ()
+    def statics(self) -> Statics:
+        return self.flat.statics if self.flat is not None else NO_STATICS
 
     def cells(self) -> list[Any]:
         return self.flat.values() if self.flat is not None else []
@@ -152,7 +152,7 @@ class Entered:
     graph: Graph
     before: list[Any]
     trees: dict[int, tuple[list[Any], Any]]  # leaves and treedef of the cells that hold pytrees
-    baseline: Any
+    baseline: Any  # the walk over them at the start, if a static value could be changed in place
 
     @property
     def roots(self) -> list[Any]:
@@ -175,14 +175,17 @@ class Entered:
         modules = self.graph.modules
         if any(module._nnx_info.restructured for module in modules):
             return True
-        return self.baseline is not None and traverse(modules).table != self.baseline
+        if self.baseline is None:
+            return False
+        walk = traverse(modules)  # a static value may have been changed in place
+        return walk.table != self.baseline.table or not all(map(is_, walk.mutables, self.baseline.mutables))
 
 
-def enter(key: GraphKey | None, statics: Sequence[Any], cells: Sequence[Any]) -> Entered:
+def enter(key: GraphKey | None, statics: Statics, cells: Sequence[Any]) -> Entered:
     """Builds the Modules of a graph around the given values."""
     entered = Entered()
     entered.key = key
-    entered.graph = build(key, statics, cells) if key is not None else Graph([], [], [])
+    entered.graph = build(key, statics, cells) if key is not None else Graph([], [], [], [])
     entered.before, entered.trees = [], {}
     if key is not None:
         for i, ((_, name, _), values) in enumerate(zip(key.cells, entered.graph.dicts)):
@@ -192,8 +195,7 @@ def enter(key: GraphKey | None, statics: Sequence[Any], cells: Sequence[Any]) ->
             if own is not value:  # containers of the body's own, even where the value has not been through JAX
                 values[name] = entered.before[i] = own
                 entered.trees[i] = jax.tree.flatten(own)
-    watched = any(map(needs_attach, statics))
-    entered.baseline = traverse(entered.graph.modules).table if watched else None
+    entered.baseline = traverse(entered.graph.modules) if statics.can_change else None
     return entered
 
 
@@ -320,7 +322,8 @@ def commit(call: Call, outcome: Outcome) -> Any:
         return outcome.out
     modules: list[Any] = []
     if effects.rewrite is not None:
-        modules = effects.rewrite.apply(_modules(call), call.signature.key, outcome.values)
+        mutables = call.flat.mutables if call.flat is not None else []
+        modules = effects.rewrite.apply(_modules(call), call.signature.key, outcome.values, mutables)
     elif effects.changed:
         write(call.flat, effects, outcome.values)  # type: ignore[arg-type]
     if effects.sown:
@@ -393,10 +396,10 @@ def discard(call: Call, outcome: Outcome) -> Any:
     if not outcome.effects.returns_modules:
         return outcome.out
     key = call.signature.key
-    copies = build(key, call.statics, call.cells()) if key is not None else Graph([], [], [])
+    copies = build(key, call.statics, call.cells()) if key is not None else Graph([], [], [], [])
     effects, modules = outcome.effects, copies.modules
     if effects.rewrite is not None:
-        modules = effects.rewrite.apply(modules, call.signature.key, outcome.values)
+        modules = effects.rewrite.apply(modules, call.signature.key, outcome.values, copies.mutables)
     else:
         for i, value in zip(effects.changed, outcome.values):
             at, name, _ = call.signature.key.cells[i]

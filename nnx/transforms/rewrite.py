@@ -15,7 +15,7 @@ from typing import Any
 from nnx.core.graph import ABSENT, SHARED, GraphKey, is_static, traverse
 from nnx.core.info import MODULE, NODE, STRUCTURE, TREE, absent, forget_flat_forms, new_module
 from nnx.core.refs import Ref
-from nnx.core.statics import attach
+from nnx.core.statics import Statics, watched_unchanged
 from nnx.core.trace import current_level
 from nnx.core.updates import check_levels
 from nnx.core.variables import Spec
@@ -24,16 +24,31 @@ from nnx.core.variables import Spec
 class Rewrite:
     """A structure to be given to Modules, with the origin of every cell's value."""
 
-    __slots__ = ("key", "statics", "sources", "old_count")
+    __slots__ = ("key", "statics", "mutables", "sources", "old_count")
 
-    def __init__(self, key: GraphKey, statics: tuple[Any, ...], sources: tuple[int, ...], old_count: int):
+    def __init__(
+        self,
+        key: GraphKey,
+        statics: Statics,
+        mutables: tuple[tuple[int, bool], ...],
+        sources: tuple[int, ...],
+        old_count: int,
+    ):
         self.key = key
         self.statics = statics
+        self.mutables = mutables  # per mutable static value: its number before or -1, and whether it was changed
         self.sources = sources  # per cell: the cell it is unchanged from, or -1 if the value came out
         self.old_count = old_count
 
+    def replace(self, **parts: Any) -> "Rewrite":
+        """A copy with other parts."""
+        return Rewrite(**{name: parts.get(name, getattr(self, name)) for name in Rewrite.__slots__})
+
+    def _parts(self) -> Any:
+        return self.mutables, self.sources, self.old_count
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rewrite) and self.key is other.key and self.sources == other.sources
+        return isinstance(other, Rewrite) and self.key is other.key and self._parts() == other._parts()
 
     def __hash__(self) -> int:
         return hash((self.key.hash, self.sources))
@@ -42,14 +57,22 @@ class Rewrite:
         """The cells whose values come out of the function, in order."""
         return [i for i, source in enumerate(self.sources) if source < 0]
 
-    def apply(self, old_modules: Sequence[Any], before: GraphKey | None, values: Sequence[Any]) -> list[Any]:
+    def apply(
+        self, old_modules: Sequence[Any], before: GraphKey | None, values: Sequence[Any], mutables: Sequence[Any]
+    ) -> list[Any]:
         """Gives the structure to the Modules, making new ones where needed; returns all of them by number.
+
+        Args:
+          old_modules: the Modules that were there before, by number.
+          before: their structure.
+          values: the values that came out of the function.
+          mutables: the mutable static values that were there before, by number. They keep their identity.
 
         Raises:
           TraceContextError: one of the Modules belongs to another trace level; nothing is changed then.
         """
         check_levels(old_modules, "a structural change")
-        steps = Steps(self, old_modules, before, values)
+        steps = Steps(self, old_modules, before, values, mutables)
         for index in range(len(steps.modules)):
             steps.plan_module(index)
         steps.plan_shared()
@@ -61,7 +84,14 @@ class Rewrite:
 class Steps:
     """The single steps of a replay, each a call of a C function."""
 
-    def __init__(self, rewrite: Rewrite, old_modules: Sequence[Any], before: GraphKey | None, values: Sequence[Any]):
+    def __init__(
+        self,
+        rewrite: Rewrite,
+        old_modules: Sequence[Any],
+        before: GraphKey | None,
+        values: Sequence[Any],
+        mutables: Sequence[Any],
+    ):
         level = current_level()
         table = rewrite.key.table[1]
         new = [new_module(cls, {}, level) for cls, _ in table[rewrite.old_count :]]
@@ -69,7 +99,9 @@ class Steps:
         self.rewrite = rewrite
         self.before = [dict((e[0], e) for e in attrs) for _, attrs in before.table[1]] if before is not None else []
         self.values = dict(zip(rewrite.outputs(), values))
-        self.steps: list[Any] = []
+        existing = {number: mutables[old] for number, (old, _) in enumerate(rewrite.mutables) if old >= 0}
+        changed = [number for number in existing if rewrite.mutables[number][1]]
+        self.statics, self.steps = rewrite.statics.attach_onto(self.modules, existing, changed)
         self.shared: dict[int, list[tuple[int, str]]] = {}
         self.level = level
 
@@ -84,9 +116,12 @@ class Steps:
             if kind is SHARED:
                 self.shared.setdefault(rest[1], []).append((index, name))
             elif is_static(kind):
-                if old is None or old[1] is not kind or old[2] != rest[0]:
+                value = self.statics[rest[1]]
+                is_own = self.rewrite.statics.is_own(rest[1])
+                is_other = held.get(name) is not value if is_own else old is None or old[2] != rest[0]
+                if is_other or old is None or old[1] is not kind:
                     self._set(info.kinds, name, kind)
-                    self._set(held, name, attach(self.rewrite.statics[rest[1]], self.modules))
+                    self._set(held, name, value)
                     restructured = True
             elif kind is MODULE:
                 child = self.modules[rest[0]]
@@ -195,8 +230,19 @@ def find_rewrite(entered: Any, returned: Sequence[Any]) -> tuple[Rewrite, list[A
         else:
             sources.append(-1)
             values.append(value)
-    rewrite = Rewrite(GraphKey.of(walk.table), tuple(walk.statics), tuple(sources), len(old_modules))
+    mutables = _origins_of_mutables(entered, walk)
+    rewrite = Rewrite(GraphKey.of(walk.table), walk.detached(), mutables, tuple(sources), len(old_modules))
     return rewrite, values, walk
+
+
+def _origins_of_mutables(entered: Any, walk: Any) -> tuple[tuple[int, bool], ...]:
+    """For every mutable static value its number when the graph was entered, or -1, and whether it has changed since."""
+    numbers = {id(value): number for number, value in enumerate(entered.graph.mutables)}
+    changed = set()
+    if entered.baseline is not None:
+        watched = zip(entered.baseline.mutables, entered.baseline.watches)
+        changed = {id(value) for value, watches in watched if not watched_unchanged(watches)}
+    return tuple([(numbers.get(id(value), -1), id(value) in changed) for value in walk.mutables])
 
 
 def _occurrences(key: GraphKey) -> dict[tuple[int, str], int]:

@@ -391,7 +391,10 @@ def test_a_static_list_held_twice_is_one_list_in_its_module_still():
     m = Box(a=shared, b=shared)
     m.a.append(2)
     assert m.b == [1, 2]
-    assert m.get_module_def() == Box(a=[1, 2], b=[1, 2]).get_module_def()
+    again = [1, 2]
+    assert m.get_module_def() == Box(a=again, b=again).get_module_def()
+    assert m.get_module_def() != Box(a=[1, 2], b=[1, 2]).get_module_def()  # what changes one of these leaves the other
+    assert "the same value as 'a'" in repr(m.get_module_def())
 
 
 def test_other_objects_changed_in_place_are_not_noticed():

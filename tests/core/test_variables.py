@@ -390,9 +390,19 @@ def test_metadata_may_be_any_value():
     array = np.ones(2)
     for value in ([1, 2], {"a": [1]}, {1, 2}, array, [array], lambda x: x, jnp.float32, object()):
         param = nnx.Param(1, extra=value)
-        assert param.extra is value
+        assert param.extra is value if not isinstance(value, (list, dict, set)) else param.extra == value
         assert param == nnx.Param(1, extra=value)
         assert jax.tree.structure(param) == jax.tree.structure(nnx.Param(2, extra=value))
+
+
+def test_a_list_in_the_metadata_belongs_to_one_variable_alone():
+    given = ["a"]
+    param = nnx.Param(1, tags=given)
+    param.tags.append("b")
+    param.metadata["tags"].append("c")
+    given.append("d")
+    assert param.tags == nnx.Param(2, tags=["a"]).tags == ["a"]
+    assert nnx.Ref(nnx.Param(1, tags=["a"])).tags == ["a"]
 
 
 def test_metadata_that_hold_a_module_are_an_error_naming_them():

@@ -1,0 +1,238 @@
+"""What a static value is made of: its items and attributes, and how to build the same value from them again.
+
+Two static values that are compared *by content* are equal when everything they hold is equal. This file is the one
+table that says what that is, per type. A `Content` describes one class: the *base* that stores its items (a built-in
+container, or `object` if there are none), its `__slots__`, and whether its instances can change. Attributes are read
+and written behind the class's own `__setattr__`, so frozen dataclasses and read-only classes can be copied too.
+
+A class has a Content if it is one of the built-in containers, a subclass of a built-in container or number that
+inherits its `__eq__`, a `SimpleNamespace`, or a dataclass. All other objects are compared by their own `__eq__` or by
+identity.
+"""
+
+import collections
+import dataclasses
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+
+class Base(NamedTuple):
+    """How the items of a built-in type are read and written.
+
+    `items` returns them in a list (a dict's keys, then its values). `make` builds an instance of a subclass from items;
+    mutable types make it empty, and `fill` returns the steps that give an instance these items, each a call into C.
+    """
+
+    items: Callable[[Any], list[Any]]
+    make: Callable[[type, Any], Any]
+    fill: Callable[[Any, Sequence[Any]], list[Callable[[], Any]]] | None = None  # None: the type is immutable
+    settings: tuple[str, ...] = ()  # attributes in C structures, such as a defaultdict's factory
+    constants: tuple[str, ...] = ()  # likewise, but set once and for all: a deque's maximum length
+
+
+def _dict_items(value: dict[Any, Any]) -> list[Any]:
+    return [*dict.keys(value), *dict.values(value)]
+
+
+def _fill_dict(value: dict[Any, Any], items: Sequence[Any]) -> list[Callable[[], Any]]:
+    half = len(items) // 2
+    return [partial(dict.clear, value), partial(dict.update, value, dict(zip(items[:half], items[half:])))]
+
+
+def _fill_ordered(value: Any, items: Sequence[Any]) -> list[Callable[[], Any]]:
+    half = len(items) // 2
+    store = collections.OrderedDict.__setitem__  # dict.update would bypass the order that this class keeps
+    steps = [partial(store, value, key, item) for key, item in zip(items[:half], items[half:])]
+    return [partial(collections.OrderedDict.clear, value), *steps]
+
+
+def _fill_deque(value: Any, items: Sequence[Any]) -> list[Callable[[], Any]]:
+    return [partial(collections.deque.clear, value), partial(collections.deque.extend, value, items)]
+
+
+def _make_empty(base: Any) -> Callable[[type, Any], Any]:
+    return lambda cls, like: base.__new__(cls)
+
+
+def _make_deque(cls: Any, like: Any) -> Any:
+    made = collections.deque.__new__(cls)
+    collections.deque.__init__(made, (), like.maxlen)
+    return made
+
+
+_dict = Base(_dict_items, _make_empty(dict), _fill_dict)
+
+_BASES: dict[type, Base] = {
+    list: Base(
+        lambda value: [*list.__iter__(value)],
+        _make_empty(list),
+        lambda value, items: [partial(list.__setitem__, value, slice(None), items)],
+    ),
+    dict: _dict,
+    collections.Counter: _dict,
+    collections.defaultdict: _dict._replace(make=_make_empty(collections.defaultdict), settings=("default_factory",)),
+    collections.OrderedDict: Base(
+        lambda value: [*collections.OrderedDict.keys(value), *collections.OrderedDict.values(value)],
+        _make_empty(collections.OrderedDict),
+        _fill_ordered,
+    ),
+    set: Base(
+        lambda value: [*set.__iter__(value)],
+        _make_empty(set),
+        lambda value, items: [partial(set.clear, value), partial(set.update, value, items)],
+    ),
+    collections.deque: Base(
+        lambda value: [*collections.deque.__iter__(value)], _make_deque, _fill_deque, constants=("maxlen",)
+    ),
+    frozenset: Base(lambda value: [*frozenset.__iter__(value)], lambda cls, items: frozenset.__new__(cls, items)),
+    tuple: Base(lambda value: [*tuple.__iter__(value)], lambda cls, items: tuple.__new__(cls, items)),
+    int: Base(lambda value: [int.__int__(value)], lambda cls, items: int.__new__(cls, *items)),
+    float: Base(lambda value: [float.__float__(value)], lambda cls, items: float.__new__(cls, *items)),
+    complex: Base(lambda value: [complex.__complex__(value)], lambda cls, items: complex.__new__(cls, *items)),
+    str: Base(lambda value: [str.__str__(value)], lambda cls, items: str.__new__(cls, *items)),
+    bytes: Base(lambda value: [bytes(memoryview(value))], lambda cls, items: bytes.__new__(cls, *items)),
+    types.SimpleNamespace: Base(lambda value: [], _make_empty(types.SimpleNamespace)),
+    object: Base(lambda value: [], _make_empty(object)),
+}
+
+_UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>", "__slots__": ()})()
+
+
+class Content:
+    """How values of one class are taken apart and put together. Holds names only, never the class itself."""
+
+    __slots__ = ("base", "base_type", "slots", "derived", "has_dict", "is_mutable", "is_copied", "iterates_plainly")
+
+    def __init__(self, cls: Any, base_type: Any):
+        self.base, self.base_type = _BASES[base_type], base_type
+        self.iterates_plainly = base_type in (object, types.SimpleNamespace) or (
+            getattr(cls, "__iter__", None) is getattr(base_type, "__iter__", None)
+            and getattr(cls, "__len__", None) is getattr(base_type, "__len__", None)
+        )
+        self.slots = tuple(name for name in _slot_names(cls) if not name.startswith("_nnx_"))
+        # What functools.cached_property stores follows from the rest; counting it would make a read look like a change.
+        self.derived = frozenset(
+            name
+            for parent in cls.__mro__
+            for name, member in vars(parent).items()
+            if isinstance(member, functools.cached_property)
+        )
+        self.has_dict = cls.__dictoffset__ != 0
+        parameters = getattr(cls, "__dataclass_params__", None)
+        self.is_copied = not hasattr(cls, "_nnx_statics")  # an nnx.Pytree: a record that does not change
+        is_frozen = (parameters is not None and parameters.frozen) or not self.is_copied
+        has_attributes = self.has_dict or bool(self.slots)
+        self.is_mutable = self.base.fill is not None or (has_attributes and not is_frozen)
+
+    def attributes(self, value: Any) -> dict[str, Any]:
+        """Everything a value holds under a name: its `__dict__` and the slots that are set."""
+        found = {}
+        if self.has_dict:
+            found = {name: item for name, item in vars(value).items() if name not in self.derived}
+        for name in (*self.slots, *self.base.settings):
+            item = getattr(value, name, _UNSET)
+            if item is not _UNSET:
+                found[name] = item
+        return found
+
+    def make(self, cls: type, items: Any, like: Any) -> Any:
+        """A new instance that holds these items (none yet if the class is mutable) and no attributes."""
+        return self.base.make(cls, like if self.base.fill is not None else items)
+
+    def steps(self, value: Any, items: Sequence[Any], attributes: dict[str, Any]) -> list[Callable[[], Any]]:
+        """The calls that make a value hold exactly these items and attributes."""
+        steps = self.base.fill(value, items) if self.base.fill is not None else []
+        rest = dict(attributes)
+        for name in (*self.slots, *self.base.settings):
+            if name in rest:
+                steps.append(partial(object.__setattr__, value, name, rest.pop(name)))
+            elif getattr(value, name, _UNSET) is not _UNSET:
+                steps.append(partial(object.__delattr__, value, name))
+        if self.has_dict:
+            held = vars(value)
+            kept = {name: held[name] for name in self.derived if name in held}
+            steps += [partial(dict.clear, held), partial(dict.update, held, {**rest, **kept})]
+        return steps
+
+    def views(self, value: Any) -> list[tuple[Any, Any]]:
+        """Live views of what a value holds: `(keys, values)` of a dict, `(None, items)` of anything else."""
+        found: list[tuple[Any, Any]] = []
+        if issubclass(self.base_type, dict):
+            found.append((self.base_type.keys(value), self.base_type.values(value)))
+        elif self.base.fill is not None:
+            found.append((None, value if self.iterates_plainly else _Items(value, self.base.items)))
+        if self.has_dict:
+            held = vars(value)
+            found.append((held.keys(), held.values()))
+        names = (*self.slots, *self.base.settings)
+        if names:
+            found.append((None, _Items(value, lambda owner: [getattr(owner, name, _UNSET) for name in names])))
+        return found
+
+
+class _Items:
+    """What `read` returns for an object, read again at each iteration."""
+
+    __slots__ = ("owner", "read")
+
+    def __init__(self, owner: Any, read: Callable[[Any], list[Any]]):
+        self.owner, self.read = owner, read
+
+    def __len__(self) -> int:
+        return len(self.read(self.owner))
+
+    def __iter__(self) -> Any:
+        return iter(self.read(self.owner))
+
+
+_HEAP_TYPE = 1 << 9  # the flag of classes made by a class statement
+_members: "weakref.WeakKeyDictionary[type, tuple[str, ...]]" = weakref.WeakKeyDictionary()
+
+
+def member_names(cls: type) -> tuple[str, ...]:
+    """The names of all `__slots__` of a class, and of what built-in types keep in the same way."""
+    names = _members.get(cls)
+    if names is None:
+        found = (name for parent in cls.__mro__ for name, member in vars(parent).items() if _is_member(member))
+        names = _members[cls] = tuple(found)
+    return names
+
+
+def _is_member(member: Any) -> bool:
+    return isinstance(member, types.MemberDescriptorType)
+
+
+def _slot_names(cls: type) -> Iterable[str]:
+    """The names in the `__slots__` of a class; what built-in types keep is covered by `Base.settings`."""
+    for parent in cls.__mro__:
+        if parent.__flags__ & _HEAP_TYPE:
+            yield from (name for name, member in vars(parent).items() if _is_member(member))
+
+
+_contents: "weakref.WeakKeyDictionary[type, Content | None]" = weakref.WeakKeyDictionary()
+
+
+def content_of(cls: type) -> Content | None:
+    """The Content of a class, or None if its values are not compared by content."""
+    try:
+        return _contents[cls]
+    except KeyError:
+        content = _contents[cls] = _find_content(cls)
+        return content
+
+
+def _find_content(cls: type) -> Content | None:
+    base = next(parent for parent in cls.__mro__ if parent in _BASES)
+    if not dataclasses.is_dataclass(cls):
+        if base is object or (cls is not base and cls.__eq__ is not base.__eq__):
+            return None
+    if base is object:
+        try:
+            object.__new__(cls)
+        except TypeError:  # a dataclass over a type that keeps data in C, e.g. an exception
+            return None
+    return Content(cls, base)
