@@ -11,7 +11,7 @@ import numpy as np
 from nnx.core.captures import find_captured_module
 from nnx.core.errors import BAD_NAME, CAPTURES_MODULE, INCOMPATIBLE_CONTAINER, MODULE_INTO_VARIABLE, NOT_DATA
 from nnx.core.graph import TREE_SPEC
-from nnx.core.info import MODULE, NODE, STATIC, TREE, Absent, ModuleBase, forget_flat_forms
+from nnx.core.info import MODULE, NODE, STATIC, TREE, Absent, ModuleBase, forget_flat_forms, outlives_caches
 from nnx.core.refs import Ref
 from nnx.core.repr import short
 from nnx.core.trees import find_module, fresh, leaf_types
@@ -58,19 +58,20 @@ def _sort(value: Any) -> int:
     cls = type(value)
     sort = _sorts.get(cls)
     if sort is None:
+        if isinstance(value, ModuleBase):
+            return _MODULE
         if isinstance(value, Container):
             sort = _CONTAINER
         elif isinstance(value, Ref):
             sort = _REF
-        elif isinstance(value, ModuleBase):
-            sort = _MODULE
         elif isinstance(value, _node_types):
             sort = _ARRAY
         elif cls in _ATOMS:
             sort = _ATOM
         else:
             sort = _OTHER
-        _sorts[cls] = sort
+        if outlives_caches(cls):
+            _sorts[cls] = sort
     return sort
 
 
@@ -209,7 +210,7 @@ def holds_modules(value: Any) -> bool:
         if id(item) in seen:
             continue
         seen.add(id(item))
-        for inner in item.values() if type(item) is dict else item:
+        for inner in _items(item):
             sort = _sort(inner)
             if sort in (_MODULE, _CONTAINER, _REF):
                 return True
@@ -224,9 +225,11 @@ def _is_data(module: Any, name: str, value: Any) -> bool:
     Raises:
       ValueError: it is, but holds something JAX cannot take.
     """
+    if isinstance(value, (list, dict, tuple)) and _contains_itself(value):
+        return False
     try:
         leaves = jax.tree.leaves(value)
-    except (TypeError, ValueError):  # a dict whose keys cannot be sorted is no pytree
+    except (TypeError, ValueError):  # a dict whose keys cannot be sorted is not a pytree
         return False
     if len(leaves) == 1 and leaves[0] is value:
         return False
@@ -238,6 +241,28 @@ def _is_data(module: Any, name: str, value: Any) -> bool:
             owner, kind = type(module).__name__, type(value).__name__
             raise ValueError(NOT_DATA.format(name=name, owner=owner, kind=kind, route=route, leaf=short(leaf)))
     return True
+
+
+def _contains_itself(value: Any) -> bool:
+    """Whether a container is inside itself. JAX must not see one: it overflows the stack and does not recover."""
+    active, stack = {id(value)}, [(value, iter(_items(value)))]
+    while stack:
+        container, items = stack[-1]
+        for item in items:
+            if isinstance(item, (list, dict, tuple)):
+                if id(item) in active:
+                    return True
+                active.add(id(item))
+                stack.append((item, iter(_items(item))))
+                break
+        else:
+            stack.pop()
+            active.discard(id(container))
+    return False
+
+
+def _items(container: Any) -> Any:
+    return list(container.values()) if isinstance(container, dict) else container
 
 
 def _refuse_captured(module: Any, name: str, value: Any) -> None:

@@ -49,6 +49,19 @@ it by hand: `state, moduledef = module.partition()`, pass `state`, and `modulede
 RESERVED_NAME = """Cannot assign attribute {name!r} of {owner}: it is the name of a method of nnx.Module, which it \
 would hide. Choose another name (or keep the value in an nnx.Dict, where any key is an item)."""
 
+DICT_REPLACED = """Cannot assign `__dict__` of {owner}: the library keeps the kinds of a Module's attributes next to \
+its `__dict__`, and replacing one would leave the other behind. Set the attributes one by one, or replace the state \
+with update_state()."""
+
+NOT_A_MODULE_CLASS = """Cannot assign `__class__` of {owner}: a Module can only become another kind of Module, got \
+{value}."""
+
+REGISTERED_AS_PYTREE = """The Module class {name} is registered with JAX as a pytree. JAX would take its instances \
+apart and put copies together, so updates made inside a transform would be lost. Remove the registration \
+(jax.tree_util.register_dataclass, register_pytree_node_class, ...): the lifted transforms take Modules as they are, \
+and `module.partition()` turns one into pytrees. For an immutable record that is a pytree, subclass nnx.Pytree \
+instead."""
+
 CAPTURES_MODULE = """Cannot assign attribute {name!r} of {owner}: the value, {value}, holds a Module ({route}).
 As a static value it would be a copy frozen into compiled functions, out of reach of partition, updates and gradients. \
 Assign the Module itself to an attribute, or pass it as an argument when you call; a bound method of a Module in the \

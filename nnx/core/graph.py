@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, getitem
 from typing import Any, NamedTuple
 
-from nnx.core.errors import FOREIGN_METHOD, STATIC_HOLDS_STATE
+import jax
+
+from nnx.core.errors import FOREIGN_METHOD, REGISTERED_AS_PYTREE, STATIC_HOLDS_STATE
 from nnx.core.info import (
     MODULE,
     NODE,
@@ -137,6 +139,8 @@ def traverse(roots: Sequence[Any]) -> Traversal:
       ValueError: a static value has come to hold a Module or array.
     """
     modules, parents, index, refs = number_modules(roots)
+    for module in {type(module): module for module in modules}.values():
+        refuse_pytree(module)
     shared = {key: number for number, key in enumerate(k for k, seen in refs.items() if seen[1] > 1)}
     walk = Traversal()
     walk.modules, walk.parents, walk.index = modules, parents, index
@@ -184,6 +188,12 @@ def traverse(roots: Sequence[Any]) -> Traversal:
         tuple(ref_cells),
     )
     return walk
+
+
+def refuse_pytree(module: Any) -> None:
+    """Raises ValueError if the class of a Module is registered with JAX as a pytree."""
+    if not jax.tree_util.all_leaves((module,)):
+        raise ValueError(REGISTERED_AS_PYTREE.format(name=type(module).__name__))
 
 
 def _freeze_statics(walk: Traversal) -> dict[tuple[int, str], tuple[Any, int]]:

@@ -11,7 +11,9 @@ A change of kinds, static values or submodules is *structural*. If a cached flat
 Module's version and replaces the global stamp, so that flat forms can tell in one comparison that nothing has changed.
 """
 
+import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from nnx.core.errors import NO_STATE_GIVEN
@@ -59,7 +61,35 @@ class Structure:
 
 STRUCTURE = Structure()
 
-_flat_holders: "weakref.WeakSet[ModuleInfo]" = weakref.WeakSet()
+
+class WeakRegistry:
+    """Objects to be found again while they are alive. Unlike a WeakSet it can be used from several threads.
+
+    Every operation on the dict is a single C call, so that no other thread can come in between.
+    """
+
+    __slots__ = ("_references",)
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[Any]] = {}
+
+    def add(self, item: Any) -> None:
+        references, number = self._references, id(item)
+        references[number] = weakref.ref(item, lambda _: references.pop(number, None))
+
+    def take_all(self) -> Iterator[Any]:
+        """Removes and yields every object that is still alive."""
+        while self._references:
+            try:
+                _, reference = self._references.popitem()
+            except KeyError:  # another thread took the last one
+                return
+            item = reference()
+            if item is not None:
+                yield item
+
+
+_flat_holders = WeakRegistry()
 
 
 class Version:
@@ -135,9 +165,26 @@ class ModuleInfo:
 
 def forget_flat_forms() -> None:
     """Drops every cached flat form: one of them may be the last thing that keeps a removed submodule alive."""
-    for info in list(_flat_holders):
+    for info in _flat_holders.take_all():
         info.flat = info.joint = None
-    _flat_holders.clear()
+
+
+_MADE_BY_CLASS_STATEMENT = 1 << 9  # CPython's flag for types on the heap; the built-in ones are never freed
+
+
+def outlives_caches(cls: type) -> bool:
+    """Whether a class lives as long as the process, so that a cache may hold on to it.
+
+    Classes defined in functions or in a notebook come and go; a cache that keeps them would keep all they refer to.
+    """
+    if not cls.__flags__ & _MADE_BY_CLASS_STATEMENT:
+        return True
+    if cls.__module__ == "__main__":
+        return False
+    found: Any = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is cls
 
 
 class ModuleBase:

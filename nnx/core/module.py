@@ -16,10 +16,10 @@ import jax
 import numpy as np
 
 from nnx.core.attributes import assign, settle, variable_of
-from nnx.core.errors import MODULE_TO_RAW_JAX, RESERVED_NAME
+from nnx.core.errors import DICT_REPLACED, MODULE_TO_RAW_JAX, NOT_A_MODULE_CLASS, RESERVED_NAME
 from nnx.core.fields import constructor_signature, prepare_dataclass
 from nnx.core.filters import classify
-from nnx.core.graph import depth_first, flat_of, number_modules
+from nnx.core.graph import depth_first, flat_of, number_modules, refuse_pytree
 from nnx.core.info import MODULE, Absent, ModuleBase, absent, join, new_module, segment_of
 from nnx.core.modes import set_mode
 from nnx.core.moduledef import ModuleDef
@@ -51,8 +51,11 @@ class ModuleType(_ProtocolType):
         is_dataclass = cls._nnx_is_dataclass
         if is_dataclass is None:  # decided at the first instance: decorators have run by then
             prepare_dataclass(cls)
-            is_dataclass = cls._nnx_is_dataclass = dataclasses.is_dataclass(cls)
+            is_dataclass = dataclasses.is_dataclass(cls)
         module = type.__call__(cls, *args, **kwargs)
+        if cls._nnx_is_dataclass is None:
+            refuse_pytree(module)
+            cls._nnx_is_dataclass = is_dataclass
         if type(module) is cls or isinstance(module, Module):
             if is_dataclass:
                 _adopt_fields(module)
@@ -122,6 +125,9 @@ class Module(ModuleBase, metaclass=ModuleType):
             if on_class is not None or name[:2] == "__":
                 if name in _RESERVED or cls._nnx_reserves(name):
                     raise AttributeError(RESERVED_NAME.format(name=name, owner=cls.__name__))
+                if name in ("__class__", "__dict__"):
+                    self._nnx_become(name, value)
+                    return
                 if name[:2] == "__" or hasattr(type(on_class), "__set__"):
                     object.__setattr__(self, name, value)
                     return
@@ -132,6 +138,16 @@ class Module(ModuleBase, metaclass=ModuleType):
         if cls._nnx_frozen and not info.constructing:
             raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
         assign(self, name, value)
+
+    def _nnx_become(self, name: str, value: Any) -> None:
+        """Assigns `__class__`, which is a structural change; `__dict__` cannot be replaced."""
+        owner = type(self).__name__
+        if name == "__dict__":
+            raise AttributeError(DICT_REPLACED.format(owner=owner))
+        if not (isinstance(value, type) and issubclass(value, Module)):
+            raise TypeError(NOT_A_MODULE_CLASS.format(owner=owner, value=short(value)))
+        object.__setattr__(self, name, value)
+        self._nnx_info.changed()
 
     def __delattr__(self, name: str) -> None:
         check_level(self, f"deleting {name!r}")

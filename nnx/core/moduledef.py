@@ -104,11 +104,14 @@ class ModuleDef:
         ours, theirs = self.describe(prefixes), other.describe(prefixes)
         nothing = (None, "nothing")
         paths = [*ours, *(path for path in theirs if path not in ours)]
-        return [
-            Difference(path, ours.get(path, nothing)[1], theirs.get(path, nothing)[1])
-            for path in paths
-            if ours.get(path, nothing)[0] != theirs.get(path, nothing)[0]
-        ]
+        differences = []
+        for path in paths:
+            (key, before), (other_key, after) = ours.get(path, nothing), theirs.get(path, nothing)
+            if key != other_key:
+                if before == after:
+                    before, after = _told_apart(before, key, other_key)
+                differences.append(Difference(path, before, after))
+        return differences
 
     def describe(self, prefixes: Sequence[str] = ("",)) -> dict[str, tuple[Any, str]]:
         """For every path of the structure something to compare and a text."""
@@ -156,6 +159,18 @@ class ModuleDef:
 
     def __reduce__(self) -> Any:
         return (_unpickle_def, (_strip_keys(self._key.table), self._statics))
+
+
+def _told_apart(text: str, key: Any, other: Any) -> tuple[str, str]:
+    """Texts for two static values that print alike: where their keys part."""
+    while type(key) is tuple and type(other) is tuple and len(key) == len(other):
+        pair = next(((a, b) for a, b in zip(key, other) if a != b), None)
+        if pair is None:
+            break
+        key, other = pair
+    if repr(key) == repr(other):
+        return text, f"another object that prints as {text}"
+    return f"{text} with {short(key)}", f"{text} with {short(other)}"
 
 
 def _strip_keys(table: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -4,6 +4,8 @@ from typing import Any
 
 import jax
 
+from nnx.core.info import outlives_caches
+
 leaf_types: dict[type, bool] = {}
 """Whether values of a type are leaves, and data; types are entered as they are met."""
 
@@ -19,7 +21,9 @@ def fresh(value: Any) -> Any:
     cls = type(value)
     is_leaf = leaf_types.get(cls)
     if is_leaf is None:
-        is_leaf = leaf_types[cls] = (value is None or is_pytree_leaf(value)) and not holds_state(value)
+        is_leaf = (value is None or is_pytree_leaf(value)) and not holds_state(value)
+        if outlives_caches(cls):
+            leaf_types[cls] = is_leaf
     return value if is_leaf else jax.tree.map(lambda leaf: leaf, value)
 
 

@@ -8,6 +8,7 @@ import jax
 
 from nnx.core.info import ModuleBase
 from nnx.core.repr import short
+from nnx.core.statics import Frozen
 
 UNHASHABLE_STATIC = """The static argument {label} of {name} is {value}, of type {kind}, which has no hash: a \
 function is \
@@ -19,21 +20,10 @@ out of \
 static_argnums/static_argnames, and it is split into its state and its static half by itself."""
 
 
-class StaticArgument:
-    """A static argument of a call: a pytree without leaves, compared as its value is."""
+class StaticArgument(Frozen):
+    """A static argument of a call: a pytree without leaves, compared as static attributes are."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, StaticArgument):
-            return False
-        return type(self.value) is type(other.value) and self.value == other.value
-
-    def __hash__(self) -> int:
-        return hash(self.value)
+    __slots__ = ()
 
 
 jax.tree_util.register_static(StaticArgument)
@@ -100,7 +90,7 @@ def _static(value: Any, label: str, name: str) -> StaticArgument:
     except TypeError:
         text = UNHASHABLE_STATIC.format(label=label, name=name, value=short(value), kind=type(value).__name__)
         raise ValueError(text) from None
-    return StaticArgument(value)
+    return StaticArgument(value, f"the static argument {label} of {name}")
 
 
 def unwrap_static(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from operator import getitem, setitem
 from typing import Any, NamedTuple
 
 from nnx.core.graph import joint_flat_if_cached
-from nnx.core.info import STRUCTURE
+from nnx.core.info import STRUCTURE, WeakRegistry
 from nnx.core.trace import current_level
 from nnx.sharding.rules import current_rules
 from nnx.transforms.lift import CONTEXT, DATA, MODULE, Call, leaf_sorts, types_of_sort
@@ -55,14 +55,14 @@ class Memory:
         self.knows_first = knows_first  # whether calls of a Module and then data go without a frame
         self.token = object()
         self.frames: dict[tuple[Any, ...], Frame] = {}
-        self.flats: weakref.WeakSet[Any] = weakref.WeakSet()  # the flat forms that have plans of it
+        self.flats = WeakRegistry()  # the flat forms that have plans of it
 
     def clear(self) -> None:
         """Forgets every plan."""
-        for flat in self.flats:
+        for flat in self.flats.take_all():
             flat.last_plan = None
-            for key in [key for key in flat.plans if key[0] is self.token]:
-                del flat.plans[key]
+            for key in [key for key in list(flat.plans) if key[0] is self.token]:
+                flat.plans.pop(key, None)
 
     def keep(self, call: Call, entry: Any, result: tuple[Any, ...], args: tuple[Any, ...], kwargs: Any) -> None:
         """Remembers a call that has just been made, if the next one like it can be made from a plan."""
