@@ -12,7 +12,6 @@ from nnx.core.info import ModuleBase, join
 from nnx.core.variables import Spec
 from nnx.transforms.arguments import StaticArgument
 from nnx.transforms.lift import DATA, Call, Effects, Outcome, Returned, sort_of
-from nnx.transforms.rewrite import Rewrite
 
 
 def input_shardings(shardings: Any, call: Call, args: tuple[Any, ...], bound: int) -> tuple[list[Any], tuple[Any, ...]]:
@@ -141,10 +140,10 @@ def _constrain_module(
             wanted.add(cell)
     if rewrite is not None:
         sources = tuple(-1 if i in wanted else source for i, source in enumerate(sources))
-        rewrite = Rewrite(rewrite.key, rewrite.statics, sources, rewrite.old_count)
+        rewrite = rewrite.replace(sources=sources)
     changed = () if rewrite is not None else tuple(sorted(wanted))
-    effects = Effects(changed, rewrite, effects.sown, effects.returns_modules)
-    return [current[i] for i in sorted(wanted)], effects
+    released = values[len(outputs) :]
+    return [*(current[i] for i in sorted(wanted)), *released], effects.replace(changed=changed, rewrite=rewrite)
 
 
 def _cells_under(key: GraphKey, index: int) -> list[tuple[int, str]]:
