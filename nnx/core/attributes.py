@@ -14,6 +14,7 @@ from nnx.core.graph import TREE_SPEC
 from nnx.core.info import MODULE, NODE, STATIC, TREE, Absent, ModuleBase, forget_flat_forms, outlives_caches
 from nnx.core.refs import Ref
 from nnx.core.repr import short
+from nnx.core.ties import is_container
 from nnx.core.trees import find_module, fresh, leaf_types
 from nnx.core.variables import Container, ContainerMetadata, Node, Spec, Static
 
@@ -122,6 +123,8 @@ def _assign_to_variable(module: Any, name: str, spec: Spec, sort: int, value: An
         module._nnx_info.changed()
     elif spec.on_set is not None:
         value = spec.on_set(value, spec.metadata)
+    if is_container(value) and not is_container(module.__dict__.get(name)):
+        module._nnx_info.changed()  # flat forms compare the containers they know of; see ties
     module.__dict__[name] = value
 
 

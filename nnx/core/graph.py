@@ -31,6 +31,7 @@ from nnx.core.info import (
 from nnx.core.refs import Ref
 from nnx.core.state import Layout, State
 from nnx.core.statics import ForeignMethod, Freezer, HoldsState, Statics, detach, watched_unchanged
+from nnx.core.ties import NO_TIES, Ties, alias_groups, container_cells
 from nnx.core.trace import current_level
 from nnx.core.trees import fresh, leaf_types
 from nnx.core.variables import Node, Spec, Static
@@ -429,13 +430,13 @@ _count = attrgetter("count")
 class Flat:
     """The cells of a graph in order, valid until its structure changes. Owns no Module.
 
-    `dicts[i][names[i]]` is the value of cell i; `extra[i]`, where there are Refs, lists further places a write to it
+    `dicts[i][names[i]]` is the value of cell i; `refs[i]`, if it is shared, is the Ref that a write to it
     must reach.
     """
 
     __slots__ = (
-        "key", "statics", "mutables", "dicts", "names", "extra", "modules", "level", "sown", "writers", "plans",
-        "last_plan", "ready", "_versions", "_counts", "_stamp", "_watch", "_indices", "__weakref__",
+        "key", "statics", "mutables", "dicts", "names", "refs", "ties", "modules", "level", "sown", "writers", "plans",
+        "last_plan", "ready", "_versions", "_counts", "_stamp", "_watch", "_containers", "_indices", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, walk: Traversal):
@@ -447,22 +448,30 @@ class Flat:
         instance_dicts = [module.__dict__ for module in walk.modules]
         self.dicts = [instance_dicts[at] for at, _, _ in walk.cells]
         self.names = [name for _, name, _ in walk.cells]
-        self.extra: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        self.refs: dict[int, Ref] = {}  # not the places it writes to: a tied Module outside must be free to go
         self._versions = [module._nnx_info.watch() for module in walk.modules]
         for i, ref in enumerate(walk.refs):
             if ref is not None:
-                self.extra[i] = ref.targets()
+                self.refs[i] = ref
                 self._versions.append(ref.version)
         self._counts = list(map(_count, self._versions))
         self._watch = [watch for watches in walk.watches for watch in watches]
+        # cells that hold containers; with two or more, every call has to ask which of them hold the same one
+        self._containers = container_cells(self.values())
+        if len(self._containers) < 2:
+            self._containers = []
+        shared = set(walk.table[2])
+        lone = tuple([i for i, ref in enumerate(walk.refs) if ref is not None and i not in shared])
+        aliases = self._aliases()
+        self.ties = Ties(lone, aliases) if lone or aliases else NO_TIES
         levels = {id(module._nnx_info.level): module._nnx_info.level for module in walk.modules}
         self.level = next(iter(levels.values())) if len(levels) == 1 else None  # None: they are of several levels
         self.sown = any(module._nnx_info.sown for module in walk.modules)
         self.writers: dict[tuple[int, ...], Any] = {}  # how transforms write their changes back; filled by them
         self.plans: dict[Any, Any] = {}  # how jitted functions repeat a call; filled by them
         self.last_plan: Any = None  # the one used last, which is mostly the next one, too
-        # the stamp at which nothing needs a look: no watched static value, nothing sown
-        self.ready: Any = None if self._watch or self.sown else self._stamp
+        # the stamp at which nothing needs a look: no watched static value, no container to compare, nothing sown
+        self.ready: Any = None if self._watch or self._containers or self.sown else self._stamp
         self._indices: dict[Layout, list[int]] = {}
 
     def is_valid(self) -> bool:
@@ -471,11 +480,17 @@ class Flat:
             if list(map(_count, self._versions)) != self._counts:
                 return False
             self._stamp = stamp
+        if self._containers and self._aliases() != self.ties.aliases:
+            return False
         if not self._watch:
-            if not self.sown:
+            if not self.sown and not self._containers:
                 self.ready = stamp
             return True
         return watched_unchanged(self._watch)
+
+    def _aliases(self) -> tuple[tuple[int, ...], ...]:
+        cells = self._containers
+        return alias_groups(cells, [self.dicts[i][self.names[i]] for i in cells]) if cells else ()
 
     def is_ready(self) -> bool:
         """Whether it is valid, watched static values included, and nothing sown has to be warned of."""
@@ -486,8 +501,8 @@ class Flat:
 
     def write(self, i: int, value: Any) -> None:
         self.dicts[i][self.names[i]] = value
-        if i in self.extra:
-            for values, name in self.extra[i]:
+        if i in self.refs:
+            for values, name in self.refs[i].targets():
                 values[name] = value
 
     def state(self) -> State:

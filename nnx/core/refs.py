@@ -10,7 +10,9 @@ from typing import Any
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, REF_AT_OTHER_LEVEL, TraceContextError
 from nnx.core.info import ModuleBase, Version
 from nnx.core.repr import short
+from nnx.core.ties import is_container
 from nnx.core.trace import current_level, same_level
+from nnx.core.trees import fresh
 from nnx.core.variables import Container, Node, Spec, refuse_modules
 
 
@@ -54,6 +56,14 @@ class Ref:
         ref._bind(spec, value, level)
         return ref
 
+    @classmethod
+    def around(cls, owner: ModuleBase, name: str, spec: Spec) -> "Ref":
+        """Makes an attribute of a Module that was just built a Ref with this one owner."""
+        ref = cls.rebuilt(spec, owner.__dict__[name], owner._nnx_info.level)
+        ref._owners.append((weakref.ref(owner), name))
+        owner._nnx_info.kinds[name] = ref
+        return ref
+
     def owners(self) -> list[tuple[Any, str]]:
         """The Modules that hold this Ref now, each with the attribute name."""
         found = [(owner(), name) for owner, name in self._owners]
@@ -80,10 +90,12 @@ class Ref:
         if isinstance(value, Container):
             if value._spec is not spec:
                 raise ValueError(INCOMPATIBLE_CONTAINER.format(where="the Ref", old=spec, new=value._spec))
-            value = value.value
+            value = fresh(value.value)
         refuse_modules(spec.type, value)
         if spec.on_set is not None:
             value = spec.on_set(value, spec.metadata)
+        if is_container(value) and not is_container(self.__dict__["value"]):
+            self.version.changed()  # flat forms compare the containers they know of; see ties
         for owner, name in self.owners():
             owner.__dict__[name] = value
         self.__dict__["value"] = value

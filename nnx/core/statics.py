@@ -165,8 +165,8 @@ class Freezer:
                 tuple([self.key(name, f"a key of {route}") for name in names]),
                 tuple([self.key(item, f"{route}[{n!r}]") for n, item in zip(names, items[len(names) :])]),
             )
-        elif isinstance(value, (int, float, complex, str, bytes)):
-            keys = struct.pack("dd", value.real, value.imag) if cls is complex else (self.key(items[0], route),)
+        elif type(value) is complex:
+            keys = struct.pack("dd", value.real, value.imag)
         else:
             keys = tuple([self.key(item, f"{route}[{i}]") for i, item in enumerate(items)])
             if isinstance(value, (set, frozenset)):

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 
 from nnx.core.info import outlives_caches
 
@@ -16,15 +17,45 @@ def is_pytree_leaf(value: Any) -> bool:
     return len(leaves) == 1 and leaves[0] is value
 
 
+def is_leaf(value: Any) -> bool:
+    """Whether values of this type are data without containers: `is_pytree_leaf`, decided once per type."""
+    cls = type(value)
+    found = leaf_types.get(cls)
+    if found is None:
+        found = (value is None or is_pytree_leaf(value)) and not holds_state(value)
+        if outlives_caches(cls):
+            leaf_types[cls] = found
+    return found
+
+
 def fresh(value: Any) -> Any:
     """The value with every container in it made anew; leaves stay."""
-    cls = type(value)
-    is_leaf = leaf_types.get(cls)
-    if is_leaf is None:
-        is_leaf = (value is None or is_pytree_leaf(value)) and not holds_state(value)
-        if outlives_caches(cls):
-            leaf_types[cls] = is_leaf
-    return value if is_leaf else jax.tree.map(lambda leaf: leaf, value)
+    return value if is_leaf(value) else jax.tree.map(lambda leaf: leaf, value)
+
+
+def can_change(value: Any) -> bool:
+    """Whether a value can change in place: a container, or a numpy array."""
+    return not is_leaf(value) or isinstance(value, np.ndarray)
+
+
+def own(value: Any, copies: dict[int, Any]) -> Any:
+    """Returns a copy of everything in a value that can change in place: containers and numpy arrays.
+
+    Args:
+      value: the value; leaves of other types stay as they are.
+      copies: the copies of numpy arrays made so far, by the id of the original: what was one array stays one.
+    """
+
+    def own_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        copy = copies.get(id(leaf))
+        if copy is None:
+            copy = copies[id(leaf)] = leaf.copy(order="K")
+            copy.flags.writeable = leaf.flags.writeable
+        return copy
+
+    return own_leaf(value) if is_leaf(value) else jax.tree.map(own_leaf, value)
 
 
 def holds_state(value: Any) -> bool:

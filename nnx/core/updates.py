@@ -10,8 +10,9 @@ from nnx.core.info import MODULE, NODE, TREE, Absent, ModuleBase, forget_flat_fo
 from nnx.core.refs import Ref
 from nnx.core.repr import short
 from nnx.core.state import State
+from nnx.core.ties import is_container
 from nnx.core.trace import current_level
-from nnx.core.trees import fresh
+from nnx.core.trees import fresh, leaf_types
 from nnx.core.variables import Container, Spec
 
 
@@ -43,12 +44,27 @@ def update(root: Any, *states: State) -> None:
                 writes.append((i, _fitting_value(kinds[i], leaf, path)))
             else:
                 additions.append(_addition(root, path, leaf))
+    note_containers(flat, [i for i, _ in writes], [value for _, value in writes])
     for i, value in writes:
         flat.write(i, value)
     for owner, name, kind, value in additions:
         owner._nnx_info.kinds[name] = kind
         owner.__dict__[name] = value
         owner._nnx_info.changed()
+
+
+def note_containers(flat: Flat, cells: Sequence[int], values: Sequence[Any]) -> None:
+    """Notes a change of structure where a cell is about to hold its first container.
+
+    A flat form compares the containers that its cells held when it was made, to see which of them are one object.
+    """
+    if all(map(leaf_types.get, set(map(type, values)))):
+        return
+    for i, value in zip(cells, values):
+        if is_container(value) and not is_container(flat.dicts[i][flat.names[i]]):
+            module = flat.modules[flat.key.cells[i][0]]()
+            if module is not None:
+                module._nnx_info.changed()
 
 
 def to_states(updates: Iterable[Any]) -> list[State]:

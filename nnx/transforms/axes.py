@@ -21,7 +21,7 @@ from nnx.core.state import State
 from nnx.core.trace import is_of_this_trace
 from nnx.core.variables import Container, Spec
 from nnx.sharding.axes import add_axis, remove_axis
-from nnx.transforms.bodies import NEW_VARIABLE, check_structure
+from nnx.transforms.bodies import NEW_VARIABLE, check_aliases, check_structure
 from nnx.transforms.lift import MODULE as MODULE_LEAF
 from nnx.transforms.lift import Call, Effects, cell_paths, sort_of
 from nnx.transforms.rewrite import Rewrite
@@ -139,6 +139,12 @@ class Axes:
                 path = key.cell_roots()[cell][1]
                 text = {"path": path, "group": groups[cell], "other": other, "other_group": group}
                 raise ValueError(TWO_AXES.format(name=self.name, **text))
+        for first, *others in call.signature.ties.aliases:
+            for other in others:
+                if groups[other] != groups[first]:
+                    paths = {"path": cell_paths(key)[first], "other": cell_paths(key)[other]}
+                    text = {"group": groups[first], "other_group": groups[other]}
+                    raise ValueError(TWO_AXES.format(name=self.name, **paths, **text))
         return groups
 
     # Sizes
@@ -216,6 +222,7 @@ class Axes:
           ValueError: the body changed the structure in a way it must not, or added a variable that is not stacked.
         """
         rewrite = effects.rewrite
+        check_aliases(self.name, before, effects.regrouped)
         if rewrite is None:
             return {i: groups[i] for i in effects.changed}
         classify = self.classifier()

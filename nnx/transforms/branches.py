@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from nnx.core.graph import GraphKey, module_path
 from nnx.core.info import join
-from nnx.transforms.bodies import check_structure
-from nnx.transforms.lift import Call, Effects, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
+from nnx.transforms.bodies import check_aliases, check_structure
+from nnx.transforms.lift import Call, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
 from nnx.transforms.rewrite import Rewrite
 
 OUTPUTS_DISAGREE = """{name}: the branches disagree in structure: branch 0 returns {first}, branch {number} returns \
@@ -61,6 +61,7 @@ class Branches:
         rewrites = [effects.rewrite for effects in self.effects]
         added = []
         for effects in self.effects:
+            check_aliases(self.name, key, effects.regrouped)
             if effects.rewrite is None:
                 added.append({})
             else:
@@ -73,7 +74,9 @@ class Branches:
                     what = f"at {path!r} branch 0 makes {first}, branch {number} makes {other}"
                     raise ValueError(NEW_VARIABLES_DISAGREE.format(name=self.name, what=what))
         present = [rewrite for rewrite in rewrites if rewrite is not None]
-        if not present or any(r is None for r in rewrites) or any(r.key is not present[0].key for r in present):
+        first = self.effects[0]
+        differ = any(r is None or r.key is not present[0].key or r.refs != present[0].refs for r in rewrites)
+        if not present or differ or any(effects.aliases != first.aliases for effects in self.effects):
             if present and any(added):
                 raise ValueError(NEW_VARIABLES_DISAGREE.format(name=self.name, what="they make other Modules"))
             return None
@@ -134,7 +137,7 @@ class Branches:
         first = self.effects[0]
         sown = tuple(dict.fromkeys(item for effects in self.effects for item in effects.sown))
         changed = () if self.rewrite is not None else tuple(self.union())
-        outcome = Outcome(values, out, Effects(changed, self.rewrite, sown, first.returns_modules))
+        outcome = Outcome(values, out, first.replace(changed=changed, rewrite=self.rewrite, sown=sown))
         return commit(self.call, outcome) if stateful else discard(self.call, outcome)
 
 

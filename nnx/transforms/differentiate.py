@@ -185,6 +185,6 @@ def _places(flat: Flat | None) -> dict[tuple[int, str], int]:
     """The cell behind every place of a flat form, further owners of Refs included."""
     assert flat is not None
     places = {(id(values), name): i for i, (values, name) in enumerate(zip(flat.dicts, flat.names))}
-    for i, extra in flat.extra.items():
-        places.update({(id(values), name): i for values, name in extra})
+    for i, ref in flat.refs.items():
+        places.update({(id(values), name): i for values, name in ref.targets()})
     return places

@@ -13,7 +13,7 @@ import jax
 from nnx.core.graph import GraphKey
 from nnx.core.trees import leaf_types
 from nnx.transforms.arguments import leaf_flags
-from nnx.transforms.lift import Call, Effects
+from nnx.transforms.lift import Call
 
 
 class OtherChangeSet(Exception):
@@ -72,7 +72,7 @@ class Donation:
         found = self.compiled.get(key)
         if found is None:
             result = jax.eval_shape(self.entry.traced, cells, data, forks)
-            replaced = frozenset(_replaced(self.entry.effects_of(result), len(cells)) & self.donatable)
+            replaced = frozenset(self._replaced(result, len(cells)) & self.donatable)
             traced = functools.partial(self.traced, replaced)
             jitted = jax.jit(traced, donate_argnums=0, **self.entry.owner.options)
             found = self.compiled[key] = Variant(jitted, [*(i in replaced for i in range(len(cells))), *self.data])
@@ -85,9 +85,14 @@ class Donation:
         cells = [next(given) if i in replaced else next(kept) for i in range(count)]
         data = tuple([next(given) if flag else next(kept) for flag in self.data])
         result = self.entry.traced(cells, data, forks)
-        if _replaced(self.entry.effects_of(result), count) & self.donatable != replaced:
+        if self._replaced(result, count) & self.donatable != replaced:
             raise OtherChangeSet
         return result
+
+    def _replaced(self, result: Any, count: int) -> set[int]:
+        """The cells whose values the function replaced or removed."""
+        effects = self.entry.effects_of(result)
+        return set(effects.changed) if effects.rewrite is None else effects.rewrite.replaced(count)
 
 
 def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
@@ -100,13 +105,6 @@ def _may_share(values: list[Any]) -> bool:
     """Whether one array may stand twice among these, alone or inside of others."""
     are_leaves = all(map(leaf_types.get, set(map(type, values))))
     return not are_leaves or len(set(map(id, values))) < len(values)
-
-
-def _replaced(effects: Effects, count: int) -> set[int]:
-    """The cells whose values the function replaced or removed."""
-    if effects.rewrite is None:
-        return set(effects.changed)
-    return set(range(count)) - {source for source in effects.rewrite.sources if source >= 0}
 
 
 def _cells_of_only(key: GraphKey | None, roots: set[int]) -> set[int]:

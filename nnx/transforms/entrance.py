@@ -12,10 +12,10 @@ from operator import getitem, setitem
 from typing import Any, NamedTuple
 
 from nnx.core.graph import joint_flat_if_cached
-from nnx.core.info import STRUCTURE, WeakRegistry
+from nnx.core.info import STRUCTURE, ModuleBase, WeakRegistry
 from nnx.core.trace import current_level
 from nnx.sharding.rules import current_rules
-from nnx.transforms.lift import CONTEXT, DATA, MODULE, Call, leaf_sorts, types_of_sort
+from nnx.transforms.lift import CONTEXT, DATA, MODULE, Call, data_types, sort_of
 
 
 class NeedsCaller(Exception):
@@ -42,7 +42,7 @@ class Frame:
 
     __slots__ = ("modules", "contexts", "data")
 
-    def __init__(self, sorts: list[int | None], in_order: list[int]):
+    def __init__(self, sorts: list[int], in_order: list[int]):
         self.modules = [i for i in in_order if sorts[i] == MODULE]
         self.contexts = [i for i in in_order if sorts[i] == CONTEXT]
         self.data = [i for i in in_order if sorts[i] == DATA]
@@ -69,12 +69,14 @@ class Memory:
         flat, effects = call.flat, entry.effects_of(result)
         if flat is None or flat.level is None or flat.sown or not effects.simple or len(result) != 2:
             return
-        if any(i in flat.extra for i in effects.changed):
+        if any(i in flat.refs for i in effects.changed):
             return
         values = (*args, *kwargs.values())
-        sorts = [leaf_sorts.get(type(value)) for value in values]
-        if None in sorts or len(call.roots) != sorts.count(MODULE) or len(call.contexts) != sorts.count(CONTEXT):
-            return  # an argument that is a tree, or a Module that stands twice
+        sorts = [sort_of(value) for value in values]
+        if not all(sort != DATA or type(value) in data_types for sort, value in zip(sorts, values)):
+            return  # an argument that is a tree
+        if len(call.roots) != sorts.count(MODULE) or len(call.contexts) != sorts.count(CONTEXT):
+            return  # a Module inside of an argument, or one that was passed twice
         if self.knows_first and not kwargs and sorts[0] == MODULE and set(sorts[1:]) <= {DATA}:
             where: Any = len(args) - 1
         else:
@@ -99,17 +101,16 @@ class Memory:
 
 def entrance(me: Any) -> Callable[..., Any]:
     """The function that the user of a `Jit` calls. Plain closures, and little in them: this is what a step adds."""
-    structure, nothing = STRUCTURE, object()
-    module_types, data_types = types_of_sort[MODULE], types_of_sort[DATA]
+    structure, nothing, leaf_types = STRUCTURE, object(), data_types
     token, frames, bound = me.memory.token, me.memory.frames, me.bound
 
     def general(*args: Any, **kwargs: Any) -> Any:
         return me.call(args, kwargs)
 
     def lifted(first: Any = nothing, /, *rest: Any, **kwargs: Any) -> Any:
-        if not kwargs and type(first) in module_types:
+        if not kwargs and isinstance(first, ModuleBase):
             for arg in rest:
-                if type(arg) not in data_types:
+                if type(arg) not in leaf_types:
                     break
             else:  # the commonest call: a Module, then data
                 flat = first._nnx_info.flat

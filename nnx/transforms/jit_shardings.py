@@ -142,8 +142,8 @@ def _constrain_module(
         sources = tuple(-1 if i in wanted else source for i, source in enumerate(sources))
         rewrite = rewrite.replace(sources=sources)
     changed = () if rewrite is not None else tuple(sorted(wanted))
-    effects = Effects(changed, rewrite, effects.sown, effects.returns_modules)
-    return [current[i] for i in sorted(wanted)], effects
+    released = values[len(outputs) :]
+    return [*(current[i] for i in sorted(wanted)), *released], effects.replace(changed=changed, rewrite=rewrite)
 
 
 def _cells_under(key: GraphKey, index: int) -> list[tuple[int, str]]:

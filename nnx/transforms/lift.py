@@ -6,20 +6,22 @@ about it. *Entering* rebuilds the Modules inside a trace; *leaving* finds what h
 the change, as its structure. *Committing* an Outcome writes it into the caller's Modules, at once.
 """
 
-from collections.abc import Callable, Sequence
-from operator import is_, setitem
+from collections.abc import Callable, Mapping, Sequence
+from operator import setitem
 from typing import Any, NamedTuple
 
 import jax
 
 from nnx.core.context import Context, ContextDef
 from nnx.core.errors import MUTATE_AT_OTHER_LEVEL, TraceContextError
-from nnx.core.graph import Flat, Graph, GraphKey, build, fresh, joint_flat_of, traverse
-from nnx.core.info import ModuleBase, join
+from nnx.core.graph import Flat, GraphKey, joint_flat_of, refuse_pytree
+from nnx.core.info import ModuleBase, join, outlives_caches
 from nnx.core.repr import short
 from nnx.core.statics import NO_STATICS, Statics
+from nnx.core.ties import NO_TIES, Ties
 from nnx.core.trace import current_level
-from nnx.core.updates import check_level
+from nnx.core.updates import check_level, note_containers
+from nnx.transforms.entered import Entered, enter
 from nnx.transforms.rewrite import Rewrite, find_rewrite
 
 CONTEXT_RETURNED = """A Context in the result of {name}: its keys belong to the transform that has just ended. Return \
@@ -34,19 +36,15 @@ Pass it to the function as an argument: then it is one and the same Module insid
 # Sorts of leaf in a call
 
 DATA, MODULE, CONTEXT = 0, 1, 2
-leaf_sorts: dict[type, int] = {}
-types_of_sort: tuple[set[type], set[type], set[type]] = (set(), set(), set())
+data_types: set[type] = set()
+"""Types whose values have been leaves of a call, and data. Only classes that live as long as the process."""
 
 
 def sort_of(leaf: Any) -> int:
     """Whether a leaf of a call is data, a Module or a Context."""
-    cls = type(leaf)
-    sort = leaf_sorts.get(cls)
-    if sort is None:
-        sort = MODULE if isinstance(leaf, ModuleBase) else CONTEXT if isinstance(leaf, Context) else DATA
-        leaf_sorts[cls] = sort
-        types_of_sort[sort].add(cls)
-    return sort
+    if isinstance(leaf, ModuleBase):
+        return MODULE
+    return CONTEXT if isinstance(leaf, Context) else DATA
 
 
 # Splitting
@@ -59,6 +57,7 @@ class Signature(NamedTuple):
     marks: tuple[int, ...]  # per leaf: -1 for data, n >= 0 for the n-th Module, -2-n for the n-th Context
     key: GraphKey | None
     contexts: tuple[ContextDef, ...]
+    ties: Ties = NO_TIES  # which cells are one object with each other, or with something outside the call
 
     def fill(self, roots: Sequence[Any], contexts: Sequence[Context], data: Sequence[Any]) -> Any:
         """The call's `(args, kwargs)` with these Modules, Contexts and data."""
@@ -79,6 +78,8 @@ def _find_places(leaves: Sequence[Any]) -> tuple[list[int], list[int], list[int]
         found = places[(2, 0, 1)[sort]]
         marks.append(-1 if sort == DATA else len(found) if sort == MODULE else -2 - len(found))
         found.append(i)
+        if sort == DATA and outlives_caches(type(leaf)):
+            data_types.add(type(leaf))
     return (*places, tuple(marks))
 
 
@@ -102,8 +103,14 @@ class Call:
         types = tuple(map(type, leaves))
         places = _places.get(types)
         if places is None:
-            places = _places[types] = _find_places(leaves)
+            places = _find_places(leaves)
+            if all(map(outlives_caches, types)):
+                _places[types] = places
         module_places, context_places, data_places, marks = places
+        if len(module_places) < len(args):  # else every argument is a Module
+            for arg in args:
+                if isinstance(arg, ModuleBase):
+                    refuse_pytree(arg)
         roots = [leaves[i] for i in module_places]
         contexts = [leaves[i] for i in context_places]
         if len(set(map(id, roots))) < len(roots) or len(set(map(id, contexts))) < len(contexts):
@@ -112,8 +119,8 @@ class Call:
         self.roots, self.contexts = roots, contexts
         self.data = [leaves[i] for i in data_places]
         self.flat: Flat | None = joint_flat_of(roots) if roots else None
-        key = self.flat.key if self.flat is not None else None
-        self.signature = Signature(treedef, marks, key, tuple([ctx.definition() for ctx in contexts]))
+        key, ties = (self.flat.key, self.flat.ties) if self.flat is not None else (None, NO_TIES)
+        self.signature = Signature(treedef, marks, key, tuple([ctx.definition() for ctx in contexts]), ties)
 
     @property
     def statics(self) -> Statics:
@@ -143,76 +150,51 @@ def cell_paths(key: GraphKey | None) -> list[str]:
 # Entering and leaving
 
 
-class Entered:
-    """The Modules of a call, rebuilt at the current trace level, and what their cells held then."""
-
-    __slots__ = ("key", "graph", "before", "trees", "baseline")
-
-    key: GraphKey | None
-    graph: Graph
-    before: list[Any]
-    trees: dict[int, tuple[list[Any], Any]]  # leaves and treedef of the cells that hold pytrees
-    baseline: Any  # the walk over them at the start, if a static value could be changed in place
-
-    @property
-    def roots(self) -> list[Any]:
-        if self.key is None:
-            return []
-        return [self.graph.modules[i] for i in dict.fromkeys(self.key.table[0])]
-
-    def value(self, cell: int) -> Any:
-        """What a cell holds now; only while the structure is as it was."""
-        return self.graph.dicts[cell][self.key.cells[cell][1]]
-
-    def is_changed(self, cell: int, value: Any) -> bool:
-        if cell in self.trees:
-            leaves, treedef = jax.tree.flatten(value)
-            old_leaves, old_treedef = self.trees[cell]
-            return treedef != old_treedef or not all(map(is_, leaves, old_leaves))
-        return value is not self.before[cell]
-
-    def is_restructured(self) -> bool:
-        modules = self.graph.modules
-        if any(module._nnx_info.restructured for module in modules):
-            return True
-        if self.baseline is None:
-            return False
-        walk = traverse(modules)  # a static value may have been changed in place
-        return walk.table != self.baseline.table or not all(map(is_, walk.mutables, self.baseline.mutables))
-
-
-def enter(key: GraphKey | None, statics: Statics, cells: Sequence[Any]) -> Entered:
-    """Builds the Modules of a graph around the given values."""
-    entered = Entered()
-    entered.key = key
-    entered.graph = build(key, statics, cells) if key is not None else Graph([], [], [], [])
-    entered.before, entered.trees = [], {}
-    if key is not None:
-        for i, ((_, name, _), values) in enumerate(zip(key.cells, entered.graph.dicts)):
-            value = values[name]
-            entered.before.append(value)
-            own = fresh(value)
-            if own is not value:  # containers of the body's own, even where the value has not been through JAX
-                values[name] = entered.before[i] = own
-                entered.trees[i] = jax.tree.flatten(own)
-    entered.baseline = traverse(entered.graph.modules) if statics.can_change else None
-    return entered
-
-
 class Effects:
     """All that is static about what a function did to its Modules."""
 
-    __slots__ = ("changed", "rewrite", "sown", "returns_modules", "simple")
+    __slots__ = ("changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped", "simple")
 
-    def __init__(self, changed: tuple[int, ...], rewrite: Rewrite | None, sown: Any, returns_modules: bool):
-        self.changed = changed
+    def __init__(
+        self,
+        changed: tuple[int, ...],
+        rewrite: Rewrite | None,
+        sown: Any,
+        returns_modules: bool,
+        aliases: tuple[tuple[int, ...], ...] = (),
+        regrouped: tuple[int, ...] = (),
+    ):
+        self.changed = changed  # cells with new values; where there is a Rewrite, it says so instead
         self.rewrite = rewrite
         self.sown = sown
         self.returns_modules = returns_modules
-        self.simple = rewrite is None and not sown and not returns_modules  # new values and nothing else
+        self.aliases = aliases  # groups of cells, after the function, that hold one container
+        self.regrouped = regrouped  # cells, before the function, that came to share a container, or no longer do
+        # new values and nothing else
+        self.simple = rewrite is None and not sown and not returns_modules and not aliases
+
+    def replace(self, **parts: Any) -> "Effects":
+        """The same effects but for some parts."""
+        names = ("changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped")
+        return Effects(**{name: parts[name] if name in parts else getattr(self, name) for name in names})
+
+    def outputs(self) -> Sequence[int]:
+        """The cells whose new values come out: of the graph after the function, if its structure changed."""
+        return self.changed if self.rewrite is None else self.rewrite.outputs()
+
+    def tie(self, values: Sequence[Any]) -> Sequence[Any]:
+        """The values that came out, with one container for all cells that held one."""
+        if not self.aliases:
+            return values
+        values, places = list(values), {cell: i for i, cell in enumerate(self.outputs())}
+        for first, *others in self.aliases:
+            for cell in others:
+                if first in places and cell in places:
+                    values[places[cell]] = values[places[first]]
+        return values
 
     def _parts(self) -> Any:
-        return self.changed, self.rewrite, self.sown, self.returns_modules
+        return self.changed, self.rewrite, self.sown, self.returns_modules, self.aliases
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Effects) and self._parts() == other._parts())
@@ -269,16 +251,21 @@ def leave(entered: Entered, out: Any, name: str) -> Outcome:
     modules = entered.graph.modules
     known = {id(module): i for i, module in enumerate(modules)}
     sown = tuple((i, tuple(sorted(m._nnx_info.sown))) for i, m in enumerate(modules) if m._nnx_info.sown)
+    found = None
     if entered.is_restructured() or any(id(module) not in known for module in returned):
-        rewrite, values, walk = find_rewrite(entered, returned)
-        _check_levels(walk, name)
-        known = {id(module): i for i, module in enumerate(walk.modules)}
-        effects = Effects((), rewrite, sown, bool(returned))
+        found = find_rewrite(entered, returned)
+        _check_levels(found.walk, name)
+    if found is not None and found.rewrite is not None:
+        known = {id(module): i for i, module in enumerate(found.walk.modules)}
+        values = found.values
+        effects = Effects((), found.rewrite, sown, bool(returned), found.aliases, found.regrouped)
     else:
         current = [entered.value(i) for i in range(len(entered.before))]
-        changed = tuple([i for i, value in enumerate(current) if entered.is_changed(i, value)])
+        aliases, regrouped = entered.regrouped(range(len(current)), current)
+        others = set(regrouped)
+        changed = tuple([i for i, value in enumerate(current) if i in others or entered.is_changed(i, value)])
         values = [current[i] for i in changed]
-        effects = Effects(changed, None, sown, bool(returned))
+        effects = Effects(changed, None, sown, bool(returned), aliases, tuple(regrouped))
     if returned:
         out = jax.tree.unflatten(treedef, [Returned(known[id(x)]) if sort_of(x) == MODULE else x for x in leaves])
     return Outcome(values, out, effects)
@@ -303,7 +290,7 @@ def run(
 
 def enter_call(signature: Signature, statics: Any, cells: Any, data: Any, contexts: Any) -> tuple[Entered, Any, Any]:
     """The Modules of a split call, rebuilt, and its arguments with them."""
-    entered = enter(signature.key, statics, cells)
+    entered = enter(signature.key, statics, cells, signature.ties)
     args, kwargs = signature.fill(entered.roots, contexts, data)
     return entered, args, kwargs
 
@@ -311,8 +298,13 @@ def enter_call(signature: Signature, statics: Any, cells: Any, data: Any, contex
 # Committing
 
 
-def commit(call: Call, outcome: Outcome) -> Any:
-    """Writes what changed into the caller's Modules and gives the output, with their Modules in it.
+def commit(call: Call, outcome: Outcome, taking: Mapping[int, Any] | None = None) -> Any:
+    """Writes what changed into the caller's Modules and returns the output, with their Modules in it.
+
+    Args:
+      call: the call.
+      outcome: what it led to.
+      taking: Modules, by number, that take the place of new ones; see `Rewrite.apply`.
 
     Raises:
       TraceContextError: a Module that changed belongs to another trace level; nothing is written then.
@@ -323,9 +315,10 @@ def commit(call: Call, outcome: Outcome) -> Any:
     modules: list[Any] = []
     if effects.rewrite is not None:
         mutables = call.flat.mutables if call.flat is not None else []
-        modules = effects.rewrite.apply(_modules(call), call.signature.key, outcome.values, mutables)
+        values = effects.tie(outcome.values)
+        modules = effects.rewrite.apply(_modules(call), call.signature.key, values, mutables, taking)
     elif effects.changed:
-        write(call.flat, effects, outcome.values)  # type: ignore[arg-type]
+        write(call.flat, effects, effects.tie(outcome.values))  # type: ignore[arg-type]
     if effects.sown:
         _mark_sown(modules or _modules(call), effects.sown)
     if effects.returns_modules:
@@ -337,27 +330,32 @@ def write(flat: Flat, effects: Effects, values: Sequence[Any]) -> None:
     """Writes changed values into their cells in one step, which an interrupt cannot tear."""
     if flat.level is not current_level():
         check_writable(flat, effects.changed)
+    note_containers(flat, effects.changed, values)
+    if flat.refs and not flat.refs.keys().isdisjoint(effects.changed):
+        _write_with_refs(flat, effects.changed, values)
+        return
     writer = flat.writers.get(effects.changed)
     if writer is None:
         writer = flat.writers[effects.changed] = _writer(flat, effects.changed)
-    dicts, names, repeat = writer
-    if repeat is not None:
-        values = [values[i] for i in repeat]
-    any(map(setitem, dicts, names, values))  # setitem gives None, so any() goes through all, in one C call
+    # setitem returns None, so any() exhausts the iterator, all inside one C call: Python delivers signals only between
+    # bytecodes, so an interrupt arrives before all writes or after all of them.
+    any(map(setitem, *writer, values))
 
 
-def _writer(flat: Flat, changed: Sequence[int]) -> tuple[list[Any], list[str], list[int] | None]:
-    dicts = [flat.dicts[i] for i in changed]
-    names = [flat.names[i] for i in changed]
-    if not any(i in flat.extra for i in changed):
-        return dicts, names, None
-    repeat = list(range(len(changed)))
-    for n, i in enumerate(changed):
-        for values, name in flat.extra.get(i, ()):
-            dicts.append(values)
+def _writer(flat: Flat, changed: Sequence[int]) -> tuple[list[Any], list[str]]:
+    return [flat.dicts[i] for i in changed], [flat.names[i] for i in changed]
+
+
+def _write_with_refs(flat: Flat, changed: Sequence[int], values: Sequence[Any]) -> None:
+    """Writes values to all owners of their cells. Nothing here is kept: owners outside the graph may come and go."""
+    dicts, names, repeated = [], [], []
+    for i, value in zip(changed, values):
+        ref = flat.refs.get(i)
+        for held, name in [(flat.dicts[i], flat.names[i])] if ref is None else ref.targets():
+            dicts.append(held)
             names.append(name)
-            repeat.append(n)
-    return dicts, names, repeat
+            repeated.append(value)
+    any(map(setitem, dicts, names, repeated))
 
 
 def check_writable(flat: Flat, cells: Sequence[int]) -> None:
@@ -392,18 +390,21 @@ def fill_returned(out: Any, modules: Sequence[Any]) -> Any:
 
 
 def discard(call: Call, outcome: Outcome) -> Any:
-    """The output without any effect on the caller's Modules (`stateful=False`); Modules in it are new ones."""
-    if not outcome.effects.returns_modules:
+    """The output without any effect on the caller's Modules (`stateful=False`); Modules in it are new ones.
+
+    They share nothing with the caller's but what cannot change: they are built as the body's own were.
+    """
+    effects = outcome.effects
+    if not effects.returns_modules:
         return outcome.out
-    key = call.signature.key
-    copies = build(key, call.statics, call.cells()) if key is not None else Graph([], [], [], [])
-    effects, modules = outcome.effects, copies.modules
+    signature, values = call.signature, effects.tie(outcome.values)
+    copies = enter(signature.key, call.statics, call.cells(), signature.ties)
+    modules = copies.graph.modules
     if effects.rewrite is not None:
-        modules = effects.rewrite.apply(modules, call.signature.key, outcome.values, copies.mutables)
+        modules = effects.rewrite.apply(modules, signature.key, values, copies.graph.mutables)
     else:
-        for i, value in zip(effects.changed, outcome.values):
-            at, name, _ = call.signature.key.cells[i]
-            modules[at].__dict__[name] = value
+        for cell, value in zip(effects.changed, values):
+            copies.write(cell, value)
     return fill_returned(outcome.out, modules)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from nnx.core.graph import GraphKey
 from nnx.transforms.axes import BROADCAST, CARRY, READ_ONLY, Axes, data_axes, move_axis
-from nnx.transforms.bodies import NEW_VARIABLE, check_structure
+from nnx.transforms.bodies import NEW_VARIABLE, check_aliases, check_structure
 from nnx.transforms.lift import MODULE as MODULE_LEAF
 from nnx.transforms.lift import (
     Call,
@@ -317,6 +317,7 @@ class Loop:
         return entered, args, contexts
 
     def _check(self, effects: Effects) -> None:
+        check_aliases(self.name, self.call.signature.key, effects.regrouped)
         if effects.rewrite is not None:
             added = check_structure(self.name, self.call.signature.key, effects.rewrite, effects.returns_modules)
             for _, path, kind in added:
@@ -332,7 +333,7 @@ class Loop:
             jax.tree.unflatten(self.structure, data),
             is_leaf=lambda x: isinstance(x, Returned),
         )
-        effects = Effects(changed, None, sown, bool(self.call.roots))
+        effects = Effects(changed, None, sown, bool(self.call.roots), self.call.signature.ties.aliases)
         outcome = Outcome([cells[i] for i in changed], out, effects)
         return commit(self.call, outcome) if stateful else discard(self.call, outcome)
 

@@ -8,7 +8,6 @@ import jax
 from nnx.core.attributes import settle
 from nnx.core.graph import is_static
 from nnx.core.info import new_module
-from nnx.core.refs import Ref
 from nnx.transforms.axes import Axes, data_axes, move_axis
 from nnx.transforms.lift import Call, Effects, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
 from nnx.transforms.wrapper import decorator
@@ -70,7 +69,7 @@ def assemble(
         values.append(move_axis(next(stacked), 0, group) if isinstance(group, int) else next(others))
     if effects.rewrite is not None:
         rewrite = axes.outer_rewrite(effects.rewrite, out_groups)
-        effects = Effects(effects.changed, rewrite, effects.sown, effects.returns_modules)
+        effects = effects.replace(rewrite=rewrite)
     return Outcome(values, out, effects)
 
 
@@ -78,8 +77,13 @@ def construct(axes: Axes, make: Callable[..., Any], args: Any, kwargs: Any) -> A
     """Builds one Module whose variables are stacked over all members; the arguments are the same for all."""
     axes.require_size()
     call = Call(args, kwargs)
+    return commit(call, map_all(axes, make, call))
+
+
+def map_all(axes: Axes, make: Callable[..., Any], call: Call) -> Outcome:
+    """Maps a function over the members of a call whose arguments are the same for all of them."""
     count = len(call.data)
-    return commit(call, map_call(axes, make, call, [None] * count, [""] * count, 0))
+    return map_call(axes, make, call, [None] * count, [""] * count, 0)
 
 
 def is_init_method(fun: Any, is_init: bool | None) -> bool:
@@ -88,34 +92,30 @@ def is_init_method(fun: Any, is_init: bool | None) -> bool:
 
 
 def stacked_init(axes: Axes, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The constructor that runs `fun` once per member and gives `self` the stacked variables."""
+    """The constructor that runs `fun` once per member and gives `self` the stacked variables.
+
+    Inside, a member stands in for `self`. What the members have built together is then given to `self` in the
+    member's place, so that everything that refers to the member (a child's parent, a bound method) refers to `self`.
+    """
     axes.require_size()
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         statics = {name: self.__dict__[name] for name, kind in self._nnx_info.kinds.items() if is_static(kind)}
 
         def make(*args: Any, **kwargs: Any) -> Any:
-            member = new_module(type(self), {})
+            member = new_module(type(self), {}, constructing=True)
             for name, value in statics.items():
                 setattr(member, name, value)
             fun(member, *args, **kwargs)
             settle(member)
+            member._nnx_info.constructing = False
             return member
 
-        adopt(self, construct(axes, make, args, kwargs))
+        call = Call(args, kwargs)
+        outcome = map_all(axes, make, call)
+        commit(call, outcome, taking={outcome.out.index: self})
 
     return init
-
-
-def adopt(module: Any, built: Any) -> None:
-    """Gives a Module all attributes of another of its class."""
-    for name, kind in built._nnx_info.kinds.items():
-        if isinstance(kind, Ref):
-            kind.detach(built, name)
-            kind.attach(module, name)
-        module._nnx_info.kinds[name] = kind
-        module.__dict__[name] = built.__dict__[name]
-    module._nnx_info.changed()
 
 
 @decorator

@@ -1,30 +1,39 @@
 """Structural changes inside a transform, written down so that they can be replayed on the caller's Modules.
 
 A `Rewrite` is the structure after the function: the first Modules of its table are those that were there before, in
-their order, the others are new. For each cell it says whether the value came out of the function or stayed as it was.
-Replaying is prepared in full and then done in one call of C functions, so that an interrupt cannot leave half of it.
+their order, the others are new. For each cell it says whether the value came out of the function or stayed as it was,
+and which Ref the cell is. Writing through a Ref, rebinding an attribute to another Ref and untying it are three
+different events: the first leaves the cell on its Ref, the second moves the attribute to the cell of another one, the
+third leaves it on a cell without a Ref. A Ref that was written to and then *released* by its last attribute in the
+graph may have owners outside the call, so its value comes out, too.
+
+A `Replay` is prepared in full and then done in one call of C functions, so that an interrupt cannot leave half of it.
 """
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import call
 from typing import Any
 
 from nnx.core.graph import ABSENT, SHARED, GraphKey, is_static, traverse
-from nnx.core.info import MODULE, NODE, STRUCTURE, TREE, absent, forget_flat_forms, new_module
+from nnx.core.info import MODULE, NODE, STRUCTURE, TREE, Absent, absent, forget_flat_forms, new_module
 from nnx.core.refs import Ref
 from nnx.core.statics import Statics, watched_unchanged
 from nnx.core.trace import current_level
+from nnx.core.trees import can_change
 from nnx.core.updates import check_levels
 from nnx.core.variables import Spec
+from nnx.transforms.entered import Entered
+
+UNTIED, NEW_REF = -1, -2  # in `Rewrite.refs`: a cell without a Ref, and one whose Ref the function made
 
 
 class Rewrite:
     """A structure to be given to Modules, with the origin of every cell's value."""
 
-    __slots__ = ("key", "statics", "mutables", "sources", "old_count")
+    __slots__ = ("key", "statics", "mutables", "sources", "tied", "refs", "released", "old_count")
 
     def __init__(
         self,
@@ -32,20 +41,26 @@ class Rewrite:
         statics: Statics,
         mutables: tuple[tuple[int, bool], ...],
         sources: tuple[int, ...],
+        tied: tuple[int, ...],
+        refs: tuple[int, ...],
+        released: tuple[int, ...],
         old_count: int,
     ):
         self.key = key
         self.statics = statics
         self.mutables = mutables  # per mutable static value: its number before or -1, and whether it was changed
         self.sources = sources  # per cell: the cell it is unchanged from, or -1 if the value came out
+        self.tied = tied  # the cells before that were Refs
+        self.refs = refs  # per cell: the cell whose Ref it is on, or UNTIED or NEW_REF
+        self.released = released  # cells before whose Refs are gone from the graph, and were changed; come out last
         self.old_count = old_count
 
     def replace(self, **parts: Any) -> "Rewrite":
-        """A copy with other parts."""
+        """The same changes but for some parts: another key, say, or other cells coming out."""
         return Rewrite(**{name: parts.get(name, getattr(self, name)) for name in Rewrite.__slots__})
 
     def _parts(self) -> Any:
-        return self.mutables, self.sources, self.old_count
+        return self.mutables, self.sources, self.tied, self.refs, self.released, self.old_count
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Rewrite) and self.key is other.key and self._parts() == other._parts()
@@ -54,34 +69,50 @@ class Rewrite:
         return hash((self.key.hash, self.sources))
 
     def outputs(self) -> list[int]:
-        """The cells whose values come out of the function, in order."""
+        """The cells whose values come out of the function, in order; those of released Refs follow."""
         return [i for i, source in enumerate(self.sources) if source < 0]
 
+    def replaced(self, count: int) -> set[int]:
+        """The cells, of `count` before, whose values nothing holds any more.
+
+        What a Ref still holds is not among them, even if it is gone from the graph: a Module outside may read it.
+        """
+        gone = set(range(count)) - {source for source in self.sources if source >= 0}
+        changed = {ref for ref, source in zip(self.refs, self.sources) if source < 0} | set(self.released)
+        return gone - (set(self.tied) - changed)
+
     def apply(
-        self, old_modules: Sequence[Any], before: GraphKey | None, values: Sequence[Any], mutables: Sequence[Any]
+        self,
+        old_modules: Sequence[Any],
+        before: GraphKey | None,
+        values: Sequence[Any],
+        mutables: Sequence[Any],
+        taking: Mapping[int, Any] | None = None,
     ) -> list[Any]:
         """Gives the structure to the Modules, making new ones where needed; returns all of them by number.
 
         Args:
-          old_modules: the Modules that were there before, by number.
+          old_modules: the Modules before, by number.
           before: their structure.
-          values: the values that came out of the function.
-          mutables: the mutable static values that were there before, by number. They keep their identity.
+          values: what came out of the function.
+          mutables: the mutable static values before, by number; they keep their identity.
+          taking: Modules, by number, that take the place of new ones.
 
         Raises:
           TraceContextError: one of the Modules belongs to another trace level; nothing is changed then.
         """
-        check_levels(old_modules, "a structural change")
-        steps = Steps(self, old_modules, before, values, mutables)
-        for index in range(len(steps.modules)):
-            steps.plan_module(index)
-        steps.plan_shared()
-        deque(map(call, steps.steps), maxlen=0)
+        taking = taking or {}
+        check_levels([*old_modules, *taking.values()], "a structural change")
+        replay = Replay(self, old_modules, before, values, mutables, taking)
+        for index in range(len(replay.modules)):
+            replay.plan_module(index)
+        replay.plan_cells()
+        deque(map(call, replay.steps), maxlen=0)
         forget_flat_forms()
-        return steps.modules
+        return replay.modules
 
 
-class Steps:
+class Replay:
     """The single steps of a replay, each a call of a C function."""
 
     def __init__(
@@ -91,121 +122,145 @@ class Steps:
         before: GraphKey | None,
         values: Sequence[Any],
         mutables: Sequence[Any],
+        taking: Mapping[int, Any],
     ):
-        level = current_level()
+        self.level = current_level()
+        self.rewrite, self.before = rewrite, before
         table = rewrite.key.table[1]
-        new = [new_module(cls, {}, level) for cls, _ in table[rewrite.old_count :]]
-        self.modules = [*old_modules, *new]
-        self.rewrite = rewrite
-        self.before = [dict((e[0], e) for e in attrs) for _, attrs in before.table[1]] if before is not None else []
+        count = rewrite.old_count
+        self.modules = list(old_modules)
+        for index in range(count, len(table)):
+            taken = index in taking
+            self.modules.append(taking[index] if taken else new_module(table[index][0], {}, self.level))
         self.values = dict(zip(rewrite.outputs(), values))
+        self.released = dict(zip(rewrite.released, values[len(self.values) :]))
+        self.places: list[list[tuple[int, str]]] = [[] for _ in rewrite.key.cells]  # per cell, its attributes
+        for at, name, cell in data_attributes(rewrite.key.table):
+            self.places[cell].append((at, name))
+        self.owners: dict[int, tuple[Ref, list[Any]]] = {}  # of the Refs whose owners change, as they will be
+        self.marked: set[int] = set()
         existing = {number: mutables[old] for number, (old, _) in enumerate(rewrite.mutables) if old >= 0}
         changed = [number for number in existing if rewrite.mutables[number][1]]
         self.statics, self.steps = rewrite.statics.attach_onto(self.modules, existing, changed)
-        self.shared: dict[int, list[tuple[int, str]]] = {}
-        self.level = level
+
+    # Attributes that hold no data
 
     def plan_module(self, index: int) -> None:
         module = self.modules[index]
         info, held = module._nnx_info, module.__dict__
-        before = self.before[index] if index < self.rewrite.old_count else {}
-        entries = self.rewrite.key.table[1][index][1]
-        restructured = False
+        before = {}
+        if self.before is not None and index < self.rewrite.old_count:
+            before = {entry[0]: entry for entry in self.before.table[1][index][1]}
+        cls, entries = self.rewrite.key.table[1][index]
+        if type(module) is not cls:
+            self.steps.append(partial(object.__setattr__, module, "__class__", cls))
+            self._mark(info)
         for name, kind, *rest in entries:
             old = before.get(name)
-            if kind is SHARED:
-                self.shared.setdefault(rest[1], []).append((index, name))
-            elif is_static(kind):
+            if is_static(kind):
                 value = self.statics[rest[1]]
                 is_own = self.rewrite.statics.is_own(rest[1])
                 is_other = held.get(name) is not value if is_own else old is None or old[2] != rest[0]
                 if is_other or old is None or old[1] is not kind:
-                    self._set(info.kinds, name, kind)
-                    self._set(held, name, value)
-                    restructured = True
+                    self._bind(module, name, kind, value)
             elif kind is MODULE:
                 child = self.modules[rest[0]]
                 if info.kinds.get(name) is not MODULE or held.get(name) is not child:
-                    self._set(info.kinds, name, MODULE)
-                    self._set(held, name, child)
-                    restructured = True
+                    self._bind(module, name, MODULE, child)
             elif kind is ABSENT:
-                if old is None or old[1] is not ABSENT:
+                current = info.kinds.get(name)
+                if type(current) is not Absent or current.spec is not rest[0]:
+                    self._remove(module, name)
                     self._set(info.kinds, name, absent(type(module), rest[0]))
-                    self.steps.append(partial(dict.pop, held, name, None))
-                    restructured = True
-            else:
-                restructured |= self._plan_cell(index, name, kind, rest[0], old)
         present = {entry[0] for entry in entries}
         for name in before:
             if name not in present:
                 self._remove(module, name)
-                restructured = True
-        if restructured:
-            self._mark(info)
 
-    def _plan_cell(self, index: int, name: str, kind: Any, cell: int, old: Any) -> bool:
-        module = self.modules[index]
-        info, held = module._nnx_info, module.__dict__
-        current = info.kinds.get(name)
-        tied_outside = type(current) is Ref and old is not None and old[1] is not SHARED and current._spec is kind
-        if cell in self.values:
-            targets = current.targets() if tied_outside else [(held, name)]
-            for values, target in targets:
-                self._set(values, target, self.values[cell])
-        if tied_outside or (old is not None and old[1] is kind):
-            return False
-        if type(current) is Ref:
-            self._detach(current, module, name)
-        self._set(info.kinds, name, kind)
-        return True
+    # Attributes that hold data
 
-    def plan_shared(self) -> None:
-        """Ties the attributes that share one cell, keeping the Ref they share already, if there is one."""
-        for number, places in self.shared.items():
-            cell = self.rewrite.key.table[2][number]
-            spec = self.rewrite.key.kinds[cell]
-            current = [self.modules[i]._nnx_info.kinds.get(name) for i, name in places]
-            ref = next((kind for kind in current if type(kind) is Ref and kind._spec is spec), None)
-            if cell in self.values:
-                value = self.values[cell]
-            else:
-                index, name = places[0] if ref is None else (0, "")
-                value = ref.__dict__["value"] if ref is not None else self.modules[index].__dict__[name]
-            if ref is None:
-                ref = Ref.rebuilt(spec, value, self.level)
-            owners = list(ref._owners)
-            for (index, name), kind in zip(places, current):
-                if kind is not ref:
-                    module = self.modules[index]
-                    if type(kind) is Ref:
-                        self._detach(kind, module, name)
-                    self._set(module._nnx_info.kinds, name, ref)
+    def plan_cells(self) -> None:
+        """Puts every attribute that holds data on its Ref, or takes it off, and writes the values that came out."""
+        written: list[tuple[Ref, Any]] = []
+        for cell, (spec, status, places) in enumerate(zip(self.rewrite.key.kinds, self.rewrite.refs, self.places)):
+            is_output = cell in self.values
+            value = self.values[cell] if is_output else self._old_value(self.rewrite.sources[cell])
+            kind = spec
+            if status != UNTIED:
+                kind = Ref.rebuilt(spec, value, self.level) if status == NEW_REF else self._old_ref(status)
+            for index, name in places:
+                module = self.modules[index]
+                if module._nnx_info.kinds.get(name) is not kind:
+                    self._bind(module, name, kind, value)
+                elif is_output:
                     self._set(module.__dict__, name, value)
-                    owners.append((weakref.ref(module), name))
-                    self._mark(module._nnx_info)
-            for values, name in ref.targets():
-                self._set(values, name, value)
+            if is_output and type(kind) is Ref:
+                written.append((kind, value))
+        for cell, value in self.released.items():
+            written.append((self._old_ref(cell), value))
+        for ref, value in written:
+            self._set(ref.__dict__, "value", value)
+            owners = self.owners[id(ref)][1] if id(ref) in self.owners else ref._owners
+            for owner, name in owners:
+                owner = owner()
+                if owner is not None:
+                    self._set(owner.__dict__, name, value)
+        for ref, owners in self.owners.values():
             self.steps.append(partial(object.__setattr__, ref, "_owners", owners))
             self._bump(ref.version)
 
-    def _remove(self, module: Any, name: str) -> None:
-        kind = module._nnx_info.kinds.get(name)
-        if type(kind) is Ref:
-            self._detach(kind, module, name)
-        self.steps.append(partial(dict.pop, module._nnx_info.kinds, name, None))
-        self.steps.append(partial(dict.pop, module.__dict__, name, None))
+    def _old_value(self, cell: int) -> Any:
+        at, name, _ = self._cell_before(cell)
+        return self.modules[at].__dict__[name]
 
-    def _detach(self, ref: Ref, module: Any, name: str) -> None:
-        owners = [(o, n) for o, n in ref._owners if not (o() is module and n == name)]
-        self.steps.append(partial(object.__setattr__, ref, "_owners", owners))
-        self._bump(ref.version)
+    def _old_ref(self, cell: int) -> Ref:
+        at, name, _ = self._cell_before(cell)
+        return self.modules[at]._nnx_info.kinds[name]
+
+    def _cell_before(self, cell: int) -> tuple[int, str, Any]:
+        assert self.before is not None, "only a graph that was there before has cells to stay the same"
+        return self.before.cells[cell]
+
+    # Single steps
+
+    def _bind(self, module: Any, name: str, kind: Any, value: Any) -> None:
+        """Gives an attribute another kind and value."""
+        self._untie(module, name)
+        if type(kind) is Ref:
+            self._owners(kind).append((weakref.ref(module), name))
+        self._set(module._nnx_info.kinds, name, kind)
+        self._set(module.__dict__, name, value)
+        self._mark(module._nnx_info)
+
+    def _remove(self, module: Any, name: str) -> None:
+        self._untie(module, name)
+        info = module._nnx_info
+        self.steps.append(partial(dict.pop, info.kinds, name, None))
+        self.steps.append(partial(dict.pop, module.__dict__, name, None))
+        if info.sown and name in info.sown:
+            self.steps.append(partial(set.discard, info.sown, name))
+        self._mark(info)
+
+    def _untie(self, module: Any, name: str) -> None:
+        ref = module._nnx_info.kinds.get(name)
+        if type(ref) is Ref:
+            owners = self._owners(ref)
+            owners[:] = [(owner, n) for owner, n in owners if not (owner() is module and n == name)]
+
+    def _owners(self, ref: Ref) -> list[Any]:
+        """The owners that a Ref will have, to be changed."""
+        if id(ref) not in self.owners:
+            self.owners[id(ref)] = (ref, list(ref._owners))
+        return self.owners[id(ref)][1]
 
     def _set(self, values: dict[str, Any], name: str, value: Any) -> None:
         self.steps.append(partial(dict.__setitem__, values, name, value))
 
     def _mark(self, info: Any) -> None:
-        """What `info.changed()` does, as single steps."""
+        """What `info.changed()` does, as single steps; once per Module."""
+        if id(info) in self.marked:
+            return
+        self.marked.add(id(info))
         for slot in ("flat", "joint", "order"):
             self.steps.append(partial(setattr, info, slot, None))
         self.steps.append(partial(setattr, info, "restructured", True))
@@ -216,26 +271,68 @@ class Steps:
         self.steps.append(partial(setattr, STRUCTURE, "stamp", object()))
 
 
-def find_rewrite(entered: Any, returned: Sequence[Any]) -> tuple[Rewrite, list[Any], Any]:
-    """The Rewrite from the structure a graph was entered with to the one it has now, and the values that came out."""
+class Found:
+    """What a function did to the structure of its Modules, and the values that come out of it."""
+
+    __slots__ = ("rewrite", "values", "walk", "aliases", "regrouped")
+
+    rewrite: Rewrite | None  # None: the structure is what it was
+    values: list[Any]
+    walk: Any
+    aliases: tuple[tuple[int, ...], ...]
+    regrouped: tuple[int, ...]
+
+
+def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
+    """The Rewrite from the structure a graph was entered with to the one it has now."""
     old_modules = entered.graph.modules
-    walk = traverse([*old_modules, *returned])
-    cells_before = _occurrences(entered.key) if entered.key is not None else {}
-    sources, values = [], []
-    for at, name, _ in walk.cells:
-        value = walk.modules[at].__dict__[name]
-        cell = cells_before.get((at, name)) if at < len(old_modules) else None
-        if cell is not None and not entered.is_changed(cell, value):
-            sources.append(cell)
-        else:
-            sources.append(-1)
-            values.append(value)
+    found = Found()
+    walk = found.walk = traverse([*old_modules, *returned])
+    numbers = {id(ref): cell for cell, ref in entered.refs.items()}
+    places = {} if entered.key is None else {(at, name): cell for at, name, cell in data_attributes(entered.key.table)}
+    current = [walk.modules[at].__dict__[name] for at, name, _ in walk.cells]
+    refs, origins, sources = [], [], []
+    for (at, name, _), ref, value in zip(walk.cells, walk.refs, current):
+        status = UNTIED if ref is None else numbers.get(id(ref), NEW_REF)
+        place = places.get((at, name), -1) if at < len(old_modules) else -1
+        keeps = status >= 0 or place not in entered.refs  # whether the cell is the one that was there before
+        origin = status if status >= 0 else place
+        # what can change in place must not be shared with the Ref that the attribute has left
+        stays = origin >= 0 and (keeps or not can_change(value)) and not entered.is_changed(origin, value)
+        refs.append(status)
+        origins.append(origin if keeps else -1)
+        sources.append(origin if stays else -1)
+    found.rewrite = None
     mutables = _origins_of_mutables(entered, walk)
-    rewrite = Rewrite(GraphKey.of(walk.table), walk.detached(), mutables, tuple(sources), len(old_modules))
-    return rewrite, values, walk
+    keeps_mutables = mutables == tuple([(number, False) for number in range(len(entered.graph.mutables))])
+    if keeps_mutables and _is_as_before(entered, walk, places, refs):
+        return found
+    found.aliases, other = entered.regrouped(origins, current)
+    found.regrouped = tuple([origins[i] for i in other if origins[i] >= 0])
+    for i in other:
+        sources[i] = -1
+    held = set(refs)
+    released = [
+        cell
+        for cell, ref in entered.refs.items()
+        if cell not in held and entered.is_changed(cell, ref.__dict__["value"])
+    ]
+    found.values = [value for value, source in zip(current, sources) if source < 0]
+    found.values += [entered.refs[cell].__dict__["value"] for cell in released]
+    found.rewrite = Rewrite(
+        key=GraphKey.of(walk.table),
+        statics=walk.detached(),
+        mutables=mutables,
+        sources=tuple(sources),
+        tied=tuple(entered.refs),
+        refs=tuple(refs),
+        released=tuple(released),
+        old_count=len(old_modules),
+    )
+    return found
 
 
-def _origins_of_mutables(entered: Any, walk: Any) -> tuple[tuple[int, bool], ...]:
+def _origins_of_mutables(entered: Entered, walk: Any) -> tuple[tuple[int, bool], ...]:
     """For every mutable static value its number when the graph was entered, or -1, and whether it has changed since."""
     numbers = {id(value): number for number, value in enumerate(entered.graph.mutables)}
     changed = set()
@@ -245,13 +342,28 @@ def _origins_of_mutables(entered: Any, walk: Any) -> tuple[tuple[int, bool], ...
     return tuple([(numbers.get(id(value), -1), id(value) in changed) for value in walk.mutables])
 
 
-def _occurrences(key: GraphKey) -> dict[tuple[int, str], int]:
-    """The cell behind every attribute of a graph that holds data, aliases included."""
-    found = {}
-    for at, (_, attrs) in enumerate(key.table[1]):
+def _is_as_before(entered: Entered, walk: Any, places: Mapping[tuple[int, str], int], refs: Sequence[int]) -> bool:
+    """Whether the structure is the one that was entered; an attribute may have been deleted and made again."""
+    if entered.key is None or len(walk.modules) > len(entered.graph.modules):
+        return False
+    for at, ((cls_before, before), (cls, after)) in enumerate(zip(entered.key.table[1], walk.table[1], strict=True)):
+        if cls is not cls_before or len(before) != len(after):
+            return False
+        for old, new in zip(before, after):
+            if old[:2] != new[:2] or ((at, old[0]) not in places and old[2] != new[2]):
+                return False
+    for at, name, cell in data_attributes(walk.table):
+        was = places[at, name]
+        if refs[cell] != (was if was in entered.refs else UNTIED):
+            return False
+    return True
+
+
+def data_attributes(table: tuple[Any, ...]) -> Iterator[tuple[int, str, int]]:
+    """Every attribute in a table that holds data, as `(Module, name, cell)`; several may have one cell."""
+    for at, (_, attrs) in enumerate(table[1]):
         for name, kind, *rest in attrs:
             if kind is SHARED:
-                found[at, name] = key.table[2][rest[1]]
+                yield at, name, table[2][rest[1]]
             elif kind is NODE or kind is TREE or (type(kind) is Spec and not is_static(kind)):
-                found[at, name] = rest[0]
-    return found
+                yield at, name, rest[0]

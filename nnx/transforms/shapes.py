@@ -89,6 +89,7 @@ def shard_map(
         effects, outputs = _look_ahead(call, target.fun, cell_specs, data_specs, {**options, "check_vma": False})
         single = [spec for argument, spec in zip(args, specs) if isinstance(argument, ModuleBase)]
         value_specs = [_spec_of_output(effects, cell_specs, single, i) for i in outputs]
+        value_specs += [cell_specs[i] for i in (effects.rewrite.released if effects.rewrite is not None else ())]
 
         def body(cells: Any, data: Any, keys: Any) -> Any:
             outcome = _inside(call, target.fun, cells, data, keys)

@@ -1,0 +1,142 @@
+"""Entering: the Modules of a call, rebuilt at the current trace level, and how to tell later what changed in them.
+
+The body gets its own copies of everything that can change in place, containers and numpy arrays, so the caller's are
+never touched. An attribute that is a Ref outside is a Ref inside, and *entered* Refs are known by the number of their
+cell: any other Ref found when the body has ended was made by the body.
+"""
+
+from collections.abc import Sequence
+from operator import is_
+from typing import Any
+
+import jax
+import numpy as np
+
+from nnx.core.graph import Graph, GraphKey, build, traverse
+from nnx.core.refs import Ref
+from nnx.core.statics import Statics
+from nnx.core.ties import NO_TIES, Ties, alias_groups, container_cells
+from nnx.core.trees import can_change, is_leaf, own
+
+
+class Entered:
+    """The Modules of a call, rebuilt at the current trace level, and what their cells held then."""
+
+    __slots__ = ("key", "graph", "ties", "refs", "before", "trees", "arrays", "baseline")
+
+    key: GraphKey | None
+    graph: Graph
+    ties: Ties
+    refs: dict[int, Ref]  # by cell, those with one owner included
+    before: list[Any]
+    trees: dict[int, tuple[list[Any], Any]]  # leaves and treedef of the cells that hold pytrees
+    arrays: dict[int, list[tuple[int, np.ndarray]]]  # copies of the numpy arrays in a cell, each with its leaf's number
+    baseline: Any  # the walk over the Modules on entry, if a static value could be changed in place
+
+    @property
+    def roots(self) -> list[Any]:
+        if self.key is None:
+            return []
+        return [self.graph.modules[i] for i in dict.fromkeys(self.key.table[0])]
+
+    def value(self, cell: int) -> Any:
+        """What a cell holds now; only while the structure is as it was."""
+        return self.graph.dicts[cell][self.key.cells[cell][1]]
+
+    def is_changed(self, cell: int, value: Any) -> bool:
+        """Whether a value differs from what the cell held on entry, in-place changes included."""
+        if cell in self.trees:
+            leaves, treedef = jax.tree.flatten(value)
+            old_leaves, old_treedef = self.trees[cell]
+            if treedef != old_treedef or not all(map(is_, leaves, old_leaves)):
+                return True
+        elif value is not self.before[cell]:
+            return True
+        else:
+            leaves = [value]
+        return any(not _is_same_array(leaves[i], copy) for i, copy in self.arrays.get(cell, ()))
+
+    def is_restructured(self) -> bool:
+        modules = self.graph.modules
+        if any(module._nnx_info.restructured for module in modules):
+            return True
+        if self.baseline is None:
+            return False
+        walk = traverse(modules)  # a static value may have been changed in place
+        return walk.table != self.baseline.table or not all(map(is_, walk.mutables, self.baseline.mutables))
+
+    def regrouped(self, origins: Sequence[int], values: Sequence[Any]) -> tuple[Any, list[int]]:
+        """Compares which cells hold one container with what it was on entry.
+
+        Args:
+          origins: for each value the cell it was on entry, or -1.
+          values: what the cells hold now.
+
+        Returns:
+          The groups of values that are one container, and the places of those whose group is not what it was.
+        """
+        cells = container_cells(values)
+        groups = alias_groups(cells, [values[i] for i in cells])
+        if not groups and not self.ties.aliases:
+            return (), []
+        # a value that was in no cell has no number in common with any group on entry
+        numbers = [origin if origin >= 0 else -1 - i for i, origin in enumerate(origins)]
+        now = {tuple(sorted([numbers[i] for i in group])) for group in groups}
+        others = {number for group in now ^ set(self.ties.aliases) for number in group}
+        return groups, [i for i, number in enumerate(numbers) if number in others]
+
+    def write(self, cell: int, value: Any) -> None:
+        """Puts a value into a cell, through its Ref if it has one."""
+        ref = self.refs.get(cell)
+        targets = [(self.graph.dicts[cell], self.key.cells[cell][1])] if ref is None else ref.targets()
+        for values, name in targets:
+            values[name] = value
+
+
+def enter(key: GraphKey | None, statics: Statics, cells: Sequence[Any], ties: Ties = NO_TIES) -> Entered:
+    """Builds the Modules of a graph around copies of the given values."""
+    entered = Entered()
+    entered.key, entered.ties = key, ties
+    entered.before, entered.trees, entered.arrays, entered.refs = [], {}, {}, {}
+    if key is None:
+        entered.graph, entered.baseline = Graph([], [], [], []), None
+        return entered
+    entered.graph = build(key, statics, _own_values(cells, ties))
+    entered.refs = dict(zip(key.table[2], entered.graph.refs))
+    for cell in ties.refs:
+        at, name, spec = key.cells[cell]
+        entered.refs[cell] = Ref.around(entered.graph.modules[at], name, spec)
+    for i, ((_, name, _), values) in enumerate(zip(key.cells, entered.graph.dicts)):
+        value = values[name]
+        entered.before.append(value)
+        if can_change(value):
+            _remember(entered, i, value)
+    entered.baseline = traverse(entered.graph.modules) if statics.can_change else None
+    return entered
+
+
+def _own_values(cells: Sequence[Any], ties: Ties) -> list[Any]:
+    """The values of cells, with copies of what can change in place; those that hold one container get one copy."""
+    values, copies = list(cells), {}
+    for i, value in enumerate(values):
+        if can_change(value):
+            values[i] = own(value, copies)
+    for first, *others in ties.aliases:
+        for i in others:
+            values[i] = values[first]
+    return values
+
+
+def _remember(entered: Entered, cell: int, value: Any) -> None:
+    """Keeps what is needed to notice a change in place."""
+    leaves = [value]
+    if not is_leaf(value):
+        leaves, _ = entered.trees[cell] = jax.tree.flatten(value)
+    arrays = [(i, leaf.copy()) for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
+    if arrays:
+        entered.arrays[cell] = arrays
+
+
+def _is_same_array(array: np.ndarray, copy: np.ndarray) -> bool:
+    """Whether two numpy arrays agree bit for bit, so that a NaN equals itself and 0.0 differs from -0.0."""
+    return array.shape == copy.shape and array.dtype == copy.dtype and array.tobytes() == copy.tobytes()
