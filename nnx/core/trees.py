@@ -8,6 +8,9 @@ import numpy as np
 leaf_types: dict[type, bool] = {}
 """Whether values of a type are leaves, and data; types are entered as they are met."""
 
+constant_types: dict[type, bool] = {}
+"""Whether values of a type are leaves that cannot change in place; types are entered as they are met."""
+
 
 def is_pytree_leaf(value: Any) -> bool:
     """Whether JAX takes the value as one leaf, and not as a tree of others."""
@@ -26,12 +29,18 @@ def is_leaf(value: Any) -> bool:
 
 def fresh(value: Any) -> Any:
     """The value with every container in it made anew; leaves stay."""
-    return value if is_leaf(value) else jax.tree.map(lambda leaf: leaf, value)
+    if leaf_types.get(type(value)) or is_leaf(value):
+        return value
+    return jax.tree.map(lambda leaf: leaf, value)
 
 
 def can_change(value: Any) -> bool:
     """Whether a value can change in place: a container, or a numpy array."""
-    return not is_leaf(value) or isinstance(value, np.ndarray)
+    cls = type(value)
+    constant = constant_types.get(cls)
+    if constant is None:
+        constant = constant_types[cls] = is_leaf(value) and not isinstance(value, np.ndarray)
+    return not constant
 
 
 def own(value: Any, copies: dict[int, Any]) -> Any:
