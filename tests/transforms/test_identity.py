@@ -294,6 +294,15 @@ def pure_grad(f, m):
     return result
 
 
+def test_a_pure_result_holds_one_container_where_the_model_does():
+    for body in (lambda m: m, lambda m: (m.p.update(k=value(5.0)), m)[1]):
+        m = two_attributes_of_one_dict()
+        result = nnx.jit(body, stateful=False)(m)
+        assert result.p is result.q
+        assert result.p is not m.p
+        assert float(m.q["k"]) == 1.0
+
+
 # One container under several attributes
 
 
@@ -487,6 +496,34 @@ def test_a_stacked_constructor_keeps_what_self_held_before():
     m = Sub()
     assert m.w.tolist() == [[2.0] * 3] * 2
     assert float(m.own) == 1.0
+
+
+def test_a_stacked_constructor_may_call_another_one():
+    class Base(nnx.Module):
+        @nnx.vmap(variable_axes={nnx.Param: 0}, axis_size=2)
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(()))
+            self.me = self
+
+    class Sub(Base):
+        @nnx.vmap(variable_axes={nnx.Param: 0}, axis_size=3)
+        def __init__(self):
+            super().__init__()
+            self.v = nnx.Param(jnp.ones(()))
+
+    m = Sub()
+    assert m.me is m
+    assert (m.w.shape, m.v.shape) == ((3, 2), (3,))
+
+
+def test_a_frozen_dataclass_may_have_a_stacked_constructor():
+    @nnx.dataclass(frozen=True)
+    class Frozen(nnx.Module):
+        @nnx.vmap(variable_axes={nnx.Param: 0}, axis_size=2)
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(()))
+
+    assert Frozen().w.shape == (2,)
 
 
 # Random graphs and bodies
