@@ -43,22 +43,23 @@ def can_change(value: Any) -> bool:
     return not constant
 
 
-def own(value: Any, copies: dict[int, Any]) -> Any:
+def own(value: Any, copies: dict[int, Any], buffers: bool = False) -> Any:
     """Returns a copy of everything in a value that can change in place: containers and numpy arrays.
 
     Args:
       value: the value; leaves of other types stay as they are.
       copies: the copies of numpy arrays made so far, by the id of the original: what was one array stays one.
+      buffers: whether to copy JAX arrays as well.
     """
 
     def own_leaf(leaf: Any) -> Any:
-        if not isinstance(leaf, np.ndarray):
-            return leaf
-        copy = copies.get(id(leaf))
-        if copy is None:
-            copy = copies[id(leaf)] = leaf.copy(order="K")
-            copy.flags.writeable = leaf.flags.writeable
-        return copy
+        if isinstance(leaf, np.ndarray):
+            copy = copies.get(id(leaf))
+            if copy is None:
+                copy = copies[id(leaf)] = leaf.copy(order="K")
+                copy.flags.writeable = leaf.flags.writeable
+            return copy
+        return leaf.copy() if buffers and isinstance(leaf, jax.Array) else leaf
 
     return own_leaf(value) if is_leaf(value) else jax.tree.map(own_leaf, value)
 

@@ -414,6 +414,15 @@ def test_a_jitted_step_notices_that_attributes_have_come_to_hold_one_container()
     assert body.trace_count == 3
 
 
+@pytest.mark.parametrize("copied", [nnx.Module.clone, copy.deepcopy, lambda m: m.clone(copy_arrays=True)])
+def test_a_copy_holds_one_container_where_the_model_does(copied):
+    m = two_attributes_of_one_dict()
+    twin = copied(m)
+    assert twin.p is twin.q
+    assert twin.p is not m.p
+    assert twin.other is not twin.p
+
+
 def test_a_container_written_by_update_state_or_through_a_ref_is_noticed():
     @nnx.jit
     def body(m):
