@@ -12,14 +12,11 @@ import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
-import jax
-import numpy as np
-
 from nnx.core.attributes import assign, settle, variable_of
 from nnx.core.errors import DICT_REPLACED, MODULE_TO_RAW_JAX, NOT_A_MODULE_CLASS, RESERVED_NAME
 from nnx.core.fields import constructor_signature, prepare_dataclass
 from nnx.core.filters import classify
-from nnx.core.graph import depth_first, flat_of, number_modules, refuse_pytree
+from nnx.core.graph import build, depth_first, flat_of, number_modules, refuse_pytree
 from nnx.core.info import MODULE, Absent, ModuleBase, absent, join, new_module, segment_of
 from nnx.core.modes import set_mode
 from nnx.core.moduledef import ModuleDef
@@ -28,6 +25,7 @@ from nnx.core.pure import Pure
 from nnx.core.refs import Ref
 from nnx.core.repr import article, module_repr, short
 from nnx.core.state import Layout, State
+from nnx.core.ties import own_values
 from nnx.core.trace import current_level
 from nnx.core.updates import check_level, pop, remove, resolve, stored_name, to_states, update
 from nnx.core.variables import Spec, Variable
@@ -249,9 +247,8 @@ class Module(ModuleBase, metaclass=ModuleType):
           copy_arrays: also copy the buffers of jax Arrays, so that one copy may be donated.
         """
         flat = flat_of(self)
-        copied = (jax.Array, np.ndarray) if copy_arrays else np.ndarray  # numpy arrays can change in place
-        leaves = [_copy_arrays(leaf, copied) for leaf in flat.leaves()]
-        return ModuleDef(flat.key, flat.statics).merge(State.from_layout(flat.key.layout, leaves))
+        graph = build(flat.key, flat.statics, own_values(flat.values(), flat.ties, copy_arrays))
+        return graph.modules[flat.key.table[0][0]]
 
     @property
     def apply(self) -> Access:
@@ -415,10 +412,6 @@ def _unpickled(cls: type) -> Any:
 
 def _is_variable(kind: Any) -> bool:
     return type(kind) is Spec and issubclass(kind.type, Variable)
-
-
-def _copy_arrays(leaf: Any, types: Any) -> Any:
-    return jax.tree.map(lambda x: x.copy() if isinstance(x, types) else x, leaf)
 
 
 def _adopt_fields(module: Any) -> None:

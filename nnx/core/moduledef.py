@@ -13,7 +13,7 @@ from nnx.core.refs import Ref
 from nnx.core.repr import short
 from nnx.core.state import State
 from nnx.core.statics import Freezer, Statics
-from nnx.core.trees import fresh
+from nnx.core.trees import can_change, own
 from nnx.core.updates import update
 from nnx.core.variables import Container, Spec
 
@@ -225,12 +225,12 @@ def _as_states(states: Iterable[Any]) -> Iterator[State]:
 
 
 def _unbox(key: GraphKey, leaves: Sequence[Any]) -> tuple[list[Any], list[tuple[int, Spec]]]:
-    """The raw values of State leaves, and the cells whose container is of another spec than the structure says."""
-    values, changed = [], []
+    """The raw values of State leaves, copied if they can change, and the cells whose container has another spec."""
+    values, changed, copies = [], [], {}
     for i, (kind, leaf) in enumerate(zip(key.kinds, leaves, strict=True)):
         if isinstance(leaf, Container):
             spec, leaf = leaf._spec, leaf.value
             if spec is not kind and not (kind is TREE and spec is TREE_SPEC):
                 changed.append((i, spec))
-        values.append(fresh(leaf))
+        values.append(own(leaf, copies) if can_change(leaf) else leaf)
     return values, changed

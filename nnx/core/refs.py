@@ -41,7 +41,7 @@ class Ref:
             raise TypeError(
                 f"nnx.Ref shares a Variable or Node, got {short(container)}. Say what it is: nnx.Ref(nnx.Param(x))."
             )
-        self._bind(container._spec, container.value, current_level())
+        self._bind(container._spec, fresh(container.value), current_level())
 
     def _bind(self, spec: Spec, value: Any, level: Any) -> None:
         self._spec = spec

@@ -9,7 +9,7 @@ them, it has changed for all.
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from nnx.core.trees import is_leaf, leaf_types
+from nnx.core.trees import can_change, constant_types, is_leaf, leaf_types, own
 
 
 class Ties(NamedTuple):
@@ -32,6 +32,24 @@ def container_cells(values: Sequence[Any]) -> list[int]:
     if all(map(leaf_types.get, set(map(type, values)))):  # the usual case: nothing but arrays
         return []
     return [i for i, value in enumerate(values) if is_container(value)]
+
+
+def own_values(values: Sequence[Any], ties: Ties, buffers: bool = False) -> list[Any]:
+    """The values of cells with copies of all that can change in place; what was one container is one copy.
+
+    Args:
+      values: one per cell.
+      ties: the ties of the graph.
+      buffers: whether to copy JAX arrays as well.
+    """
+    if not buffers and all(map(constant_types.get, set(map(type, values)))):  # the usual case: nothing but arrays
+        return list(values)
+    copies: dict[int, Any] = {}
+    copied = [own(value, copies, buffers) if buffers or can_change(value) else value for value in values]
+    for first, *others in ties.aliases:
+        for cell in others:
+            copied[cell] = copied[first]
+    return copied
 
 
 def alias_groups(cells: Sequence[int], values: Iterable[Any]) -> tuple[tuple[int, ...], ...]:

@@ -10,6 +10,9 @@ from nnx.core.info import outlives_caches
 leaf_types: dict[type, bool] = {}
 """Whether values of a type are leaves, and data; types are entered as they are met."""
 
+constant_types: dict[type, bool] = {}
+"""Whether values of a type are leaves that cannot change in place; types are entered as they are met."""
+
 
 def is_pytree_leaf(value: Any) -> bool:
     """Whether JAX takes the value as one leaf, and not as a tree of others."""
@@ -30,30 +33,39 @@ def is_leaf(value: Any) -> bool:
 
 def fresh(value: Any) -> Any:
     """The value with every container in it made anew; leaves stay."""
-    return value if is_leaf(value) else jax.tree.map(lambda leaf: leaf, value)
+    if leaf_types.get(type(value)) or is_leaf(value):
+        return value
+    return jax.tree.map(lambda leaf: leaf, value)
 
 
 def can_change(value: Any) -> bool:
     """Whether a value can change in place: a container, or a numpy array."""
-    return not is_leaf(value) or isinstance(value, np.ndarray)
+    cls = type(value)
+    constant = constant_types.get(cls)
+    if constant is None:
+        constant = is_leaf(value) and not isinstance(value, np.ndarray)
+        if outlives_caches(cls):
+            constant_types[cls] = constant
+    return not constant
 
 
-def own(value: Any, copies: dict[int, Any]) -> Any:
+def own(value: Any, copies: dict[int, Any], buffers: bool = False) -> Any:
     """Returns a copy of everything in a value that can change in place: containers and numpy arrays.
 
     Args:
       value: the value; leaves of other types stay as they are.
       copies: the copies of numpy arrays made so far, by the id of the original: what was one array stays one.
+      buffers: whether to copy JAX arrays as well.
     """
 
     def own_leaf(leaf: Any) -> Any:
-        if not isinstance(leaf, np.ndarray):
-            return leaf
-        copy = copies.get(id(leaf))
-        if copy is None:
-            copy = copies[id(leaf)] = leaf.copy(order="K")
-            copy.flags.writeable = leaf.flags.writeable
-        return copy
+        if isinstance(leaf, np.ndarray):
+            copy = copies.get(id(leaf))
+            if copy is None:
+                copy = copies[id(leaf)] = leaf.copy(order="K")
+                copy.flags.writeable = leaf.flags.writeable
+            return copy
+        return leaf.copy() if buffers and isinstance(leaf, jax.Array) else leaf
 
     return own_leaf(value) if is_leaf(value) else jax.tree.map(own_leaf, value)
 

@@ -15,8 +15,8 @@ import numpy as np
 from nnx.core.graph import Graph, GraphKey, build, traverse
 from nnx.core.refs import Ref
 from nnx.core.statics import Statics
-from nnx.core.ties import NO_TIES, Ties, alias_groups, container_cells
-from nnx.core.trees import can_change, is_leaf, own
+from nnx.core.ties import NO_TIES, Ties, alias_groups, container_cells, own_values
+from nnx.core.trees import can_change, is_leaf
 
 
 class Entered:
@@ -101,30 +101,17 @@ def enter(key: GraphKey | None, statics: Statics, cells: Sequence[Any], ties: Ti
     if key is None:
         entered.graph, entered.baseline = Graph([], [], [], []), None
         return entered
-    entered.graph = build(key, statics, _own_values(cells, ties))
+    entered.graph = build(key, statics, own_values(cells, ties))
     entered.refs = dict(zip(key.table[2], entered.graph.refs))
     for cell in ties.refs:
         at, name, spec = key.cells[cell]
         entered.refs[cell] = Ref.around(entered.graph.modules[at], name, spec)
-    for i, ((_, name, _), values) in enumerate(zip(key.cells, entered.graph.dicts)):
-        value = values[name]
-        entered.before.append(value)
+    entered.before = [values[name] for (_, name, _), values in zip(key.cells, entered.graph.dicts)]
+    for i, value in enumerate(entered.before):
         if can_change(value):
             _remember(entered, i, value)
     entered.baseline = traverse(entered.graph.modules) if statics.can_change else None
     return entered
-
-
-def _own_values(cells: Sequence[Any], ties: Ties) -> list[Any]:
-    """The values of cells, with copies of what can change in place; those that hold one container get one copy."""
-    values, copies = list(cells), {}
-    for i, value in enumerate(values):
-        if can_change(value):
-            values[i] = own(value, copies)
-    for first, *others in ties.aliases:
-        for i in others:
-            values[i] = values[first]
-    return values
 
 
 def _remember(entered: Entered, cell: int, value: Any) -> None:

@@ -10,8 +10,23 @@ from jax.sharding import PartitionSpec
 from nnx.core.filters import to_predicate
 from nnx.core.info import ModuleBase
 from nnx.core.variables import Spec
-from nnx.transforms.lift import Call, Effects, Outcome, commit, discard, enter_call, leave, run, sort_of, target_of
+from nnx.transforms.lift import (
+    Call,
+    Effects,
+    Outcome,
+    cell_paths,
+    commit,
+    discard,
+    enter_call,
+    leave,
+    run,
+    sort_of,
+    target_of,
+)
 from nnx.transforms.wrapper import decorator
+
+TWO_SPECS = """nnx.shard_map: one container is the value of {path!r} ({spec}) and of {other!r} ({other_spec}). It has \
+one value, so it has one spec: make the filters of in_specs agree on it, or give each attribute its own container."""
 
 
 def eval_shape(fun: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,4 +185,10 @@ def _split_specs(call: Call, args: Any, specs: Any) -> tuple[list[Any], list[Any
                 is_leaf=is_spec,
             )
             data.extend(jax.tree.leaves(spread, is_leaf=is_spec))
+    for first, *others in call.signature.ties.aliases:
+        for other in others:
+            if cells[other] != cells[first]:
+                paths = cell_paths(key)
+                places = {"path": paths[first], "other": paths[other]}
+                raise ValueError(TWO_SPECS.format(**places, spec=cells[first], other_spec=cells[other]))
     return cells, [PartitionSpec() if s is None else s for s in data]

@@ -251,6 +251,17 @@ def test_tied_values_in_place_changes_are_seen_by_both():
     assert float(state["a/w"].value["k"]) == 1.0
 
 
+def test_a_container_given_to_a_ref_is_copied():
+    param = nnx.Param({"k": jnp.asarray(0.0)})
+    one, two = nnx.Ref(param), nnx.Ref(param)
+    m = Pair(Leaf(one), Leaf(two))
+    m.a.w["k"] = jnp.asarray(1.0)
+    assert float(m.b.w["k"]) == float(param.value["k"]) == 0.0
+    m.a.w = param
+    m.a.w["k"] = jnp.asarray(2.0)
+    assert float(param.value["k"]) == 0.0
+
+
 def test_a_ref_in_a_sequence_and_an_attribute_is_one_cell():
     ref = nnx.Ref(nnx.Param(jnp.asarray(1.0)))
     m = Pair(nnx.Sequence([Leaf(ref)]), Leaf(ref))
