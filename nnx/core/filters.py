@@ -254,7 +254,7 @@ def check_wrt(wrt: AnyValue, entries: Iterable[tuple[str, AnyValue]], name: str)
     Raises:
       ValueError: `wrt` contains a path filter or a function that selects Variables of more than one type.
     """
-    untyped = list(_untyped_parts(wrt))
+    untyped = list(untyped_parts(wrt))
     if not untyped:
         return
     entries = list(entries)
@@ -271,13 +271,13 @@ def check_wrt(wrt: AnyValue, entries: Iterable[tuple[str, AnyValue]], name: str)
             raise ValueError(MANY_TYPES.format(name=name, **text))
 
 
-def _untyped_parts(filter: AnyValue) -> Iterator[AnyValue]:
+def untyped_parts(filter: AnyValue) -> Iterator[AnyValue]:
     """The alternatives of a filter that name no type or collection."""
     if isinstance(filter, (tuple, list)):
         for part in filter:
-            yield from _untyped_parts(part)
+            yield from untyped_parts(part)
     elif isinstance(filter, Any):
-        yield from _untyped_parts(filter.filters)
+        yield from untyped_parts(filter.filters)
     elif filter is not ... and filter is not None and not _names_type(filter):
         yield filter
 
@@ -288,7 +288,7 @@ def _names_type(filter: AnyValue) -> bool:
     if isinstance(filter, All):  # one typed part narrows the whole
         return any(map(_names_type, filter.filters))
     if isinstance(filter, (tuple, list, Any)):
-        return not list(_untyped_parts(filter))
+        return not list(untyped_parts(filter))
     return isinstance(filter, (type, str, OfType, InCollection))
 
 

@@ -125,7 +125,7 @@ def errors():
 
 
 def donation():
-    """The cells of a donated Module that share the buffers of sharded arrays, whole or in one shard, after two steps."""
+    """The cells of a donated Module that share the buffers of sharded arrays, or of one shard, after two steps."""
     axis = jax.NamedSharding(mesh_of(("data", 8)), jax.P("data"))
     x = jax.device_put(jnp.zeros(8), axis)
     same = jax.make_array_from_single_device_arrays(x.shape, axis, [shard.data for shard in x.addressable_shards])
