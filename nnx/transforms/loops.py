@@ -40,6 +40,9 @@ NOT_A_PAIR = """nnx.scan: the body must return a pair, (carry, y); {name} return
 return \
 `carry, None`."""
 
+TOO_MANY_AXES = """nnx.scan: in_axes has {given} entries, but {name} was called with {rest} arguments after the carry. \
+The Module and the carry have no entry: in_axes is for what follows them."""
+
 OTHER_CARRY = """{name}: the body received {what} of the structure {before} and returned {after}. What is handed \
 from step \
 to step must keep its structure."""
@@ -131,6 +134,8 @@ class Steps:
         after = tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,) + (None,) * (rest - 1)
         after = (*after, *(None,) * (rest - len(after)))[:rest]
         if isinstance(in_axes, (tuple, list)):
+            if len(in_axes) > rest:
+                raise ValueError(TOO_MANY_AXES.format(given=len(in_axes), rest=rest, name=name))
             check_module_axes(axes, "in_axes", after, args[2:], argument_labels(len(args))[2:])
         self.data_axes, labels = data_axes(axes.name, (None, None, *after), args, kwargs, None)
         flags, _ = data_axes(axes.name, (None, 0, *(None,) * rest), args, kwargs, None)

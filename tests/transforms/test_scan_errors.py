@@ -170,3 +170,8 @@ def test_an_output_axis_at_a_modules_place_is_an_error_that_shows_variable_axes(
     for out_axes in (0, (None, 0)):
         _, (out, ys) = nnx.scan(f, out_axes=out_axes)(model, 0.0, jnp.ones(2))
         assert out is model and ys.shape == (2,)
+
+
+def test_more_in_axes_than_arguments_are_an_error():
+    with pytest.raises(ValueError, match="in_axes has 3 entries, but .* was called with 1 arguments after the carry"):
+        nnx.scan(lambda m, carry, x: (carry, x), in_axes=(None, None, 0))(layers(), 0.0, jnp.ones(2))
