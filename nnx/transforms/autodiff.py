@@ -1,16 +1,17 @@
 """`vjp`, `jvp`, `linearize`, `jacfwd`, `jacrev`, `hessian`: the other derivatives.
 
-Tangents and cotangents of a Module are States of its `wrt` part. What the forward pass changes stands.
+Tangents and cotangents of a Module are States of its `wrt` part; see `differentiate` for what happens where Modules
+share a cell. Changes made in the forward pass are kept. A Module in the output has no tangent: the derivative has None
+in its place.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from nnx.core.variables import Param
-from nnx.transforms.differentiate import Part
+from nnx.transforms.differentiate import Part, as_tangents, with_modules, without_modules
 from nnx.transforms.lift import Outcome, commit, discard, target_of
 from nnx.transforms.wrapper import decorator
 
@@ -30,10 +31,17 @@ def _with_aux(pure: Callable[[Any], Outcome], has_aux: bool) -> Callable[[Any], 
     return split
 
 
-def vjp(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param, stateful: bool = True) -> Any:
-    """`(out, vjp_fn)`, or `(out, vjp_fn, aux)`: the value and the function that pulls cotangents back.
+def _finish(part: Part, out: Any, outcome: Outcome, stateful: bool) -> tuple[Any, Any]:
+    """Commits what happened; returns the output and the auxiliary output, with the caller's Modules in them."""
+    whole = Outcome(outcome.values, (out, outcome.out), outcome.effects)
+    return commit(part.call, whole) if stateful else discard(part.call, whole)
 
-    `vjp_fn(cotangent)` gives one cotangent per primal; for a Module a State of its `wrt` part.
+
+def vjp(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param, stateful: bool = True) -> Any:
+    """Returns `(out, vjp_fn)`, or `(out, vjp_fn, aux)`: the value and the function that pulls cotangents back.
+
+    `vjp_fn(cotangent)` returns one cotangent per primal; for a Module, a State of its `wrt` part. A cell that several
+    primals share appears once, at its canonical place.
 
     Args:
       fun: the function, a Module, or a bound method of one.
@@ -52,11 +60,13 @@ def vjp(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param, statef
     part = Part(
         f"nnx.vjp({target.name})", (*target.bound, *primals), {}, _all(len(primals) + len(target.bound)), wrt, False
     )
-    out, pull, outcome = jax.vjp(_with_aux(part.function(target.fun), has_aux), part.primals(), has_aux=True)
-    aux = commit(part.call, outcome) if stateful else discard(part.call, outcome)
+    raw, pull, outcome = jax.vjp(_with_aux(part.function(target.fun), has_aux), part.primals(), has_aux=True)
+    out, aux = _finish(part, raw, outcome, stateful)
+    returns_modules = outcome.effects.returns_modules
+    structure = jax.tree.map(lambda _: 0, raw)
 
     def vjp_fn(cotangent: Any) -> Any:
-        ((cells, data),) = pull(cotangent)
+        ((cells, data),) = pull(with_modules(structure, cotangent) if returns_modules else cotangent)
         return part.pack(cells, data)
 
     return (out, vjp_fn, aux) if has_aux else (out, vjp_fn)
@@ -71,9 +81,10 @@ def jvp(
     wrt: Any = Param,
     stateful: bool = True,
 ) -> Any:
-    """`(out, tangent_out)`, or `(out, tangent_out, aux)`: the value and the directional derivative.
+    """Returns `(out, tangent_out)`, or `(out, tangent_out, aux)`: the value and the directional derivative.
 
-    The tangent of a Module is a State of its `wrt` part; paths it leaves out are zero.
+    The tangent of a Module is a State of its `wrt` part. Paths it leaves out are zero. If several States name one cell,
+    because a Module is passed twice or two Modules share it, the tangents are added.
 
     Args:
       fun: the function, a Module, or a bound method of one.
@@ -94,26 +105,14 @@ def jvp(
     part = Part(f"nnx.jvp({target.name})", primals, {}, _all(len(primals)), wrt, False)
     given = part.unpack(tuple(tangents), "the tangents")
     function = _with_aux(part.function(target.fun), has_aux)
-    out, tangent, outcome = jax.jvp(function, (part.primals(),), (_as_tangents(given, part.primals()),), has_aux=True)
-    aux = commit(part.call, outcome) if stateful else discard(part.call, outcome)
+    raw, tangent, outcome = jax.jvp(function, (part.primals(),), (as_tangents(given, part.primals()),), has_aux=True)
+    out, aux = _finish(part, raw, outcome, stateful)
+    tangent = without_modules(tangent)
     return (out, tangent, aux) if has_aux else (out, tangent)
 
 
-def _as_tangents(tangents: Any, primals: Any) -> Any:
-    """Tangents of the dtype that JAX wants for these primals."""
-    return jax.tree.map(lambda t, p: t if not _is_integer(p) else _zero_tangent(p), tangents, primals)
-
-
-def _is_integer(primal: Any) -> bool:
-    return not jax.numpy.issubdtype(jax.numpy.result_type(primal), jax.numpy.inexact)
-
-
-def _zero_tangent(primal: Any) -> Any:
-    return np.zeros(jax.numpy.shape(primal), jax.dtypes.float0)
-
-
 def linearize(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param, stateful: bool = True) -> Any:
-    """`(out, f_jvp)`, or `(out, f_jvp, aux)`: the value and the derivative at it, as a linear function of tangents.
+    """Returns `(out, f_jvp)`, or `(out, f_jvp, aux)`: the value and the derivative as a linear function of tangents.
 
     The arguments are those of `vjp`; `f_jvp` takes one tangent per primal, as `jvp` does.
 
@@ -127,11 +126,11 @@ def linearize(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param, 
     part = Part(f"nnx.linearize({target.name})", primals, {}, _all(len(primals)), wrt, False)
     function = _with_aux(part.function(target.fun), has_aux)
     values = part.primals()
-    out, push, outcome = jax.linearize(function, values, has_aux=True)
-    aux = commit(part.call, outcome) if stateful else discard(part.call, outcome)
+    raw, push, outcome = jax.linearize(function, values, has_aux=True)
+    out, aux = _finish(part, raw, outcome, stateful)
 
     def f_jvp(*tangents: Any) -> Any:
-        return push(_as_tangents(part.unpack(tangents, "the tangents"), values))
+        return without_modules(push(as_tangents(part.unpack(tangents, "the tangents"), values)))
 
     return (out, f_jvp, aux) if has_aux else (out, f_jvp)
 
@@ -157,7 +156,7 @@ def _jacobian(
         jacobian, outcome = transform(function, has_aux=True, **options)(part.primals())
         aux = commit(part.call, outcome) if stateful else discard(part.call, outcome)
         leaves = [part.pack(*inner) for inner in structure[0].flatten_up_to(jacobian)]
-        packed = jax.tree.unflatten(structure[0], leaves)
+        packed = without_modules(jax.tree.unflatten(structure[0], leaves))
         return (packed, aux) if has_aux else packed
 
     return lifted
@@ -250,7 +249,7 @@ def hessian(
             return part.pack(row_cells, row_data, boxed=False)
 
         leaves = [pack_one(block) for block in structure[0].flatten_up_to(blocks)]
-        packed = jax.tree.unflatten(structure[0], leaves)
+        packed = without_modules(jax.tree.unflatten(structure[0], leaves))
         return (packed, aux) if has_aux else packed
 
     return lifted

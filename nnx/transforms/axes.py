@@ -7,23 +7,23 @@ lacks the name of the stacked axis.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from nnx.core.context import rng_predicate
-from nnx.core.filters import describe, to_predicate
-from nnx.core.graph import SHARED, TREE_SPEC, GraphKey
+from nnx.core.filters import describe, to_predicate, untyped_parts
+from nnx.core.graph import SHARED, TREE_SPEC, GraphKey, is_static
 from nnx.core.info import MODULE, NODE, TREE, join
 from nnx.core.state import State
 from nnx.core.trace import is_of_this_trace
 from nnx.core.variables import Container, Spec
 from nnx.sharding.axes import add_axis, remove_axis
 from nnx.transforms.bodies import NEW_VARIABLE, check_aliases, check_structure
+from nnx.transforms.lift import DATA, Call, Effects, cell_paths, sort_of
 from nnx.transforms.lift import MODULE as MODULE_LEAF
-from nnx.transforms.lift import Call, Effects, cell_paths, sort_of
 from nnx.transforms.rewrite import Rewrite
 
 CARRY, BROADCAST = "carry", "broadcast"
@@ -42,6 +42,12 @@ Write {size}=..."""
 
 TWO_AXES = """{name}: one variable is reached under two axes: {path!r} ({group}) and {other!r} ({other_group}). It is \
 shared, so it has one value: make the filters of variable_axes agree on it."""
+
+AXIS_AT_MODULE = """{name}: {option} has the axis {axis} for {place}, a Module ({kind}). in_axes and out_axes are for \
+plain arrays; a Module's variables are stacked by their types. If they have a stacked axis, write \
+variable_axes={{nnx.Param: {axis}}}, {size}=...; if all runs share the Module, write None in place of {axis}."""
+
+PATHS_COMPARED = 10_000  # the most paths to Modules that are compared where Modules are shared
 
 NO_GROUP = """{name}: {path!r}, {kind}, is in none of variable_axes={axes}, variable_broadcast={broadcast} and \
 variable_carry={carry}. Add it to one of them (`...` is all the rest)."""
@@ -133,12 +139,8 @@ class Axes:
                 axes = tuple(f"{describe(f)}: {a}" for f, a in self.variable_axes)
                 rest = {"broadcast": describe(self.broadcast), "carry": describe(self.carry)}
                 raise ValueError(NO_GROUP.format(name=self.name, path=path, kind=kind, axes=axes, **rest))
-        for cell, other in _other_paths(key):
-            group = classify(other, leaves[cell])
-            if group != groups[cell]:
-                path = key.cell_roots()[cell][1]
-                text = {"path": path, "group": groups[cell], "other": other, "other_group": group}
-                raise ValueError(TWO_AXES.format(name=self.name, **text))
+        if self._depends_on_paths():
+            self._check_one_group(key, leaves, groups)
         for first, *others in call.signature.ties.aliases:
             for other in others:
                 if groups[other] != groups[first]:
@@ -146,6 +148,19 @@ class Axes:
                     text = {"group": groups[first], "other_group": groups[other]}
                     raise ValueError(TWO_AXES.format(name=self.name, **paths, **text))
         return groups
+
+    def _depends_on_paths(self) -> bool:
+        filters = [*(filter for filter, _ in self.variable_axes), self.broadcast, self.carry]
+        return next(untyped_parts(filters), None) is not None
+
+    def _check_one_group(self, key: GraphKey, leaves: Sequence[Any], groups: Sequence[Any]) -> None:
+        """Raises ValueError if a cell has another group on another path to it, from any Module of the call."""
+        classify, paths = self.classifier(), cell_paths(key)
+        for label, path, cell in all_paths(key):
+            group = classify(path, leaves[cell])
+            if group != groups[cell]:
+                text = {"path": paths[cell], "group": groups[cell], "other": join(label, path) if label else path}
+                raise ValueError(TWO_AXES.format(name=self.name, other_group=group, **text))
 
     # Sizes
 
@@ -269,27 +284,27 @@ def _occurrences_of(key: GraphKey | None) -> dict[tuple[int, str], int]:
     return {(at, name): cell for cell, (at, name, _) in enumerate(key.cells)}
 
 
-def _other_paths(key: GraphKey) -> list[tuple[int, str]]:
-    """Further paths, one per shared Module or Ref, on which a cell is reached: `(cell, path)`."""
-    parents, table = key.parents(), key.table[1]
-    prefixes: list[str] = []
-    for at in range(len(table)):
-        parent, name = parents[at]
-        prefixes.append(join(prefixes[parent], name) if parent >= 0 else "")
-    found = []
-    for at, (_, attrs) in enumerate(table):
-        for name, kind, *rest in attrs:
-            path = join(prefixes[at], name)
-            if kind is SHARED:
-                cell = key.table[2][rest[1]]
-                if key.cells[cell][:2] != (at, name):
-                    found.append((cell, path))
-            elif kind is MODULE and parents[rest[0]] != (at, name):
-                child = prefixes[rest[0]]
-                for cell, (_, cell_path) in enumerate(key.cell_roots()):
-                    if child and cell_path.startswith(f"{child}/"):
-                        found.append((cell, f"{path}{cell_path[len(child) :]}"))
-    return found
+def all_paths(key: GraphKey) -> Iterator[tuple[str, str, int]]:
+    """Every way to every cell that passes no Module twice: `(label of the root, path, cell)`.
+
+    The ways multiply with each shared Module on top of another, so at most `PATHS_COMPARED` Modules are visited.
+    """
+    roots, modules, ref_cells = key.table
+    visits = 0
+    for number, root in enumerate(dict.fromkeys(roots)):
+        label = f"(Module {number})" if len(set(roots)) > 1 else ""
+        stack: list[tuple[int, str, frozenset[int]]] = [(root, "", frozenset())]
+        while stack and visits < PATHS_COMPARED:
+            at, prefix, above = stack.pop()
+            visits += 1
+            for name, kind, *rest in modules[at][1]:
+                if kind is MODULE:
+                    if rest[0] != at and rest[0] not in above:
+                        stack.append((rest[0], join(prefix, name), above | {at}))
+                elif kind is SHARED:
+                    yield label, join(prefix, name), ref_cells[rest[1]]
+                elif kind is NODE or kind is TREE or (type(kind) is Spec and not is_static(kind)):
+                    yield label, join(prefix, name), rest[0]
 
 
 def with_specs(key: GraphKey, specs: Mapping[int, Spec]) -> GraphKey:
@@ -308,10 +323,15 @@ def with_specs(key: GraphKey, specs: Mapping[int, Spec]) -> GraphKey:
     return GraphKey.of((roots, tuple([(cls, tuple(map(replace, attrs))) for cls, attrs in modules]), ref_cells))
 
 
+def argument_labels(count: int) -> list[str]:
+    """What positional arguments are called in errors."""
+    return [f"argument {i}" for i in range(count)]
+
+
 def data_axes(
     name: str, axes: Any, args: Sequence[Any], kwargs: Mapping[str, Any], keyword: Any
 ) -> tuple[list[Any], list[str]]:
-    """Per data leaf of a call its axis, from `in_axes` over the arguments, and a label; Modules' are ignored."""
+    """The axis of every data leaf of a call, from `in_axes` over the arguments, and a label for it."""
     if isinstance(axes, (tuple, list)):
         if len(axes) != len(args):
             raise ValueError(f"{name}: in_axes has {len(axes)} entries for a call with {len(args)} arguments.")
@@ -321,7 +341,7 @@ def data_axes(
     found: list[Any] = []
     labels: list[str] = []
     for i, (argument, axis) in enumerate([*zip(args, per_argument), *((kwargs[k], keyword) for k in sorted(kwargs))]):
-        label = f"argument {i}" if i < len(args) else sorted(kwargs)[i - len(args)]
+        label = argument_labels(len(args))[i] if i < len(args) else sorted(kwargs)[i - len(args)]
         for path, leaf_axis in _prefix_axes(name, axis, argument):
             found.append(leaf_axis)
             labels.append(f"{label}{jax.tree_util.keystr(path)}")
@@ -332,7 +352,7 @@ def _prefix_axes(name: str, axis: Any, argument: Any) -> list[tuple[Any, Any]]:
     """The axis of every data leaf of an argument, from one that may stand for whole subtrees."""
     leaves = jax.tree_util.tree_leaves_with_path(argument)
     if axis is None or isinstance(axis, int):
-        return [(path, axis) for path, leaf in leaves if sort_of(leaf) == 0]
+        return [(path, axis) for path, leaf in leaves if sort_of(leaf) == DATA]
     if all(sort_of(leaf) == MODULE_LEAF for _, leaf in leaves):
         return []
     try:
@@ -342,7 +362,39 @@ def _prefix_axes(name: str, axis: Any, argument: Any) -> list[tuple[Any, Any]]:
     except ValueError as error:
         raise ValueError(f"{name}: in_axes {axis!r} does not fit the argument: {error}") from None
     flat = jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, tuple) and len(x) == 1)
-    return [(path, a[0]) for (path, leaf), a in zip(leaves, flat) if sort_of(leaf) == 0]
+    return [(path, a[0]) for (path, leaf), a in zip(leaves, flat) if sort_of(leaf) == DATA]
+
+
+def check_module_axes(axes: Axes, option: str, entries: Any, values: Any, labels: Sequence[str]) -> None:
+    """Checks that no integer axis is meant for a Module alone, unless `variable_axes` says how it is stacked.
+
+    One integer for everything (`in_axes=0`) is meant for the arrays. So is one for a list or dict that holds arrays.
+
+    Args:
+      axes: the options of the transform.
+      option: the name of the option, for the error.
+      entries: one axis, or tree of axes, per value.
+      values: the arguments or results, Modules included.
+      labels: what to call them in the error.
+
+    Raises:
+      ValueError: there is such an axis.
+    """
+    if axes.variable_axes:
+        return
+    for entry, value, label in zip(entries, values, labels):
+        found, treedef = jax.tree_util.tree_flatten_with_path(entry, is_leaf=lambda axis: axis is None)
+        try:
+            parts = treedef.flatten_up_to(value)
+        except ValueError:  # of another structure: if it is a Module, no axes were meant for it; else vmap complains
+            found, parts = [((), entry)], [value]
+        for (path, axis), part in zip(found, parts):
+            leaves = jax.tree.leaves(part)
+            modules = [leaf for leaf in leaves if sort_of(leaf) == MODULE_LEAF]
+            if axis is not None and modules and not any(sort_of(leaf) == DATA for leaf in leaves):
+                text = {"option": option, "axis": axis, "place": f"{label}{jax.tree_util.keystr(path)}"}
+                kind, size = type(modules[0]).__name__, axes.size_name
+                raise ValueError(AXIS_AT_MODULE.format(name=axes.name, kind=kind, size=size, **text))
 
 
 def move_axis(value: Any, source: int, destination: int) -> Any:

@@ -1,57 +1,130 @@
 """`custom_vjp` and `custom_jvp`: derivatives written by hand, for functions that take Modules.
 
-The rules see Modules as Modules; their tangents and cotangents are States of the `wrt` part. What the forward pass
-changes in a Module stands; the backward pass may change nothing.
+The rules see Modules as Modules; their tangents and cotangents are States of the `wrt` part. Changes made in the
+forward pass are kept; the backward pass must not change anything. Where one Module, or one cell, is reached from
+several arguments, the backward pass returns one cotangent for each of them and they are added.
+
+Everything traced that a rule needs travels as an argument of the function JAX sees, never in a closure: JAX runs the
+rules later, at another trace level. That includes the arguments in `nondiff_argnums`: their Modules are rebuilt for the
+backward pass.
 """
 
+import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from nnx.core.graph import flat_of
-from nnx.core.info import ModuleBase
+from nnx.core.graph import joint_flat_of
 from nnx.core.moduledef import ModuleDef
-from nnx.core.pure import Pure
 from nnx.core.variables import Param
-from nnx.transforms.differentiate import Part
-from nnx.transforms.lift import Outcome, commit, enter_call, leave, target_of
+from nnx.transforms.differentiate import Part, positions_of, with_modules, without_modules, zero_tangent
+from nnx.transforms.lift import (
+    Call,
+    Effects,
+    Entered,
+    Outcome,
+    Signature,
+    cell_paths,
+    commit,
+    enter_call,
+    leave,
+    target_of,
+)
 from nnx.transforms.wrapper import decorator, dress
 
 CHANGED_IN_BACKWARD = """The backward pass of {name} changed a Module: {path!r}. It may run at any time, more than \
 once or \
 never, so it must not change anything: do it in the forward pass."""
 
+RULE_CHANGES_OTHERS = """{name}: the function changes {function} and its forward rule changes {rule}. JAX runs one or \
+the other, so both must make the same changes to Modules."""
+
 NO_RULE = "No {rule} rule has been given for {name}: use {name}.{method}(...)."
 
 
+class CustomCall:
+    """One call of a function with custom derivatives: its differentiated part, and how the rest is passed on."""
+
+    def __init__(self, custom: "Custom", args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.name = custom.name
+        args, kwargs = _by_position(custom.fun, (*custom.bound, *args), kwargs)
+        bound = len(custom.bound)
+        numbers = positions_of(custom.name, "nondiff_argnums", custom.nondiff_argnums, len(args) - bound)
+        self.nondiff = [number + bound for number in numbers]
+        argnums = tuple(i for i in range(len(args)) if i not in self.nondiff)
+        self.part = Part(custom.name, args, kwargs, argnums, custom.wrt, allow_int=True, allow_empty=True)
+        self.call = self.part.call
+        chosen = set(self.part.data)
+        data = enumerate(self.call.data)
+        # Other arrays are arguments, too, since they may be tracers. Python values stay what they are.
+        self.constants = [i for i, value in data if i not in chosen and isinstance(value, jax.Array)]
+        self.effects: dict[str, Effects] = {}
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the function JAX sees: cells, differentiated data, other arrays, forks of the Contexts."""
+        data = self.call.data
+        return (
+            self.call.cells(),
+            [data[i] for i in self.part.data],
+            [data[i] for i in self.constants],
+            self.call.forks(),
+        )
+
+    def enter(self, cells: Any, data: Any, constants: Any, forks: Any) -> tuple[Entered, Any, Any]:
+        """The call with its Modules inside the trace."""
+        signature = self.call.signature
+        full = list(self.call.data)
+        for numbers, values in ((self.part.data, data), (self.constants, constants)):
+            for i, value in zip(numbers, values):
+                full[i] = value
+        contexts = [definition.from_fork(fork) for definition, fork in zip(signature.contexts, forks)]
+        return enter_call(signature, self.call.statics, cells, full, contexts)
+
+    def leave(self, entered: Entered, out: Any, runner: str) -> Outcome:
+        """What the function or its forward rule did; `runner` is "function" or "rule".
+
+        Raises:
+          ValueError: they do not change the same state.
+        """
+        outcome = leave(entered, out, self.name)
+        self.effects[runner] = outcome.effects
+        if any(effects != outcome.effects for effects in self.effects.values()):
+            texts = {runner: self._changes(effects) for runner, effects in self.effects.items()}
+            raise ValueError(RULE_CHANGES_OTHERS.format(name=self.name, **texts))
+        return outcome
+
+    def _changes(self, effects: Effects) -> str:
+        if effects.rewrite is not None:
+            return "the structure of a Module"
+        paths = self.call.cell_paths()
+        return ", ".join(repr(paths[i]) for i in effects.changed) or "nothing"
+
+
+def _by_position(fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with its arguments at their positions, as JAX counts them; what is keyword-only stays."""
+    try:
+        bound = inspect.signature(fun).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # no signature, or a call that does not fit: the function itself complains best
+        return args, kwargs
+    given = set(bound.kwargs)
+    bound.apply_defaults()
+    return bound.args, {name: value for name, value in bound.kwargs.items() if name in given}
+
+
 class Custom:
-    """A function with derivatives of its own."""
+    """A function with custom derivatives."""
 
     def __init__(self, fun: Any, transform: str, wrt: Any, nondiff_argnums: Any):
         target = target_of(fun, transform)
         self.fun, self.bound, self.wrt = target.fun, target.bound, wrt
         self.name = f"{transform}({target.name})"
-        numbers = (nondiff_argnums,) if isinstance(nondiff_argnums, int) else tuple(nondiff_argnums)
-        self.nondiff = tuple(n + len(target.bound) for n in numbers)
+        self.nondiff_argnums = nondiff_argnums
         dress(self, fun)
 
-    def part(self, args: tuple[Any, ...], kwargs: Any) -> Part:
-        argnums = tuple(i for i in range(len(args)) if i not in self.nondiff)
-        return Part(self.name, args, kwargs, argnums, self.wrt, True)
-
-    def enter(self, part: Part, cells: Any, data: Any, forks: Any) -> tuple[Any, Any, Any]:
-        """The call with its Modules inside the trace; the non-differentiated data are as they were given."""
-        contexts = [d.from_fork(fork) for d, fork in zip(part.call.signature.contexts, forks)]
-        full = list(part.call.data)
-        for i, value in zip(part.data, data):
-            full[i] = value
-        return enter_call(part.call.signature, part.call.statics, cells, full, contexts)
-
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else lambda *args, **kwargs: self(instance, *args, **kwargs)
+        return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("each kind says how it is called")
@@ -65,6 +138,51 @@ def _stopped(outcome: Outcome) -> Outcome:
     return Outcome(jax.lax.stop_gradient(outcome.values), outcome.out, outcome.effects)
 
 
+class Kept:
+    """What the forward pass keeps for the backward pass, Modules and Contexts included; a pytree.
+
+    Arrays are its leaves. `frame` has the rest: the signature, the static values, and the data that are no arrays.
+    """
+
+    __slots__ = ("arrays", "frame")
+
+    def __init__(self, arrays: Any, frame: "Frame"):
+        self.arrays = arrays  # cells, data, forks
+        self.frame = frame
+
+    @staticmethod
+    def of(value: Any) -> "Kept":
+        call = Call((value,), {})
+        fixed = [None if isinstance(x, jax.Array) else (x,) for x in call.data]
+        data = [x for x, python_value in zip(call.data, fixed) if python_value is None]
+        return Kept((call.cells(), data, call.forks()), Frame(call.signature, call.statics, fixed))
+
+    def enter(self) -> tuple[Entered, Any]:
+        """The value again, with its Modules at the current trace level."""
+        cells, data, forks = self.arrays
+        signature, rest = self.frame.signature, iter(data)
+        full = [next(rest) if python_value is None else python_value[0] for python_value in self.frame.fixed]
+        contexts = [definition.from_fork(fork) for definition, fork in zip(signature.contexts, forks)]
+        entered, (value,), _ = enter_call(signature, self.frame.statics, cells, full, contexts)
+        return entered, value
+
+
+class Frame:
+    """The part of a `Kept` that is not data; compared by identity, since every forward pass makes its own."""
+
+    __slots__ = ("signature", "statics", "fixed")
+
+    def __init__(self, signature: Signature, statics: Any, fixed: list[Any]):
+        self.signature = signature
+        self.statics = statics
+        self.fixed = fixed  # per datum: None for an array, else a tuple of the Python value
+
+
+jax.tree_util.register_pytree_node(
+    Kept, lambda kept: ((kept.arrays,), kept.frame), lambda frame, children: Kept(children[0], frame)
+)
+
+
 class CustomVJP(Custom):
     """A function whose cotangents are pulled back by a rule; see `nnx.custom_vjp`."""
 
@@ -75,9 +193,9 @@ class CustomVJP(Custom):
         """Sets the rule.
 
         Args:
-          fwd: `fwd(*args)` gives `(out, residuals)`; residuals may hold Modules.
-          bwd: `bwd(*nondiff_args, residuals, cotangent)` gives one cotangent per differentiated argument; for a
-            Module a State of its `wrt` part.
+          fwd: `fwd(*args)` returns `(out, residuals)`; residuals can hold Modules.
+          bwd: `bwd(*nondiff_args, residuals, cotangent)` returns one cotangent per differentiated argument: a State of
+            the `wrt` part for a Module, or None for zeros.
         """
         self._forward, self._backward = fwd, bwd
 
@@ -85,60 +203,56 @@ class CustomVJP(Custom):
         forward, backward = self._forward, self._backward
         if forward is None or backward is None:
             raise AttributeError(NO_RULE.format(rule="backward", name=self.__name__, method="defvjp"))  # type: ignore[attr-defined]
-        args = (*self.bound, *args)
-        part = self.part(args, kwargs)
-        nondiff = [args[i] for i in self.nondiff]
+        custom = CustomCall(self, args, kwargs)
+        part = custom.part
 
         @jax.custom_vjp
-        def pure(cells: Any, data: Any, forks: Any) -> Outcome:
-            entered, inner, inner_kwargs = self.enter(part, cells, data, forks)
-            return _stopped(leave(entered, self.fun(*inner, **inner_kwargs), self.name))
+        def pure(*arguments: Any) -> Outcome:
+            entered, inner, inner_kwargs = custom.enter(*arguments)
+            return _stopped(custom.leave(entered, self.fun(*inner, **inner_kwargs), "function"))
 
-        def pure_forward(cells: Any, data: Any, forks: Any) -> Any:
-            entered, inner, inner_kwargs = self.enter(part, cells, data, forks)
+        def pure_forward(*arguments: Any) -> tuple[Outcome, Kept]:
+            entered, inner, inner_kwargs = custom.enter(*arguments)
             out, residuals = forward(*inner, **inner_kwargs)
-            kept = jax.tree.map(_detached, residuals)
-            return _stopped(leave(entered, out, self.name)), kept
+            kept = Kept.of(([inner[i] for i in custom.nondiff], residuals))
+            return _stopped(custom.leave(entered, out, "rule")), kept
 
-        def pure_backward(kept: Any, cotangent: Outcome) -> Any:
-            modules: list[Any] = []
-            residuals = jax.tree.map(lambda x: _attached(x, modules), kept, is_leaf=lambda x: isinstance(x, Pure))
-            before = [flat_of(module) for module in modules]
-            values = [flat.values() for flat in before]
-            cotangents = backward(*nondiff, residuals, cotangent.out)
-            for module, flat, held in zip(modules, before, values):
-                self._check_unchanged(module, flat, held)
+        def pure_backward(kept: Kept, cotangent: Outcome) -> Any:
+            entered, (nondiff, residuals) = kept.enter()
+            check = Unchanged(self.name, entered.roots)
+            cotangents = backward(*nondiff, residuals, without_modules(cotangent.out))
+            check()
             cotangents = cotangents if isinstance(cotangents, (tuple, list)) else (cotangents,)
-            part.require_all(cotangents)
-            cells, data = part.unpack(tuple(cotangents), "the cotangents")
+            cells, data = part.unpack(cotangents, "the cotangents", complete=True)
             all_cells: list[Any] = [None] * len(part.call.cells())
             for i, value in zip(part.cells, cells):
                 all_cells[i] = value
-            return all_cells, data, None
+            return all_cells, data, None, None  # None is zero to JAX
 
         pure.defvjp(pure_forward, pure_backward)
-        arguments = (part.call.cells(), [part.call.data[i] for i in part.data], part.call.forks())
-        return commit(part.call, pure(*arguments))
+        return commit(part.call, pure(*custom.arguments()))
 
-    def _check_unchanged(self, module: Any, flat: Any, held: list[Any]) -> None:
-        after = flat_of(module)
-        if after.key is not flat.key:
-            difference = ModuleDef(flat.key, flat.statics).diff(ModuleDef(after.key, after.statics))[0]
+
+class Unchanged:
+    """Checks, when called, that Modules are as they were when it was made."""
+
+    def __init__(self, name: str, roots: Sequence[Any]):
+        self.name, self.roots = name, roots
+        self.flat = joint_flat_of(roots) if roots else None
+        self.held = self.flat.values() if self.flat is not None else []
+
+    def __call__(self) -> None:
+        before = self.flat
+        if before is None:
+            return
+        after = joint_flat_of(self.roots)
+        if after.key is not before.key:
+            labels = [f"(Module {i})" for i in range(len(self.roots))] if len(self.roots) > 1 else [""]
+            difference = ModuleDef(before.key, before.statics).diff(ModuleDef(after.key, after.statics), labels)[0]
             raise ValueError(CHANGED_IN_BACKWARD.format(name=self.name, path=difference.path))
-        for path, old, new in zip(flat.key.layout.paths, held, after.values()):
+        for path, old, new in zip(cell_paths(before.key), self.held, after.values()):
             if old is not new:
                 raise ValueError(CHANGED_IN_BACKWARD.format(name=self.name, path=path))
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.partition() if isinstance(leaf, ModuleBase) else leaf  # type: ignore[attr-defined]
-
-
-def _attached(leaf: Any, modules: list[Any]) -> Any:
-    if not isinstance(leaf, Pure):
-        return leaf
-    modules.append(leaf.merge())
-    return modules[-1]
 
 
 class CustomJVP(Custom):
@@ -147,9 +261,9 @@ class CustomJVP(Custom):
     _rule: Callable[..., Any] | None = None
 
     def defjvp(self, jvp: Callable[..., Any]) -> Callable[..., Any]:
-        """Sets the rule: `jvp(*nondiff_args, primals, tangents)` gives `(out, tangent_out)`.
+        """Sets the rule: `jvp(*nondiff_args, primals, tangents)` returns `(out, tangent_out)`.
 
-        The tangent of a Module is a State of its `wrt` part.
+        The tangent of a Module is a State of its `wrt` part. A cell that several Modules share is in the State of each.
         """
         self._rule = jvp
         return jvp
@@ -158,45 +272,41 @@ class CustomJVP(Custom):
         rule = self._rule
         if rule is None:
             raise AttributeError(NO_RULE.format(rule="forward", name=self.__name__, method="defjvp"))  # type: ignore[attr-defined]
-        args = (*self.bound, *args)
-        part = self.part(args, kwargs)
-        nondiff = [args[i] for i in self.nondiff]
-        forks = part.call.forks()
+        custom = CustomCall(self, args, kwargs)
+        part = custom.part
 
         @jax.custom_jvp
-        def pure(cells: Any, data: Any) -> Outcome:
-            entered, inner, inner_kwargs = self.enter(part, cells, data, forks)
-            return leave(entered, self.fun(*inner, **inner_kwargs), self.name)
+        def pure(*arguments: Any) -> Outcome:
+            entered, inner, inner_kwargs = custom.enter(*arguments)
+            return custom.leave(entered, self.fun(*inner, **inner_kwargs), "function")
 
         @pure.defjvp
         def pure_jvp(primals: Any, tangents: Any) -> Any:
-            (cells, data), (cell_tangents, data_tangents) = primals, tangents
-            entered, inner, _ = self.enter(part, cells, data, forks)
-            given = part.pack([cell_tangents[i] for i in part.cells], data_tangents)
-            chosen = tuple(inner[i] for i in range(len(inner)) if i not in self.nondiff)
+            cell_tangents, data_tangents, _, _ = tangents
+            entered, inner, _ = custom.enter(*primals)
+            given = part.spread([cell_tangents[i] for i in part.cells], data_tangents)
+            nondiff = [inner[i] for i in custom.nondiff]
+            chosen = tuple(inner[i] for i in part.positions)
             out, tangent = rule(*nondiff, chosen, given)
-            outcome = leave(entered, out, self.name)
-            zeros = jax.tree.map(_zero_tangent, outcome.values)
-            return outcome, Outcome(zeros, tangent, outcome.effects)
+            outcome = custom.leave(entered, out, "rule")
+            zeros = jax.tree.map(zero_tangent, outcome.values)
+            return outcome, Outcome(zeros, with_modules(outcome.out, tangent), outcome.effects)
 
-        return commit(part.call, pure(part.call.cells(), [part.call.data[i] for i in part.data]))
-
-
-def _zero_tangent(value: Any) -> Any:
-    dtype = jnp.result_type(value)
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.zeros(jnp.shape(value), dtype)
-    return np.zeros(jnp.shape(value), jax.dtypes.float0)
+        return commit(part.call, pure(*custom.arguments()))
 
 
 @decorator
 def custom_vjp(fun: Any, *, wrt: Any = Param, nondiff_argnums: int | Sequence[int] = ()) -> Any:
-    """A function with a backward pass of its own, given by `defvjp(fwd, bwd)` as for `jax.custom_vjp`.
+    """Gives a function its own backward pass, set by `defvjp(fwd, bwd)` as for `jax.custom_vjp`.
+
+    If one Module is passed twice, or two share a cell, `bwd` still returns a complete State for each of them; the
+    contributions to a shared cell are added.
 
     Args:
-      fun: the function; it may take Modules anywhere, and change them.
-      wrt: which part of a Module has a cotangent; a filter.
-      nondiff_argnums: arguments that are handed to the backward pass as they are.
+      fun: the function. It can take Modules anywhere in its arguments, and change them.
+      wrt: a filter for the part of a Module that has a cotangent.
+      nondiff_argnums: arguments that have no gradient and are passed on to the backward pass; a Module among them is
+        rebuilt there, as the forward pass left it. Keyword-only arguments have no gradient either.
 
     >>> @nnx.custom_vjp
     ... def f(m, x):
@@ -211,12 +321,13 @@ def custom_vjp(fun: Any, *, wrt: Any = Param, nondiff_argnums: int | Sequence[in
 
 @decorator
 def custom_jvp(fun: Any, *, wrt: Any = Param, nondiff_argnums: int | Sequence[int] = ()) -> Any:
-    """A function with a forward derivative of its own, given by `defjvp(rule)` as for `jax.custom_jvp`.
+    """Gives a function its own forward derivative, set by `defjvp(rule)` as for `jax.custom_jvp`.
 
     Args:
-      fun: the function; it may take Modules anywhere, and change them.
-      wrt: which part of a Module has a tangent; a filter.
-      nondiff_argnums: arguments that are handed to the rule as they are.
+      fun: the function. It can take Modules anywhere in its arguments, and change them.
+      wrt: a filter for the part of a Module that has a tangent.
+      nondiff_argnums: arguments that have no tangent and are passed to the rule before the others. Keyword-only
+        arguments have no tangent either.
 
     >>> @nnx.custom_jvp
     ... def f(m):

@@ -1,44 +1,78 @@
 """What the differentiating transforms share: the differentiated part of a call, as a flat value and as the user
 sees it.
 
-The *differentiated part* is the data in the chosen arguments, and of the Modules there the cells that `wrt` selects. To
-the user it has the shape of the arguments, with each Module replaced by its State; a cell that several of these
-Modules share appears once, at its canonical place.
+The *differentiated part* is the data in the chosen arguments and, of the Modules there, the cells that `wrt` selects.
+To the user it has the shape of the arguments, with each Module replaced by a State.
+
+One cell may be reached from several of these Modules, or from one that is passed twice. Three rules follow:
+
+- A result (`pack`: gradients, cotangents from `vjp`) has the cell once, at its canonical place. The sum over all
+  differentiated arguments is then the whole gradient.
+- What the user supplies (`unpack`: tangents for `jvp`, cotangents from a custom backward pass) counts every time:
+  contributions to one cell are added, and any path that leads to the cell can name it.
+- A custom forward rule (`spread`) sees every Module with its complete tangent, because each of them moves.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from nnx.core.filters import describe, to_predicate
-from nnx.core.graph import TREE_SPEC, Flat, joint_flat_of
+from nnx.core.filters import check_wrt, describe, to_predicate
+from nnx.core.graph import TREE_SPEC, Flat, flat_of, joint_flat_of
 from nnx.core.info import NODE, TREE
 from nnx.core.state import State
 from nnx.core.variables import Container
 from nnx.transforms.arguments import Selection, leaf_flags
-from nnx.transforms.lift import MODULE, Call, Outcome, run, sort_of, unique
+from nnx.transforms.lift import DATA, MODULE, Call, Outcome, Returned, run, sort_of, unique
 
 INTEGER_LEAF = """{name} was asked for the gradient of {path!r}, {kind} of dtype {dtype}: only float and complex \
 values \
 have gradients. Narrow what is differentiated (wrt=..., now {wrt}), give the value another Variable type, or pass \
 allow_int=True."""
 
+NOTHING_SELECTED = """{name}: wrt={wrt} matches nothing in {modules}, so there is nothing to differentiate. {holds} \
+Choose another filter (wrt=...) or another argument (argnums=...)."""
+
 NOT_A_STATE = """{name} needs for {what} a State of its {wrt} part, got {got}. Take one from the Module, \
 `module.filter({wrt})`, and map over it."""
 
+UNKNOWN_PATH = """{name}: {path!r} in {what} is not in the part of {module} that is differentiated, {wrt}: {known}."""
+
+OTHER_SHAPE = """{name}: {what} for {path!r} have the shape {got}, but the variable has the shape {expected}."""
+
+MISSING_COTANGENT = """{name}: the cotangent of {module} has no {path!r}. It must be a State of the whole {wrt} part, \
+with zeros where there is no gradient; None stands for zeros everywhere."""
+
 
 class Part:
-    """The differentiated part of a call."""
+    """The differentiated part of a call.
+
+    Args:
+      name: the transform with the function's name, for errors.
+      args, kwargs: the call.
+      argnums: the differentiated arguments; one position, or several.
+      wrt: a filter for the Variables of the Modules among them.
+      allow_int: whether integer values may be selected.
+      allow_empty: whether it may select nothing at all.
+    """
 
     def __init__(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Any, wrt: Any, allow_int: bool
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        argnums: Any,
+        wrt: Any,
+        allow_int: bool,
+        allow_empty: bool = False,
     ):
         self.name, self.wrt = name, wrt
         self.call = Call(args, kwargs)
         self.single = isinstance(argnums, int)
-        self.positions = _positions(name, argnums, len(args))
+        self.positions = positions_of(name, "argnums", argnums, len(args))
         self.arguments = [args[i] for i in self.positions]
         flags = leaf_flags(Selection(lambda: None, self.positions, None), args, kwargs)
         marks = self.call.signature.marks
@@ -48,31 +82,62 @@ class Part:
         self.flat: Flat | None = joint_flat_of(self.roots) if self.roots else None
         self.cells: list[int] = []  # of the call
         self.own: list[int] = []  # the same cells, numbered from the differentiated Modules alone
+        self.views: list[dict[str, int]] = []  # per root: the path of each cell it reaches, and its index in `own`
         if self.flat is not None:
             self._select_cells(self.flat)
+            if not self.own and not self.data and not allow_empty:
+                raise ValueError(self._nothing_selected())
         if not allow_int:
             self._check_floats()
 
     def _select_cells(self, flat: Flat) -> None:
         matches = to_predicate(self.wrt)
-        places = _places(self.call.flat)
-        for i, ((_, path), leaf) in enumerate(zip(flat.key.cell_roots(), flat.leaves())):
-            if matches(path, leaf):
-                self.own.append(i)
-                self.cells.append(places[id(flat.dicts[i]), flat.names[i]])
+        places = _places(flat)
+        found: list[list[tuple[str, int]]] = []
+        for root in self.roots:
+            # Filters see the paths of each Module on its own, so that `module.filter(wrt)` is always a valid tangent.
+            own_flat = flat_of(root)
+            entries = list(zip(own_flat.key.layout.paths, own_flat.leaves()))
+            check_wrt(self.wrt, entries, self.name)
+            cells = (places[id(values), name] for values, name in zip(own_flat.dicts, own_flat.names))
+            found.append([(path, cell) for (path, leaf), cell in zip(entries, cells) if matches(path, leaf)])
+        self.own = sorted({cell for view in found for _, cell in view})
+        numbers = {cell: n for n, cell in enumerate(self.own)}
+        self.views = [{path: numbers[cell] for path, cell in view} for view in found]
+        if self.call.flat is flat:
+            self.cells = self.own
+        else:
+            call_places = _places(self.call.flat)
+            self.cells = [call_places[id(flat.dicts[i]), flat.names[i]] for i in self.own]
+
+    def _nothing_selected(self) -> str:
+        by_type: dict[str, list[str]] = {}
+        for root in self.roots:
+            for path, leaf in flat_of(root).state().items():
+                kind = type(leaf).__name__ if isinstance(leaf, Container) else "bare array"
+                by_type.setdefault(kind, []).append(path)
+        listing = "; ".join(f"{kind}: {_listing(dict.fromkeys(paths))}" for kind, paths in by_type.items())
+        return NOTHING_SELECTED.format(
+            name=self.name,
+            wrt=describe(self.wrt),
+            modules=", ".join(type(root).__name__ for root in self.roots),
+            holds=f"There are {listing}." if listing else "There are no variables in it at all.",
+        )
 
     def _check_floats(self) -> None:
         assert self.flat is not None or not self.own
         for i in self.own:
             path = self.flat.key.cell_roots()[i][1]  # type: ignore[union-attr]
-            value = self.flat.dicts[i][self.flat.names[i]]  # type: ignore[union-attr]
-            for leaf in jax.tree.leaves(value):
-                dtype = jnp.result_type(leaf)
-                if not jnp.issubdtype(dtype, jnp.inexact):
+            for leaf in jax.tree.leaves(self._value(i)):
+                if _is_integer(leaf):
                     kind = self.flat.key.kinds[i]  # type: ignore[union-attr]
-                    raise TypeError(
-                        INTEGER_LEAF.format(name=self.name, path=path, kind=kind, dtype=dtype, wrt=describe(self.wrt))
-                    )
+                    text = {"path": path, "kind": kind, "dtype": jnp.result_type(leaf), "wrt": describe(self.wrt)}
+                    raise TypeError(INTEGER_LEAF.format(name=self.name, **text))
+
+    def _value(self, cell: int) -> Any:
+        """The value of a cell, numbered from the differentiated Modules."""
+        flat: Any = self.flat
+        return flat.dicts[cell][flat.names[cell]]
 
     def primals(self) -> tuple[list[Any], list[Any]]:
         values = self.call.cells()
@@ -92,93 +157,180 @@ class Part:
 
         return pure
 
+    # To the user
+
     def pack(self, cells: Sequence[Any], data: Sequence[Any], boxed: bool = True) -> Any:
-        """Values for the differentiated part, in the shape of the differentiated arguments."""
+        """Values for the differentiated part, in the shape of its arguments; a shared cell appears once."""
         leaves: dict[int, dict[str, Any]] = {id(root): {} for root in self.roots}
         if self.flat is not None:
             numbers = list(dict.fromkeys(self.flat.key.table[0]))
             for i, value in zip(self.own, cells):
                 at, path = self.flat.key.cell_roots()[i]
-                kind = self.flat.key.kinds[i]
-                if boxed and kind is not NODE:
-                    value = TREE_SPEC.box(value) if kind is TREE else kind.box(value)
-                leaves[id(self.roots[numbers.index(at)])][path] = value
+                leaves[id(self.roots[numbers.index(at)])][path] = self._box(i, value) if boxed else value
+        return self._fill(data, lambda module: leaves.pop(id(module), {}))
+
+    def spread(self, cells: Sequence[Any], data: Sequence[Any]) -> Any:
+        """Like `pack`, with every cell in the State of every Module that reaches it."""
+        boxed = [self._box(i, value) for i, value in zip(self.own, cells)]
+        views = {id(root): view for root, view in zip(self.roots, self.views)}
+        return self._fill(data, lambda module: {path: boxed[n] for path, n in views[id(module)].items()})
+
+    def _fill(self, data: Sequence[Any], leaves_of: Callable[[Any], dict[str, Any]]) -> Any:
         rest = iter(data)
 
         def replace(leaf: Any) -> Any:
             if sort_of(leaf) == MODULE:
-                return State(leaves.pop(id(leaf), {}))
-            return next(rest) if sort_of(leaf) == 0 else None
+                return State(leaves_of(leaf))
+            return next(rest) if sort_of(leaf) == DATA else None
 
         packed = tuple([jax.tree.map(replace, argument) for argument in self.arguments])
         return packed[0] if self.single else packed
 
-    def unpack(self, trees: Any, what: str) -> tuple[list[Any], list[Any]]:
-        """The inverse of `pack`, for tangents: paths that a State does not have are zero."""
-        trees = (trees,) if self.single else tuple(trees)
+    def _box(self, cell: int, value: Any) -> Any:
+        kind = self.flat.key.kinds[cell]  # type: ignore[union-attr]
+        return value if kind is NODE else TREE_SPEC.box(value) if kind is TREE else kind.box(value)
+
+    # From the user
+
+    def unpack(self, trees: Any, what: str, complete: bool = False) -> tuple[list[Any], list[Any]]:
+        """Flat values from what the user supplies for each differentiated argument.
+
+        Contributions to one cell are added. Paths that no State has are zero.
+
+        Args:
+          trees: one tree per differentiated argument, with a State for each Module.
+          what: what these are, for errors.
+          complete: whether the States must cover all differentiated cells; None in place of an argument, or of a
+            Module, then means zeros.
+
+        Raises:
+          TypeError: something other than a State was given for a Module.
+          ValueError: a path is unknown or missing, or the number of trees or the shape of a leaf is wrong.
+        """
+        trees = tuple(trees)
         if len(trees) != len(self.arguments):
             raise ValueError(f"{self.name} needs one of {what} per argument, {len(self.arguments)}; got {len(trees)}.")
-        given: dict[int, State] = {}
+        sums: list[Any] = [None] * len(self.own)
         data: list[Any] = []
+        zero: set[int] = set()  # the cells for which None was given
         for argument, tree in zip(self.arguments, trees):
             leaves, treedef = jax.tree.flatten(argument)
-            for leaf, tangent in zip(leaves, treedef.flatten_up_to(tree)):
-                if sort_of(leaf) == MODULE:
-                    if not isinstance(tangent, State):
-                        got, kind = type(tangent).__name__, f"{what} ({type(leaf).__name__})"
-                        text = NOT_A_STATE.format(name=self.name, what=kind, wrt=describe(self.wrt), got=got)
-                        raise TypeError(text)
-                    given.setdefault(id(leaf), tangent)
-                elif sort_of(leaf) == 0:
-                    data.append(tangent)
-        cells = []
-        numbers = list(dict.fromkeys(self.flat.key.table[0])) if self.flat is not None else []
-        for i in self.own:
-            at, path = self.flat.key.cell_roots()[i]  # type: ignore[union-attr]
-            state = given[id(self.roots[numbers.index(at)])]
-            value = self.flat.dicts[i][self.flat.names[i]]  # type: ignore[union-attr]
-            tangent = state[path] if path in state else jax.tree.map(jnp.zeros_like, value)
-            cells.append(tangent.value if isinstance(tangent, Container) else tangent)
-        self._check_paths(given)
+            given = [None] * len(leaves) if tree is None and complete else treedef.flatten_up_to(tree)
+            for leaf, value in zip(leaves, given):
+                if sort_of(leaf) == DATA:
+                    data.append(value)
+                elif sort_of(leaf) == MODULE and value is None and complete:
+                    zero.update(self._view(leaf).values())
+                elif sort_of(leaf) == MODULE:
+                    self._add_state(leaf, value, sums, what)
+        if complete:
+            self._require_all(sums, zero)
+        values = map(self._value, self.own)
+        cells = [jax.tree.map(zero_tangent, value) if total is None else total for total, value in zip(sums, values)]
         return cells, data
 
-    def require_all(self, cotangents: Sequence[Any]) -> None:
-        """Raises ValueError if a State leaves a path of its Module's differentiated part out."""
-        for argument, cotangent in zip(self.arguments, cotangents):
-            for module, state in zip(jax.tree.leaves(argument), [cotangent]):
-                if sort_of(module) == MODULE and isinstance(state, State):
-                    missing = [path for path in self.known_paths(module) if path not in state]
-                    if missing:
-                        raise ValueError(
-                            f"{self.name}: the cotangent of {type(module).__name__} has no {missing[0]!r}. It "
-                            f"must be a State of the whole {describe(self.wrt)} part; zeros where there is no gradient."
-                        )
+    def _add_state(self, module: Any, state: Any, sums: list[Any], what: str) -> None:
+        if not isinstance(state, State):
+            got, kind = type(state).__name__, f"{what} ({type(module).__name__})"
+            raise TypeError(NOT_A_STATE.format(name=self.name, what=kind, wrt=describe(self.wrt), got=got))
+        view = self._view(module)
+        for path, leaf in state.items():
+            n = view.get(path)
+            if n is None:
+                n = self._find_alias(module, path)
+            if n is None:
+                text = {"path": path, "what": what, "module": type(module).__name__, "wrt": describe(self.wrt)}
+                raise ValueError(UNKNOWN_PATH.format(name=self.name, known=_listing(view) or "nothing", **text))
+            given = leaf.value if isinstance(leaf, Container) else leaf
+            value = self._value(self.own[n])
+            if _shape(given) != _shape(value):
+                text = {"what": what, "path": path, "got": _shape_text(given), "expected": _shape_text(value)}
+                raise ValueError(OTHER_SHAPE.format(name=self.name, **text))
+            given = jax.tree.map(lambda g, v: zero_tangent(v) if _is_integer(v) else g, given, value)
+            sums[n] = given if sums[n] is None else jax.tree.map(_add, sums[n], given)
 
-    def known_paths(self, root: Any) -> list[str]:
-        """The paths of a Module's differentiated part."""
-        if self.flat is None:
-            return []
-        numbers = list(dict.fromkeys(self.flat.key.table[0]))
-        places = [self.flat.key.cell_roots()[i] for i in self.own]
-        return [path for at, path in places if self.roots[numbers.index(at)] is root]
+    def _view(self, module: Any) -> dict[str, int]:
+        return next(view for root, view in zip(self.roots, self.views) if root is module)
 
-    def _check_paths(self, given: dict[int, State]) -> None:
-        for root in self.roots:
-            known = self.known_paths(root)
-            unknown = [path for path in given.get(id(root), ()) if path not in known]
-            if unknown:
-                raise ValueError(
-                    f"{self.name}: {unknown[0]!r} is not in the part of {type(root).__name__} that is differentiated, "
-                    f"{describe(self.wrt)}: {', '.join(known) or 'nothing'}."
-                )
+    def _find_alias(self, module: Any, path: str) -> int | None:
+        """The index in `own` of the cell that a path other than the canonical one leads to."""
+        key = flat_of(module).key
+        cell = key.find(path)
+        return self._view(module).get(key.layout.paths[cell]) if cell is not None else None
+
+    def _require_all(self, sums: Sequence[Any], zero: set[int]) -> None:
+        for root, view in zip(self.roots, self.views):
+            for path, n in view.items():
+                if sums[n] is None and n not in zero:
+                    text = {"module": type(root).__name__, "path": path, "wrt": describe(self.wrt)}
+                    raise ValueError(MISSING_COTANGENT.format(name=self.name, **text))
 
 
-def _positions(name: str, argnums: Any, count: int) -> list[int]:
-    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
-    for number in numbers:
+# Values
+
+
+def zero_tangent(primal: Any) -> Any:
+    """The zero tangent of a value; integers have JAX's `float0`."""
+    if _is_integer(primal):
+        return np.zeros(jnp.shape(primal), jax.dtypes.float0)
+    return jnp.zeros(jnp.shape(primal), jnp.result_type(primal))
+
+
+def as_tangents(tangents: Any, primals: Any) -> Any:
+    """Tangents of the dtype that JAX wants for these primals."""
+    return jax.tree.map(lambda t, p: zero_tangent(p) if _is_integer(p) else t, tangents, primals)
+
+
+def _is_integer(primal: Any) -> bool:
+    return not jnp.issubdtype(jnp.result_type(primal), jnp.inexact)
+
+
+def _add(a: Any, b: Any) -> Any:
+    return a if getattr(a, "dtype", None) == jax.dtypes.float0 else a + b
+
+
+def _shape(value: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(value)
+    return treedef, [jnp.shape(leaf) for leaf in leaves]
+
+
+def _shape_text(value: Any) -> str:
+    return str(jax.tree.map(lambda leaf: list(jnp.shape(leaf)), value))
+
+
+# Modules in outputs
+
+
+def without_modules(out: Any) -> Any:
+    """A tangent or cotangent of an output, with None where the output has a Module."""
+    return jax.tree.map(lambda x: None if _is_returned(x) else x, out, is_leaf=_is_returned)
+
+
+def with_modules(out: Any, given: Any) -> Any:
+    """The inverse of `without_modules`: `given` in the structure of `out`, whatever it has where Modules are."""
+    leaves, treedef = jax.tree.flatten(out, is_leaf=_is_returned)
+    pairs = zip(leaves, treedef.flatten_up_to(given))
+    return jax.tree.unflatten(treedef, [leaf if _is_returned(leaf) else value for leaf, value in pairs])
+
+
+def _is_returned(x: Any) -> bool:
+    return isinstance(x, Returned)
+
+
+# Places
+
+
+def positions_of(name: str, option: str, numbers: Any, count: int) -> list[int]:
+    """The argument positions that an option names, in a call with `count` arguments.
+
+    Raises:
+      ValueError: there is no such argument.
+    """
+    chosen = [numbers] if isinstance(numbers, int) else list(numbers)
+    for number in chosen:
         if not -count <= number < count:
-            raise ValueError(f"{name}: argnums={argnums} names argument {number} of a call with {count} arguments.")
-    return [number % count for number in numbers]
+            raise ValueError(f"{name}: {option}={numbers} names argument {number} of a call with {count} arguments.")
+    return [number % count for number in chosen]
 
 
 def _places(flat: Flat | None) -> dict[tuple[int, str], int]:
@@ -188,3 +340,8 @@ def _places(flat: Flat | None) -> dict[tuple[int, str], int]:
     for i, ref in flat.refs.items():
         places.update({(id(values), name): i for values, name in ref.targets()})
     return places
+
+
+def _listing(paths: Iterable[str]) -> str:
+    paths = list(paths)
+    return ", ".join(map(repr, paths[:8])) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")

@@ -4,16 +4,18 @@ Which ones these are is known only after tracing, so a function is traced once t
 """
 
 import functools
+import weakref
 from collections.abc import Callable
-from operator import itemgetter
+from operator import call, is_, itemgetter
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from nnx.core.graph import GraphKey
 from nnx.core.trees import leaf_types
 from nnx.transforms.arguments import leaf_flags
-from nnx.transforms.lift import Call
+from nnx.transforms.lift import Call, Effects
 
 
 class OtherChangeSet(Exception):
@@ -21,22 +23,65 @@ class OtherChangeSet(Exception):
 
 
 class Variant:
-    """A function compiled with certain of its values, the cells and then the data, donated."""
+    """A function compiled with certain of its values, the cells and then the data, donated.
 
-    __slots__ = ("jitted", "given", "kept")
+    No donated buffer may be reachable from another value of the call. Two Array objects can share one buffer
+    (`jax.device_put` returns such aliases), so it takes their pointers to tell, and 300 of those cost as much as a
+    small step. But the outputs of a call are fresh, and a value that took part in it was compared then. So the Variant
+    remembers the cells and data that its last call left behind, weakly, and compares only if something else came.
+    """
 
-    def __init__(self, jitted: Any, is_given: list[bool]):
+    __slots__ = ("jitted", "given", "kept", "given_cells", "kept_cell_count", "compares_data", "types", "known")
+
+    def __init__(self, jitted: Any, is_given: list[bool], cell_count: int, types: set[Any]):
         self.jitted = jitted
         self.given = _picker([i for i, given in enumerate(is_given) if given])
         self.kept = _picker([i for i, given in enumerate(is_given) if not given])
+        self.given_cells = tuple([i for i, given in enumerate(is_given[:cell_count]) if given])
+        self.kept_cell_count = cell_count - len(self.given_cells)
+        self.compares_data = any(is_given[cell_count:])
+        self.types = types  # of all cells, before and after any call
+        self.known: tuple[list[Any], list[Any]] | None = None  # weak references: what will be donated, what is kept
 
     def arrange(self, cells: list[Any], data: tuple[Any, ...], forks: Any) -> tuple[Any, ...]:
         """The arguments of the function: what is donated, what is kept, and forks of the Contexts if there are any."""
         values = [*cells, *data]
         given, kept = self.given(values), self.kept(values)
-        if _may_share(values):
-            given = _without_aliases(given, kept)
+        given = _without_aliases(given, kept)
         return (given, kept, forks) if forks else (given, kept)
+
+    def run(self, cells: list[Any], data: tuple[Any, ...], forks: Any, effects_of: Callable[[Any], Effects]) -> Any:
+        """Calls the function, and remembers the values it leaves behind."""
+        values = [*cells, *data]
+        given, kept = self.given(values), self.kept(values)
+        kept_refs = self._known_apart(given, kept)
+        if kept_refs is None:
+            given = _without_aliases(given, kept)
+        result = self.jitted(given, kept, forks) if forks else self.jitted(given, kept)
+        if effects_of(result).changed == self.given_cells and not self.compares_data:
+            if kept_refs is not None:
+                self.known = [*map(weakref.ref, result[0])], kept_refs
+            elif all(map(leaf_types.get, set(map(type, values)))):  # pytrees are compared every time
+                self.known = [*map(weakref.ref, result[0])], [*map(_weak, kept)]
+        return result
+
+    def _known_apart(self, given: Any, kept: Any) -> list[Any] | None:
+        """Weak references to what is kept, if it is known without pointers that no donated value shares a buffer."""
+        known = self.known
+        # `call` runs the weak references in C. Each returns its target, or None: no array is kept alive.
+        if known is None or not all(map(is_, map(call, known[0]), given)):
+            return None
+        refs = known[1]
+        if all(map(is_, map(call, refs), kept)):
+            return refs
+        refs = [*refs]
+        for i, (ref, value) in enumerate(zip(refs, kept)):
+            if ref() is not value:
+                # Data that took no part in the last call (the next batch) alias a cell only if they have its type.
+                if i < self.kept_cell_count or _type_of(value) in self.types:
+                    return None
+                refs[i] = _weak(value)
+        return refs
 
 
 class Donation:
@@ -52,6 +97,7 @@ class Donation:
         self.donatable = _cells_of_only(entry.signature.key, donated - kept) if entry.owner.stateful else set()
         self.by_avals = False
         self.compiled: dict[Any, Variant] = {}
+        self.types: set[Any] = set()  # of all cells that were ever traced, before and after
 
     def run(self, cells: list[Any], data: tuple[Any, ...], forks: Any) -> Any:
         """Runs the function on Modules of the running trace level, whose changes can be written back."""
@@ -64,7 +110,7 @@ class Donation:
 
     def _run(self, cells: list[Any], data: tuple[Any, ...], forks: Any) -> Any:
         variant = self.variant(cells, data, forks)
-        return variant.jitted(*variant.arrange(cells, data, forks))
+        return variant.run(cells, data, forks, self.entry.effects_of)
 
     def variant(self, cells: list[Any], data: Any, forks: Any) -> Variant:
         """The function compiled with all that may be donated for these arguments."""
@@ -75,7 +121,8 @@ class Donation:
             replaced = frozenset(self._replaced(result, len(cells)) & self.donatable)
             traced = functools.partial(self.traced, replaced)
             jitted = jax.jit(traced, donate_argnums=0, **self.entry.owner.options)
-            found = self.compiled[key] = Variant(jitted, [*(i in replaced for i in range(len(cells))), *self.data])
+            is_given = [*(i in replaced for i in range(len(cells))), *self.data]
+            found = self.compiled[key] = Variant(jitted, is_given, len(cells), self.types)
             self.entry.owner.count_trace(-1)  # the look ahead and the compilation are one trace to the user
         return found
 
@@ -85,6 +132,7 @@ class Donation:
         cells = [next(given) if i in replaced else next(kept) for i in range(count)]
         data = tuple([next(given) if flag else next(kept) for flag in self.data])
         result = self.entry.traced(cells, data, forks)
+        self.types.update(map(_type_of, jax.tree.leaves((cells, result[0]))))
         if self._replaced(result, count) & self.donatable != replaced:
             raise OtherChangeSet
         return result
@@ -101,10 +149,24 @@ def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     return lambda values: tuple([values[i] for i in places])
 
 
-def _may_share(values: list[Any]) -> bool:
-    """Whether one array may stand twice among these, alone or inside of others."""
-    are_leaves = all(map(leaf_types.get, set(map(type, values))))
-    return not are_leaves or len(set(map(id, values))) < len(values)
+def _weak(value: Any) -> Callable[[], Any]:
+    """A weak reference, or for a Python number, which has none, a function that returns it."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return functools.partial(_itself, value)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _type_of(value: Any) -> Any:
+    """What two arrays that share a buffer have in common; None for what is no array."""
+    if not isinstance(value, jax.Array):
+        return None
+    # With several devices, one of them may be a shard of the other.
+    return (value.shape if jax.device_count() == 1 else value.ndim, value.dtype)
 
 
 def _cells_of_only(key: GraphKey | None, roots: set[int]) -> set[int]:
@@ -134,17 +196,27 @@ def _cells_of_only(key: GraphKey | None, roots: set[int]) -> set[int]:
 
 
 def _without_aliases(given: Any, kept: Any) -> Any:
-    """The donated values with a copy in place of every array that also stands elsewhere in the call."""
+    """The donated values with a copy in place of every array whose buffer is also elsewhere in the call."""
     leaves, treedef = jax.tree.flatten(given)
-    ids = [id(leaf) for leaf in leaves]
-    seen = {id(leaf) for leaf in jax.tree.leaves(kept)}
-    if len(set(ids)) == len(ids) and seen.isdisjoint(ids):
-        return given
+    seen = {buffer for leaf in jax.tree.leaves(kept) for buffer in _buffers(leaf)}
+    copied = False
     for i, leaf in enumerate(leaves):
-        if id(leaf) in seen and isinstance(leaf, jax.Array):
-            leaves[i] = leaf.copy()
-        seen.add(id(leaf))
-    return jax.tree.unflatten(treedef, leaves)
+        buffers = _buffers(leaf)
+        if not seen.isdisjoint(buffers):
+            leaves[i], copied = leaf.copy(), True
+        seen.update(buffers)
+    return jax.tree.unflatten(treedef, leaves) if copied else given
+
+
+def _buffers(value: Any) -> list[Any]:
+    """Keys of the buffers behind a value: device and address of every shard; empty for what is no array."""
+    if not isinstance(value, jax.Array):
+        return []
+    if isinstance(value, Tracer) or value.is_deleted():
+        return [id(value)]
+    if len(value.sharding.device_set) == 1:
+        return [(*value.sharding.device_set, value.unsafe_buffer_pointer())]
+    return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in value.addressable_shards]
 
 
 def _avals(tree: Any) -> Any:

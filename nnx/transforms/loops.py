@@ -7,7 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from nnx.core.graph import GraphKey
-from nnx.transforms.axes import BROADCAST, CARRY, READ_ONLY, Axes, data_axes, move_axis
+from nnx.transforms.axes import (
+    BROADCAST,
+    CARRY,
+    READ_ONLY,
+    Axes,
+    argument_labels,
+    check_module_axes,
+    data_axes,
+    move_axis,
+)
 from nnx.transforms.bodies import NEW_VARIABLE, check_aliases, check_structure
 from nnx.transforms.lift import MODULE as MODULE_LEAF
 from nnx.transforms.lift import (
@@ -30,6 +39,9 @@ from nnx.transforms.wrapper import decorator
 NOT_A_PAIR = """nnx.scan: the body must return a pair, (carry, y); {name} returned {got}. With nothing to collect, \
 return \
 `carry, None`."""
+
+TOO_MANY_AXES = """nnx.scan: in_axes has {given} entries, but {name} was called with {rest} arguments after the carry. \
+The Module and the carry have no entry: in_axes is for what follows them."""
 
 OTHER_CARRY = """{name}: the body received {what} of the structure {before} and returned {after}. What is handed \
 from step \
@@ -68,7 +80,7 @@ def scan(
       variable_carry: which variables are handed from step to step; everything else, by default.
       split_rngs: which streams of Contexts differ from step to step; an RNG filter.
       in_axes: the axis of `xs`; as a tuple, one entry for each argument after the carry, None for the same in all
-        steps.
+        steps. Modules are stacked by `variable_axes`, so their entries should be None.
       out_axes: the axis along which `ys` are stacked.
       length: the number of steps; needed with `variable_axes`.
       reverse, unroll: as in `jax.lax.scan`.
@@ -121,6 +133,10 @@ class Steps:
         rest = len(args) - 2
         after = tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,) + (None,) * (rest - 1)
         after = (*after, *(None,) * (rest - len(after)))[:rest]
+        if isinstance(in_axes, (tuple, list)):
+            if len(in_axes) > rest:
+                raise ValueError(TOO_MANY_AXES.format(given=len(in_axes), rest=rest, name=name))
+            check_module_axes(axes, "in_axes", after, args[2:], argument_labels(len(args))[2:])
         self.data_axes, labels = data_axes(axes.name, (None, None, *after), args, kwargs, None)
         flags, _ = data_axes(axes.name, (None, 0, *(None,) * rest), args, kwargs, None)
         self.carry_data = [i for i, flag in enumerate(flags) if flag is not None]
@@ -144,7 +160,7 @@ class Steps:
         )
 
         def body(carry: Any, x: Any) -> Any:
-            return self.step(carry, x, cells, shared)
+            return self.step(carry, x, cells, shared, out_axes)
 
         try:
             (final, final_data), (stacked, ys) = jax.lax.scan(
@@ -168,7 +184,7 @@ class Steps:
             text = text.replace(f"carry[1][{number}]", f"carry{jax.tree_util.keystr(path)}")
         return text
 
-    def step(self, carry: Any, x: Any, outer_cells: Sequence[Any], shared: Any) -> Any:
+    def step(self, carry: Any, x: Any, outer_cells: Sequence[Any], shared: Any, out_axes: Any) -> Any:
         (carried, carried_data), (slices, data_slices, split) = carry, x
         cells, data = list(outer_cells), list(self.call.data)
         for numbers, values in ((self.carry_cells, carried), (self.stacked_cells, slices)):
@@ -184,6 +200,8 @@ class Steps:
         out = self.fun(*args, **kwargs)
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             raise TypeError(NOT_A_PAIR.format(name=self.name, got=type(out).__name__))
+        if not isinstance(out_axes, int):
+            check_module_axes(self.axes, "out_axes", [out_axes], [out[1]], ["the collected result"])
         outcome = leave(entered, (out[0], out[1]), self.axes.name)
         return self._collect(entered, outcome, cells)
 
@@ -240,7 +258,7 @@ def _spread(axes: Any, tree: Any) -> Any:
     """One axis per leaf of `tree`, from a prefix of it."""
     if isinstance(axes, int):
         return jax.tree.map(lambda _: axes, tree)
-    return jax.tree.map(lambda a, sub: jax.tree.map(lambda _: a, sub), axes, tree)
+    return jax.tree.map(lambda a, sub: jax.tree.map(lambda _: a, sub), axes, tree, is_leaf=lambda a: a is None)
 
 
 def current_values(name: str, key: GraphKey | None, entered: Entered, cells: Sequence[int]) -> list[Any]:
@@ -278,15 +296,23 @@ class Loop:
         self.name = name
         self.call = Call((init,), {})
         self.structure = _carry_structure(init, self.call)
-        self.keys = [ctx.partition().keys for ctx in self.call.contexts]
+        self.body_keys = self._fork()
+        self.condition_keys: list[Any] = []
         self.found: list[Effects] = []
+
+    def _fork(self) -> list[Any]:
+        return [ctx.partition().keys for ctx in self.call.contexts]
+
+    def fork_for_condition(self) -> None:
+        """Gives the condition its own keys: those of the body at the same step are different."""
+        self.condition_keys = self._fork()
 
     def initial(self) -> Any:
         return jnp.zeros((), jnp.int32), self.call.cells(), list(self.call.data)
 
     def body(self, fun: Callable[..., Any], carry: Any, *before: Any) -> Any:
         step, cells, data = carry
-        entered, args, contexts = self._enter(step, cells, data)
+        entered, args, contexts = self._enter(step, cells, data, self.body_keys)
         out = _with_contexts_by_number(fun(*before, *args), contexts)
         outcome = leave(entered, out, self.name)
         self._check(outcome.effects)
@@ -300,7 +326,7 @@ class Loop:
 
     def condition(self, fun: Callable[..., Any], carry: Any) -> Any:
         step, cells, data = carry
-        entered, args, _ = self._enter(step, cells, data)
+        entered, args, _ = self._enter(step, cells, data, self.condition_keys)
         outcome = leave(entered, fun(*args), self.name)
         if outcome.effects.changed or outcome.effects.rewrite is not None:
             raise ValueError(
@@ -308,10 +334,10 @@ class Loop:
             )
         return outcome.out
 
-    def _enter(self, step: Any, cells: Any, data: Any) -> tuple[Entered, Any, Any]:
+    def _enter(self, step: Any, cells: Any, data: Any, keys_of: list[Any]) -> tuple[Entered, Any, Any]:
         contexts = [
             definition.merge({name: jax.random.fold_in(key, step) for name, key in keys.items()})
-            for definition, keys in zip(self.call.signature.contexts, self.keys)
+            for definition, keys in zip(self.call.signature.contexts, keys_of)
         ]
         entered, args, _ = enter_call(self.call.signature, self.call.statics, cells, data, contexts)
         return entered, args, contexts
@@ -341,9 +367,10 @@ class Loop:
 def while_loop(
     cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any, *, stateful: bool = True
 ) -> Any:
-    """`jax.lax.while_loop` with Modules and Contexts anywhere in `init_val`; changes to them stand.
+    """`jax.lax.while_loop` with Modules and Contexts anywhere in `init_val`; changes to Modules are kept.
 
-    A Context gives other keys in every step. A static attribute or a submodule cannot change in a loop.
+    A Context produces new keys in every step, and different ones in the condition and in the body. A static attribute
+    or a submodule cannot change in a loop.
 
     Args:
       cond_fun: of the value; true while there is another step. It changes nothing.
@@ -360,6 +387,7 @@ def while_loop(
     (True, 5)
     """
     loop = Loop("nnx.while_loop", init_val)
+    loop.fork_for_condition()
     carry = jax.lax.while_loop(
         lambda carry: loop.condition(cond_fun, carry), lambda carry: loop.body(body_fun, carry), loop.initial()
     )
@@ -375,7 +403,7 @@ def fori_loop(
     unroll: Any = None,
     stateful: bool = True,
 ) -> Any:
-    """`jax.lax.fori_loop` with Modules and Contexts anywhere in `init_val`; changes to them stand.
+    """`jax.lax.fori_loop` with Modules and Contexts anywhere in `init_val`; changes to Modules are kept.
 
     Args:
       lower: the first index.

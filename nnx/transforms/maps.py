@@ -1,4 +1,4 @@
-"""`vmap`: one function over many members; Modules stacked, split or shared as `variable_axes` says."""
+"""`vmap`: one function over many members, with Modules stacked or shared as `variable_axes` says."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ import jax
 from nnx.core.attributes import settle
 from nnx.core.graph import is_static
 from nnx.core.info import new_module
-from nnx.transforms.axes import Axes, data_axes, move_axis
+from nnx.transforms.axes import Axes, argument_labels, check_module_axes, data_axes, move_axis
 from nnx.transforms.lift import Call, Effects, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
 from nnx.transforms.wrapper import decorator
 
@@ -33,7 +33,10 @@ def map_call(
         for i, value in zip(mapped_data, slices):
             data[i] = value
         entered, args, kwargs = enter_call(signature, call.statics, axes.transformed(inner, cells), data, contexts)
-        outcome = leave(entered, fun(*args, **kwargs), axes.name)
+        out = fun(*args, **kwargs)
+        if not isinstance(out_axes, int):
+            check_module_axes(axes, "out_axes", [out_axes], [out], ["the result"])
+        outcome = leave(entered, out, axes.name)
         effects = outcome.effects
         out_groups = axes.output_groups(inner, groups, effects)
         found[:] = [(effects, out_groups)]
@@ -143,7 +146,8 @@ def vmap(
       variable_axes: which variables are stacked, `{filter: axis}`; each member sees one slice.
       variable_broadcast: which variables are the same for all members; everything else, by default.
       split_rngs: which streams of Contexts differ from member to member; an RNG filter.
-      in_axes, out_axes: as in `jax.vmap`, for plain arrays; entries for Modules and Contexts are ignored.
+      in_axes, out_axes: as in `jax.vmap`, for plain arrays. Modules are stacked by `variable_axes` and Contexts are
+        split by `split_rngs`, so their entries should be None.
       axis_size: the number of members, where the arguments do not say.
       axis_name, spmd_axis_name: as in `jax.vmap`.
       data_transform: applied to the State of the Modules inside the body.
@@ -179,6 +183,8 @@ def vmap(
         entries = in_axes
         if target.bound and isinstance(in_axes, (tuple, list)):
             entries = (None, *in_axes)
+        if isinstance(entries, (tuple, list)):
+            check_module_axes(axes, "in_axes", entries, args, argument_labels(len(args)))
         call = Call(args, kwargs)
         axes_of_data, labels = data_axes(axes.name, entries, args, kwargs, 0)
         outcome = map_call(axes, target.fun, call, axes_of_data, labels, out_axes, **options)

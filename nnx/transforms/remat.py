@@ -7,6 +7,7 @@ import jax
 
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
 from nnx.transforms.lift import Call, commit, discard, run, target_of
+from nnx.transforms.maps import is_init_method
 from nnx.transforms.wrapper import decorator
 
 
@@ -18,14 +19,17 @@ def remat(
     static_argnums: int | Sequence[int] | None = None,
     policy: Callable[..., bool] | None = None,
     stateful: bool = True,
+    is_init: bool | None = None,
 ) -> Callable[..., Any]:
     """`jax.checkpoint` for functions that take Modules; keyword arguments are allowed.
 
     Args:
-      fun: the function, a Module, or a bound method of one.
+      fun: the function, a Module, or a bound method of one. `__init__` runs as it is: a constructor makes variables,
+        and leaves nothing to compute again.
       prevent_cse, policy: as in `jax.checkpoint`.
-      static_argnums: arguments that are no data; indices count Modules as usual.
+      static_argnums: arguments that are not data; indices count Modules as usual.
       stateful: whether changes to Modules are written back.
+      is_init: whether the function is a constructor; by default, whether its name is `__init__`.
 
     >>> layer = nnx.Linear(2, 2, ctx=nnx.context(0))
     >>> forward = nnx.remat(lambda layer, x: jnp.sin(layer(x)), policy=jax.checkpoint_policies.dots_saveable)
@@ -33,6 +37,8 @@ def remat(
     >>> list(grads)
     ['bias', 'kernel']
     """
+    if is_init_method(fun, is_init):
+        return _constructor(fun)
     target = target_of(fun, "nnx.remat")
     static = Selection(target.fun, static_argnums, None, len(target.bound))
     body = unwrap_static(target.fun)
@@ -50,3 +56,10 @@ def remat(
         return commit(call, outcome) if stateful else discard(call, outcome)
 
     return lifted
+
+
+def _constructor(fun: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return fun(self, *args, **kwargs)
+
+    return init

@@ -124,6 +124,23 @@ def errors():
     return texts
 
 
+def donation():
+    """The cells of a donated Module that share the buffers of sharded arrays, or of one shard, after two steps."""
+    axis = jax.NamedSharding(mesh_of(("data", 8)), jax.P("data"))
+    x = jax.device_put(jnp.zeros(8), axis)
+    same = jax.make_array_from_single_device_arrays(x.shape, axis, [shard.data for shard in x.addressable_shards])
+    model = nnx.Dict(a=nnx.Param(x), b=nnx.Param(same), c=nnx.Param(x.addressable_shards[0].data))
+
+    @nnx.jit(donate_argnums=0)
+    def step(model):
+        model.a = model.a + 1
+
+    step(model)
+    model.b = jax.device_put(model.a, axis)
+    step(model)
+    return [value.tolist() for value in (model.a, model.b, model.c)]
+
+
 def unrolled():
     """The peak of building a deep model, layer by layer."""
 
@@ -137,5 +154,5 @@ def unrolled():
 
 
 if __name__ == "__main__":
-    checks = (training, unrolled, explicit_axes, constraints, errors)
+    checks = (training, unrolled, explicit_axes, constraints, errors, donation)
     print(json.dumps({check.__name__: check() for check in checks}))

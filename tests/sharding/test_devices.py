@@ -129,6 +129,10 @@ def test_what_does_not_divide_is_an_error_that_names_path_and_rule(seen):
     assert built.startswith("kernel: axis 0, 'in', of size 6 cannot be divided by mesh axis 'data' of size 4")
 
 
+def test_sharded_arrays_that_share_buffers_survive_donation(seen):
+    assert seen["donation"] == [[2.0] * 8, [1.0] * 8, [0.0]]
+
+
 # Two processes, with four devices each
 
 

@@ -1,4 +1,4 @@
-"""`vjp`, `jvp`, `linearize`, `jacfwd`, `jacrev`, `hessian`, `custom_vjp`, `custom_jvp` on Modules."""
+"""`vjp`, `jvp`, `linearize`, `jacfwd`, `jacrev`, `hessian` on Modules."""
 
 import jax
 import jax.numpy as jnp
@@ -6,23 +6,7 @@ import numpy as np
 import pytest
 
 import nnx
-
-
-class Count(nnx.Variable):
-    pass
-
-
-class Affine(nnx.Module):
-    def __init__(self, seed=0):
-        self.kernel = nnx.Param(jax.random.normal(jax.random.key(seed), (2, 2)), ("din", "dout"))
-        self.bias = nnx.Param(jnp.array([0.5, -0.5]))
-        self.mean = nnx.BatchStat(jnp.ones(2))
-        self.count = Count(jnp.zeros((), jnp.int32))
-
-    def __call__(self, x):
-        self.count += 1
-        return jnp.tanh(x @ self.kernel + self.bias) * self.mean
-
+from tests.transforms.derivative_models import Affine, Count, assert_no_tracers
 
 X = jnp.array([0.3, -0.7])
 
@@ -43,10 +27,6 @@ def assert_trees_close(found, expected, rtol=1e-5):
     assert len(found_leaves) == len(expected_leaves)
     for a, b in zip(found_leaves, expected_leaves, strict=True):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
-
-
-def assert_no_tracers(model):
-    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.get_state()))
 
 
 # vjp
@@ -245,163 +225,129 @@ def test_an_integer_leaf_is_an_error_that_names_its_path():
         assert model.count == 0
 
 
-# custom_vjp
+# Modules that share cells
 
 
-def make_custom_vjp():
-    @nnx.custom_vjp
-    def scaled(m, x):
-        m.count += 1
-        return m.kernel.sum() * x
-
-    def forward(m, x):
-        m.count += 1
-        return m.kernel.sum() * x, (m.filter(nnx.Param), x)
-
-    def backward(residuals, g):
-        params, x = residuals
-        ones = jax.tree.map(jnp.ones_like, params)
-        return jax.tree.map(lambda w: w * g * 100.0, ones), g * 7.0
-
-    scaled.defvjp(forward, backward)
-    return scaled
+def ones(module):
+    return jax.tree.map(jnp.ones_like, module.filter(nnx.Param))
 
 
-def test_custom_vjp_runs_as_the_function_itself():
-    model, scaled = Affine(), make_custom_vjp()
-    np.testing.assert_allclose(scaled(model, 2.0), 2 * model.kernel.sum(), rtol=1e-6)
-    assert model.count == 1
+def product(a, b):
+    return a.w * b.w
 
 
-def test_custom_vjp_backward_returns_a_state():
-    model, scaled = Affine(), make_custom_vjp()
-    grads, by_x = nnx.grad(scaled, argnums=(0, 1))(model, 2.0)
-    assert list(grads) == ["bias", "kernel"] and isinstance(grads["kernel"], nnx.Param)
-    np.testing.assert_allclose(grads["kernel"].value, np.full((2, 2), 100.0))
-    assert by_x == 7.0
+def scalar(value):
+    return nnx.Dict(w=nnx.Param(jnp.array(value)))
 
 
-def test_state_changes_in_the_custom_forward_pass_stand():
-    model, scaled = Affine(), make_custom_vjp()
-    nnx.grad(scaled)(model, 2.0)
-    assert model.count == 1
-    assert_no_tracers(model)
+def tied(value):
+    ref = nnx.Ref(nnx.Param(jnp.array(value)))
+    return nnx.Dict(w=ref), nnx.Dict(w=ref)
 
 
-def test_custom_vjp_inside_jit_and_grad():
-    model, scaled = Affine(), make_custom_vjp()
+@pytest.mark.parametrize("transform", ["jvp", "linearize"])
+def test_tangents_of_a_module_passed_twice_are_added(transform):
+    model = scalar(3.0)
+    half = jax.tree.map(lambda w: w / 2, ones(model))
+    if transform == "jvp":
+        y, y_dot = nnx.jvp(product, (model, model), (ones(model), half))
+    else:
+        y, push = nnx.linearize(product, model, model)
+        y_dot = push(ones(model), half)
+    assert y == 9.0 and y_dot == 6.0 * 1.5
 
-    @nnx.jit
-    def step(m, x):
-        return nnx.value_and_grad(lambda m: scaled(m, x) * 3.0)(m)
 
-    value, grads = step(model, 2.0)
-    np.testing.assert_allclose(value, 6 * model.kernel.sum(), rtol=1e-5)
-    np.testing.assert_allclose(grads["kernel"].value, np.full((2, 2), 300.0))
-    assert model.count == 1
+def test_tangents_of_tied_modules_are_added():
+    a, b = tied(3.0)
+    assert nnx.jvp(product, (a, b), (ones(a), nnx.State())) == (9.0, 6.0)
+    assert nnx.jvp(product, (a, b), (nnx.State(), ones(b))) == (9.0, 6.0)
+    assert nnx.jvp(product, (a, b), (ones(a), ones(b))) == (9.0, 12.0)
 
 
-def test_a_state_change_in_the_custom_backward_pass_is_an_error():
+@pytest.mark.parametrize("parent_first", [True, False])
+def test_a_module_and_its_parent_each_take_the_tangent_they_would_give(parent_first):
+    child = scalar(3.0)
+    parent = nnx.Dict(child=child, own=nnx.Param(jnp.array(5.0)))
+    modules = (parent, child) if parent_first else (child, parent)
+
+    def f(a, b):
+        parent, child = (a, b) if parent_first else (b, a)
+        return parent.child.w * child.w + parent.own
+
+    _, y_dot = nnx.jvp(f, modules, tuple(ones(module) for module in modules))
+    assert y_dot == 6.0 * 2 + 1
+
+
+def test_a_tangent_can_name_a_shared_cell_by_any_path():
+    ref = nnx.Ref(nnx.Param(jnp.array(3.0)))
+    model = nnx.Dict(a=ref, b=nnx.Dict(c=ref))
+    one = nnx.Param(jnp.array(1.0))
+    for paths in (["a"], ["b/c"]):
+        assert nnx.jvp(lambda m: m.a * m.b.c, (model,), (nnx.State({path: one for path in paths}),))[1] == 6.0
+    assert nnx.jvp(lambda m: m.a * m.b.c, (model,), (nnx.State({"a": one, "b/c": one}),))[1] == 12.0
+
+
+def test_the_cotangent_of_a_shared_cell_appears_once():
+    a, b = tied(3.0)
+    _, pull = nnx.vjp(product, a, b)
+    first, second = pull(1.0)
+    assert first["w"].value == 6.0 and len(second) == 0
+
+
+def test_a_path_filter_selects_by_the_paths_of_each_module():
+    child = scalar(3.0)
+    parent = nnx.Dict(child=child)
+    grads = nnx.grad(lambda a, b: a.w * b.child.w, wrt=nnx.PathMatches("child/*"), argnums=(0, 1))(child, parent)
+    assert grads[0]["w"].value == 6.0 and len(grads[1]) == 0
+    tangents = (nnx.State(), ones(parent))
+    _, y_dot = nnx.jvp(lambda a, b: a.w * b.child.w, (child, parent), tangents, wrt=nnx.PathMatches("child/*"))
+    assert y_dot == 6.0
+
+
+def test_a_tangent_of_another_shape_is_an_error_that_names_its_path():
     model = Affine()
+    tangent = nnx.State({"bias": nnx.Param(jnp.ones(()))})
+    with pytest.raises(ValueError, match=r"'bias' have the shape \[\], but the variable has the shape \[2\]"):
+        nnx.jvp(lambda m: m(X), (model,), (tangent,))
 
-    @nnx.custom_vjp
-    def f(m, x):
-        return m.kernel.sum() * x
 
-    def forward(m, x):
-        return m.kernel.sum() * x, (m, x)
+# Modules in the output
 
-    def backward(residuals, g):
-        m, x = residuals
-        m.count += 1
-        return jax.tree.map(jnp.zeros_like, m.filter(nnx.Param)), g
 
-    f.defvjp(forward, backward)
-    with pytest.raises(Exception, match="count|backward"):
-        nnx.grad(f)(model, 2.0)
+def test_a_module_in_the_output_is_the_callers_own():
+    model = scalar(3.0)
+
+    def f(m):
+        return {"y": m.w**2, "model": m}
+
+    out, pull = nnx.vjp(f, model)
+    assert out["model"] is model and pull({"y": 1.0, "model": None})[0]["w"].value == 6.0
+    out, y_dot = nnx.jvp(f, (model,), (ones(model),))
+    assert out["model"] is model and y_dot == {"y": 6.0, "model": None}
+    out, push = nnx.linearize(f, model)
+    assert out["model"] is model and push(ones(model)) == {"y": 6.0, "model": None}
+    jacobian = nnx.jacrev(f)(model)
+    assert jacobian["model"] is None and jacobian["y"]["w"].value == 6.0
+
+
+# wrt
+
+
+@pytest.mark.parametrize("name", ["vjp", "jvp", "linearize", "jacfwd", "jacrev", "hessian"])
+def test_a_wrt_that_matches_nothing_is_an_error_that_lists_what_there_is(name):
+    model = Affine()
+    calls = {
+        "vjp": lambda: nnx.vjp(lambda m: m(X), model, wrt=nnx.Cache),
+        "jvp": lambda: nnx.jvp(lambda m: m(X), (model,), (nnx.State(),), wrt=nnx.Cache),
+        "linearize": lambda: nnx.linearize(lambda m: m(X), model, wrt=nnx.Cache),
+    }
+    run = calls.get(name) or (lambda: getattr(nnx, name)(lambda m: m(X).sum(), wrt=nnx.Cache)(model))
+    with pytest.raises(ValueError, match=f"nnx.{name}.*wrt=Cache matches nothing in Affine.*Param: 'bias', 'kernel'"):
+        run()
     assert model.count == 0
 
 
-def test_a_custom_backward_of_other_paths_is_an_error_that_names_them():
-    model = Affine()
-
-    @nnx.custom_vjp
-    def f(m, x):
-        return m.kernel.sum() * x
-
-    f.defvjp(lambda m, x: (m.kernel.sum() * x, m.filter(nnx.PathMatches("bias"))), lambda residuals, g: (residuals, g))
-    with pytest.raises((TypeError, ValueError), match="kernel"):
-        nnx.grad(f)(model, 2.0)
-
-
-def test_custom_vjp_takes_nondiff_argnums():
-    @nnx.custom_vjp(nondiff_argnums=(0,))
-    def f(power, m):
-        return (m.bias**power).sum()
-
-    f.defvjp(
-        lambda power, m: ((m.bias**power).sum(), m.filter(nnx.Param)),
-        lambda power, params, g: (jax.tree.map(lambda w: jnp.full_like(w, power * g), params),),
-    )
-    grads = nnx.grad(lambda m: f(3, m))(Affine())
-    np.testing.assert_allclose(grads["bias"].value, [3.0, 3.0])
-
-
-def test_custom_vjp_keeps_name_and_docstring():
-    @nnx.custom_vjp
-    def scaled(m, x):
-        """Scales."""
-        return x
-
-    assert scaled.__name__ == "scaled" and scaled.__doc__ == "Scales."
-
-
-# custom_jvp
-
-
-def make_custom_jvp():
-    @nnx.custom_jvp
-    def f(m, x):
-        m.count += 1
-        return m.bias.sum() * x
-
-    @f.defjvp
-    def f_jvp(primals, tangents):
-        m, x = primals
-        m_dot, x_dot = tangents
-        m.count += 1
-        assert isinstance(m_dot, nnx.State)
-        return m.bias.sum() * x, 10.0 * m_dot["bias"].value.sum() + 20.0 * x_dot
-
-    return f
-
-
-def test_custom_jvp_runs_as_the_function_itself():
-    model, f = Affine(), make_custom_jvp()
-    model.bias = jnp.array([1.0, 2.0])
-    assert f(model, 2.0) == 6.0 and model.count == 1
-
-
-def test_custom_jvp_takes_and_gives_tangents_of_states():
-    model, f = Affine(), make_custom_jvp()
-    model.bias = jnp.array([1.0, 2.0])
-    tangent = jax.tree.map(jnp.ones_like, model.filter(nnx.Param))
-    y, y_dot = nnx.jvp(f, (model, 2.0), (tangent, 1.0))
-    assert y == 6.0 and y_dot == 40.0
-    assert model.count == 1
-    assert_no_tracers(model)
-
-
-def test_custom_jvp_serves_reverse_mode():
-    model, f = Affine(), make_custom_jvp()
-    grads, by_x = nnx.grad(f, argnums=(0, 1))(model, 2.0)
-    np.testing.assert_allclose(grads["bias"].value, [10.0, 10.0])
-    np.testing.assert_allclose(grads["kernel"].value, np.zeros((2, 2)))
-    assert by_x == 20.0 and model.count == 1
-
-
-def test_custom_jvp_inside_jit():
-    model, f = Affine(), make_custom_jvp()
-    grads = nnx.jit(lambda m, x: nnx.grad(f)(m, x))(model, 2.0)
-    np.testing.assert_allclose(grads["bias"].value, [10.0, 10.0])
-    assert model.count == 1
+def test_an_array_among_the_arguments_is_enough_to_differentiate():
+    _, pull = nnx.vjp(apply, Affine(), X, wrt=nnx.Cache)
+    state, x_bar = pull(jnp.ones(2))
+    assert len(state) == 0 and x_bar.shape == X.shape

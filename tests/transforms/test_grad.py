@@ -168,9 +168,31 @@ def test_wrt_may_be_given_by_position():
     assert list(nnx.grad(loss, nnx.BatchStat)(linear())) == ["mean"]
 
 
-def test_wrt_that_matches_nothing_gives_an_empty_state():
-    grads = nnx.grad(loss, wrt=nnx.Cache)(linear())
-    assert isinstance(grads, nnx.State) and len(grads) == 0
+@pytest.mark.parametrize("transform", [nnx.grad, nnx.value_and_grad])
+def test_a_wrt_that_matches_nothing_is_an_error_that_lists_what_there_is(transform):
+    model = linear()
+    with pytest.raises(ValueError) as error:
+        transform(loss, wrt=nnx.Cache)(model)
+    text = str(error.value)
+    assert "wrt=Cache matches nothing in Linear" in text
+    assert "Param: 'bias', 'kernel'" in text and "BatchStat: 'mean'" in text
+    assert model.count == 0
+
+
+def test_a_wrt_that_matches_one_of_several_modules_or_arrays_is_enough():
+    grads = nnx.grad(lambda pair: loss(pair[0]) * pair[1].w, wrt=nnx.Cache)(
+        [linear(), nnx.Dict(w=nnx.Cache(jnp.ones(())))]
+    )
+    assert len(grads[0]) == 0 and list(grads[1]) == ["w"]
+    grads, by_x = nnx.grad(lambda m, x: loss(m) * x, wrt=nnx.Cache, argnums=(0, 1))(linear(), 2.0)
+    assert len(grads) == 0 and by_x != 0
+
+
+def test_a_wrt_that_names_no_type_and_selects_several_is_an_error():
+    with pytest.raises(ValueError, match=r"(?s)PathMatches\('\*\*'\) names no Variable type.*nnx.All\(nnx.Param"):
+        nnx.grad(loss, wrt=nnx.PathMatches("**"))(linear())
+    grads = nnx.grad(loss, wrt=nnx.All(nnx.Param, nnx.PathMatches("**")))(linear())
+    assert list(grads) == ["bias", "kernel"]
 
 
 def test_wrt_may_select_bare_arrays():

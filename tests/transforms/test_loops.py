@@ -129,6 +129,41 @@ def test_gradients_inside_a_loop_train_the_module():
     np.testing.assert_allclose(model.inner.kernel, kernel / 4, rtol=1e-5)
 
 
+# Random keys
+
+
+def drawn(loop, ctx, steps=4):
+    """All the keys that a loop draws from a Context, in its body and, where it has one, in its condition."""
+    noise = lambda ctx: jax.random.bits(ctx.make_rng("noise"), (2,))  # noqa: E731
+    found = jnp.zeros((2 * steps + 1, 2), jnp.uint32)
+
+    def body(i, found, ctx):
+        return found.at[2 * i].set(noise(ctx)).at[2 * i + 1].set(noise(ctx))
+
+    if loop == "fori_loop":
+        found, _ = nnx.fori_loop(0, steps, lambda i, c: (body(i, c[0], c[1]), c[1]), (found, ctx))
+        return found[:-1]
+    seen = []
+
+    def condition(carry):
+        i, _, ctx = carry
+        jax.debug.callback(lambda bits: seen.append(tuple(bits.tolist())), noise(ctx))
+        return i < steps
+
+    _, found, _ = nnx.while_loop(condition, lambda c: (c[0] + 1, body(*c), c[2]), (0, found, ctx))
+    jax.effects_barrier()
+    assert len(seen) == steps + 1
+    return [*found[:-1], *seen]
+
+
+@pytest.mark.parametrize("loop", ["while_loop", "fori_loop"])
+def test_a_loop_draws_no_key_twice(loop):
+    ctx = nnx.context(noise=0)
+    before = jax.random.bits(ctx.make_rng("noise"), (2,))
+    keys = [before, *drawn(loop, ctx), *drawn(loop, ctx), jax.random.bits(ctx.make_rng("noise"), (2,))]
+    assert len({tuple(map(int, key)) for key in keys}) == len(keys)
+
+
 # Errors
 
 

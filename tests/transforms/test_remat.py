@@ -201,3 +201,66 @@ def test_remat_inside_jit_inside_grad():
 def test_a_context_in_the_result_is_an_error():
     with pytest.raises((TypeError, ValueError), match="Context"):
         nnx.remat(lambda ctx: ctx)(nnx.context(0))
+
+
+# Constructors
+
+
+def test_remat_on_init_leaves_arguments_and_self_as_they_are():
+    seen = []
+
+    class Block(nnx.Module):
+        @nnx.remat
+        def __init__(self, features, name="block", *, use_bias=True, ctx):
+            seen.append((self, features, name, use_bias))
+            self.linear = nnx.Linear(features, features, use_bias=use_bias, ctx=ctx)
+            self.features = features
+            self.child = nnx.Dict()
+            self.child.parent = self
+
+        @nnx.remat
+        def __call__(self, x):
+            return self.linear(x)
+
+    ctx = nnx.context(0)
+    block = Block(3, "first", use_bias=False, ctx=ctx)
+    assert seen[0][0] is block and seen[0][1:] == (3, "first", False)
+    assert type(block.features) is int and block.child.parent is block
+    assert list(block.get_state()) == ["linear/kernel"]
+    assert block(jnp.ones((1, 3))).shape == (1, 3)
+    assert not jnp.array_equal(block.linear.kernel, Block(3, ctx=ctx).linear.kernel)
+    assert nnx.jit(lambda ctx: Block(2, ctx=ctx))(ctx).features == 2
+
+
+def test_is_init_says_what_the_name_does_not():
+    class Block(nnx.Module):
+        @nnx.remat(is_init=True)
+        def build(self, features, *, ctx):
+            self.linear = nnx.Linear(features, features, ctx=ctx)
+            return features
+
+    block = Block()
+    assert type(block.build(3, ctx=nnx.context(0))) is int and block.linear.kernel.shape == (3, 3)
+
+
+@pytest.mark.parametrize(
+    "decorate",
+    [
+        nnx.remat,
+        nnx.vmap(variable_axes={nnx.Param: 0}, split_rngs="params", axis_size=2),
+        nnx.scan(variable_axes={nnx.Param: 0}, split_rngs="params", length=2),
+    ],
+    ids=["remat", "vmap", "scan"],
+)
+def test_a_decorated_constructor_sees_python_values(decorate):
+    seen = []
+
+    class Block(nnx.Module):
+        @decorate
+        def __init__(self, features, scale=0.5, *, names=("a", "b"), options=None, ctx):
+            seen.append((type(features), type(scale), names, options))
+            self.linear = nnx.Linear(features, len(names), ctx=ctx)
+
+    Block(3, names=("x",), options={"rate": 2}, ctx=nnx.context(0))
+    assert seen[-1] == (int, float, ("x",), {"rate": 2})
+    assert type(seen[-1][3]["rate"]) is int

@@ -138,27 +138,6 @@ def test_structural_changes_in_the_body_are_errors_that_name_the_path(change, pa
     assert m.get_module_def() == moduledef and m.get_state() == state
 
 
-def test_a_cell_reached_under_two_axes_is_an_error_naming_both_paths():
-    class A(nnx.Module):
-        pass
-
-    class B(nnx.Module):
-        pass
-
-    ref = nnx.Ref(nnx.Param(jnp.ones((2, 2))))
-    m = nnx.Dict(a=A(), b=B())
-    m.a.left = ref
-    m.b.right = ref
-
-    @nnx.scan(variable_axes={nnx.PathMatches("a/left"): 0, nnx.PathMatches("b/right"): 1}, length=2)
-    def f(m, carry, x):
-        return carry, None
-
-    with pytest.raises(ValueError) as error:
-        f(m, 0.0, None)
-    assert "a/left" in str(error.value) and "b/right" in str(error.value)
-
-
 def test_a_body_that_returns_no_pair_is_an_error():
     with pytest.raises((TypeError, ValueError)):
         nnx.scan(lambda m, c, x: c)(layers(), 0.0, jnp.ones(2))
@@ -167,3 +146,32 @@ def test_a_body_that_returns_no_pair_is_an_error():
 def test_a_context_in_the_carry_result_is_an_error():
     with pytest.raises((TypeError, ValueError), match="Context"):
         nnx.scan(lambda m, c, x, ctx: (c, ctx))(layers(), 0.0, jnp.ones(2), nnx.context(0))
+
+
+def test_an_axis_at_a_modules_place_is_an_error_that_shows_variable_axes():
+    def f(m, carry, x, other):
+        return carry, x
+
+    with pytest.raises(ValueError, match=r"in_axes has the axis 0 for argument 3.*variable_axes=\{nnx.Param: 0\}"):
+        nnx.scan(f, in_axes=(0, 0))(layers(), 0.0, jnp.ones(2), layers(1))
+    _, ys = nnx.scan(f, in_axes=(0, None))(layers(), 0.0, jnp.ones(2), layers(1))
+    assert ys.shape == (2,)
+    _, ys = nnx.scan(lambda m, carry, x: (carry, carry))(layers(), 0.0, {"x": jnp.ones(2), "m": layers(1)})
+    assert ys.shape == (2,)
+
+
+def test_an_output_axis_at_a_modules_place_is_an_error_that_shows_variable_axes():
+    def f(m, carry, x):
+        return carry, (m, x)
+
+    model = layers()
+    with pytest.raises(ValueError, match=r"out_axes has the axis 0 for the collected result\[0\].*variable_axes"):
+        nnx.scan(f, out_axes=(0, 0))(model, 0.0, jnp.ones(2))
+    for out_axes in (0, (None, 0)):
+        _, (out, ys) = nnx.scan(f, out_axes=out_axes)(model, 0.0, jnp.ones(2))
+        assert out is model and ys.shape == (2,)
+
+
+def test_more_in_axes_than_arguments_are_an_error():
+    with pytest.raises(ValueError, match="in_axes has 3 entries, but .* was called with 1 arguments after the carry"):
+        nnx.scan(lambda m, carry, x: (carry, x), in_axes=(None, None, 0))(layers(), 0.0, jnp.ones(2))

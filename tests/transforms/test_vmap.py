@@ -352,17 +352,6 @@ def test_a_new_variable_outside_variable_axes_that_differs_per_member_is_an_erro
     assert not hasattr(model.inner, "extra")
 
 
-def test_a_cell_reached_under_two_axes_is_an_error_naming_both_paths():
-    ref = nnx.Ref(nnx.Param(jnp.ones((2, 2))))
-    model = nnx.Dict(a=nnx.Dict(), b=nnx.Dict())
-    model.a.left = ref
-    model.b.right = ref
-    axes = {nnx.PathMatches("a/left"): 0, nnx.PathMatches("b/right"): 1}
-    with pytest.raises(ValueError) as error:
-        nnx.vmap(lambda m: m.a.left.sum(), variable_axes=axes, axis_size=2)(model)
-    assert "a/left" in str(error.value) and "b/right" in str(error.value)
-
-
 def test_vmap_with_nothing_to_map_over_is_an_error():
     with pytest.raises(ValueError):
         nnx.vmap(lambda m: m.bias)(Affine(ctx=nnx.context(0)))
@@ -376,3 +365,63 @@ def test_name_docstring_and_signature_are_kept():
 
     assert forward.__name__ == "forward" and forward.__doc__ == "Maps."
     assert list(inspect.signature(forward).parameters) == ["model", "x"]
+
+
+# Axes at a Module's place
+
+
+def plus(m, x):
+    return m.node.sum() + x
+
+
+@pytest.mark.parametrize(
+    ("in_axes", "wrap"),
+    [
+        ((0, 0), lambda m, x: (m, x)),
+        ([0, 0], lambda m, x: (m, x)),
+        ((1, 0), lambda m, x: (m, x)),
+        ((-1, 0), lambda m, x: (m, x)),
+        (({"m": 0, "x": 0},), lambda m, x: ({"m": m, "x": x},)),
+        ((0, 0), lambda m, x: ([m], x)),
+        (([0, None], 0), lambda m, x: ([m, m], x)),
+        (({"kernel": 0}, 0), lambda m, x: (m, x)),
+    ],
+)
+def test_an_axis_at_a_modules_place_is_an_error_that_shows_variable_axes(in_axes, wrap):
+    args = wrap(Affine(ctx=nnx.context(0)), jnp.arange(4.0))
+    with pytest.raises(
+        ValueError, match=r"in_axes has the axis .* for argument 0.*Affine.*variable_axes=\{nnx.Param: "
+    ):
+        nnx.vmap(lambda *args: 0.0, in_axes=in_axes)(*args)
+
+
+@pytest.mark.parametrize("in_axes", [0, (None, 0), [None, 0]])
+def test_a_module_is_shared_under_a_plain_axis_or_none(in_axes):
+    out = nnx.vmap(plus, in_axes=in_axes)(Affine(ctx=nnx.context(0)), jnp.arange(4.0))
+    np.testing.assert_array_equal(out, 2 + np.arange(4.0))
+
+
+@pytest.mark.parametrize("in_axes", [(0,), ({"m": None, "x": 0},)])
+def test_an_axis_for_a_tree_with_arrays_is_meant_for_the_arrays(in_axes):
+    tree = {"m": Affine(ctx=nnx.context(0)), "x": jnp.arange(4.0)}
+    out = nnx.vmap(lambda tree: plus(tree["m"], tree["x"]), in_axes=in_axes)(tree)
+    np.testing.assert_array_equal(out, 2 + np.arange(4.0))
+
+
+def test_an_axis_at_a_modules_place_is_fine_with_variable_axes():
+    def f(m, x):
+        return m.bias.sum() + x
+
+    x = jnp.arange(float(SIZE))
+    np.testing.assert_allclose(nnx.vmap(f, variable_axes={nnx.Param: 0}, in_axes=(0, 0))(members(), x), x)
+
+
+def test_an_output_axis_at_a_modules_place_is_an_error_that_shows_variable_axes():
+    model, x = Affine(ctx=nnx.context(0)), jnp.arange(4.0)
+    with pytest.raises(ValueError, match=r"out_axes has the axis 0 for the result\[0\], a Module.*variable_axes"):
+        nnx.vmap(lambda m, x: (m, x), out_axes=(0, 0))(model, x)
+    for out_axes in (0, (None, 0)):
+        out, y = nnx.vmap(lambda m, x: (m, x), out_axes=out_axes)(model, x)
+        assert out is model and y.shape == (4,)
+    made, _ = nnx.vmap(lambda m, x: (m, x), variable_axes={nnx.Param: 0}, out_axes=(0, 0))(members(), jnp.ones(SIZE))
+    assert made.kernel.shape[0] == SIZE

@@ -1,0 +1,267 @@
+"""Donation: exactly the buffers that a function replaces, and never one that something else still needs."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnx
+from tests.transforms.jit_models import Pair, linear
+
+
+def replace_kernel(m, x=1.0):
+    m.kernel = m.kernel + x
+
+
+def test_donating_a_module_donates_exactly_the_replaced_buffers():
+    model = linear()
+    kernel, bias = model.kernel, model.bias
+    expected = np.asarray(kernel) + 1
+    nnx.jit(replace_kernel, donate_argnums=0)(model)
+    assert kernel.is_deleted() and not bias.is_deleted()
+    np.testing.assert_allclose(model.kernel, expected)
+    np.testing.assert_array_equal(model.bias, np.zeros(3))
+
+
+def test_a_donated_module_stays_usable_call_after_call():
+    model = linear()
+    step = nnx.jit(replace_kernel, donate_argnums=(0,))
+    start = np.asarray(model.kernel)
+    for i in range(1, 4):
+        step(model, 2.0)
+        np.testing.assert_allclose(model.kernel, start + 2 * i, rtol=1e-6)
+    assert step.trace_count <= 2  # one to find the changed set, at most one more to compile with it
+
+
+def test_donate_argnames_name_module_arguments():
+    model, other = linear(0), linear(1)
+    kernel, other_kernel = model.kernel, other.kernel
+
+    @nnx.jit(donate_argnames="model")
+    def f(*, model, other):
+        replace_kernel(model)
+        replace_kernel(other)
+
+    f(model=model, other=other)
+    assert kernel.is_deleted() and not other_kernel.is_deleted()
+
+
+def test_plain_arrays_are_donated_as_in_jax_jit():
+    model, x = linear(), jnp.ones((4, 4))
+    y = nnx.jit(lambda m, x: x + 1, donate_argnums=1)(model, x)
+    assert x.is_deleted() and y[0, 0] == 2
+
+
+def test_a_buffer_that_is_read_but_not_replaced_is_not_donated():
+    model = linear()
+    bias = model.bias
+
+    @nnx.jit(donate_argnums=0)
+    def f(m):
+        m.kernel = m.kernel + m.bias
+
+    f(model)
+    assert not bias.is_deleted() and model.bias is bias
+
+
+def test_a_buffer_in_two_cells_is_not_donated():
+    pair = Pair()
+    shared = jnp.ones((8,))
+    pair.left.w = nnx.Param(shared)
+    pair.right.w = nnx.Param(shared)
+
+    @nnx.jit(donate_argnums=0)
+    def f(p):
+        p.left.w = p.left.w + 1
+
+    f(pair)
+    assert not shared.is_deleted()
+    assert pair.left.w[0] == 2 and pair.right.w[0] == 1
+
+
+def test_a_buffer_also_passed_undonated_is_not_donated():
+    model = linear()
+    kernel = model.kernel
+    step = nnx.jit(replace_kernel, donate_argnums=0)
+    step(model, kernel)
+    assert not kernel.is_deleted()
+    np.testing.assert_allclose(model.kernel, 2 * kernel)
+
+
+def test_a_buffer_donated_in_one_call_and_shared_in_the_next_is_safe():
+    model = linear()
+    step = nnx.jit(replace_kernel, donate_argnums=0)
+    step(model, jnp.ones((2, 3)))
+    kernel = model.kernel
+    step(model, kernel)
+    assert not kernel.is_deleted()
+    np.testing.assert_allclose(model.kernel, 2 * kernel)
+
+
+def test_donating_a_ref_leaves_all_its_owners_usable():
+    pair = Pair()
+    ref = nnx.Ref(nnx.Param(jnp.ones((8,))))
+    pair.left.w = ref
+    pair.right.w = ref
+
+    @nnx.jit(donate_argnums=0)
+    def f(p):
+        p.left.w = p.left.w + 1
+
+    for i in range(2, 4):
+        f(pair)
+        assert pair.left.w[0] == i and pair.right.w[0] == i
+
+
+def test_a_cell_that_moves_to_another_cell_is_safe_under_donation():
+    pair = Pair()
+    pair.left.w = nnx.Param(jnp.ones((4,)))
+    pair.right.w = nnx.Param(jnp.full((4,), 2.0))
+
+    @nnx.jit(donate_argnums=0)
+    def swap(p):
+        p.left.w, p.right.w = p.right.w, p.left.w
+
+    swap(pair)
+    assert pair.left.w[0] == 2 and pair.right.w[0] == 1
+    swap(pair)
+    assert pair.left.w[0] == 1 and pair.right.w[0] == 2
+
+
+# Two Array objects with one buffer
+
+
+def alias(x):
+    """Another Array object with the same buffer."""
+    other = jax.device_put(x, *x.devices())
+    assert other is not x and other.unsafe_buffer_pointer() == x.unsafe_buffer_pointer()
+    return other
+
+
+def pair(a, b):
+    return nnx.Dict(a=nnx.Param(a), b=nnx.Param(b))
+
+
+def change_a(m, x=1.0):
+    m.a = m.a + 1
+
+
+def read_b(m, x=1.0):
+    m.a = m.a + 1 + 0 * m.b
+
+
+def change_both(m, x=1.0):
+    m.a = m.a + 1
+    m.b = m.b * 1
+
+
+BODIES = [change_a, read_b, change_both]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_two_cells_with_one_buffer_are_both_usable(body):
+    x = jnp.ones(3)
+    model = pair(x, alias(x))
+    nnx.jit(body, donate_argnums=0)(model)
+    np.testing.assert_array_equal(model.a, 2 * np.ones(3))
+    np.testing.assert_array_equal(model.b, np.ones(3))
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_cell_made_an_alias_between_calls_is_usable(body):
+    model, step = pair(jnp.zeros(3), jnp.ones(3)), nnx.jit(body, donate_argnums=0)
+    for i in range(1, 4):
+        step(model)
+        step(model)
+        model.b = alias(model.a)
+        step(model)
+        np.testing.assert_array_equal(model.a, np.full(3, 3.0 * i))
+        np.testing.assert_array_equal(model.b, np.full(3, 3.0 * i - 1))
+
+
+def test_a_cell_replaced_twice_between_calls_is_compared():
+    model, step = pair(jnp.zeros(3), jnp.ones(3)), nnx.jit(change_both, donate_argnums=0)
+    for _ in range(20):  # the second array is often made where the first one was in memory
+        step(model)
+        model.b = 0.0
+        model.b = alias(model.a)
+        step(model)
+        np.testing.assert_array_equal(model.b, model.a - 1)
+
+
+def test_data_with_the_buffer_of_a_cell_are_usable():
+    model, step = pair(jnp.zeros(3), jnp.ones(3)), nnx.jit(change_a, donate_argnums=0)
+    for i in range(4):
+        x = alias(model.a)
+        step(model, x)
+        np.testing.assert_array_equal(x, np.full(3, float(i)))
+        np.testing.assert_array_equal(model.a, np.full(3, i + 1.0))
+
+
+def test_donated_data_with_one_buffer_are_both_usable():
+    step = nnx.jit(lambda m, x, y: (x + 1, y + 2), donate_argnums=(1, 2))
+    for _ in range(2):
+        x = jnp.ones(3)
+        first, second = step(linear(), x, alias(x))
+        np.testing.assert_array_equal(first, 2 * np.ones(3))
+        np.testing.assert_array_equal(second, 3 * np.ones(3))
+
+
+def test_an_alias_inside_a_pytree_is_usable():
+    x = jnp.ones(3)
+    model = nnx.Dict(a=nnx.Param({"k": x}), b=nnx.Param(alias(x)))
+
+    @nnx.jit(donate_argnums=0)
+    def step(m):
+        m.a = {"k": m.a["k"] + 1}
+
+    for i in range(2, 4):
+        step(model)
+        np.testing.assert_array_equal(model.a["k"], np.full(3, float(i)))
+        np.testing.assert_array_equal(model.b, np.ones(3))
+
+
+def test_two_models_in_turns_are_both_donated_and_usable():
+    step = nnx.jit(change_a, donate_argnums=0)
+    first, second = pair(jnp.zeros(3), jnp.ones(3)), pair(jnp.zeros(3), jnp.ones(3))
+    for i in range(1, 4):
+        for model in (first, second):
+            before = model.a
+            step(model)
+            assert before.is_deleted() and model.a[0] == i
+
+
+def test_new_batches_do_not_keep_buffers_from_being_donated():
+    model, step = pair(jnp.zeros(3), jnp.ones(3)), nnx.jit(change_a, donate_argnums=0)
+    for size in (3, 3, 4):
+        for _ in range(3):
+            before = model.a
+            step(model, jnp.ones(size))
+            assert before.is_deleted()
+
+
+def test_a_steady_donated_step_asks_for_no_pointers(monkeypatch):
+    from nnx.transforms import donation
+
+    asked = []
+    buffers = donation._buffers
+    monkeypatch.setattr(donation, "_buffers", lambda value: asked.append(value) or buffers(value))
+    model, step = pair(jnp.zeros(3), jnp.ones(3)), nnx.jit(change_a, donate_argnums=0)
+    for _ in range(3):
+        step(model, jnp.ones(4))
+    assert len(asked) == 3  # a, b and the data of the first call
+    model.b = jnp.ones(3)
+    step(model, jnp.ones(4))
+    assert len(asked) == 6
+
+
+def test_a_donated_function_keeps_no_array_alive():
+    model, step = pair(jnp.zeros(3), jnp.ones(3)), nnx.jit(change_a, donate_argnums=0)
+    step(model, jnp.ones(4))
+    arrays = [weakref.ref(model.a), weakref.ref(model.b)]
+    model.a, model.b = 0.0, 0.0
+    gc.collect()
+    assert [ref() for ref in arrays] == [None, None]
