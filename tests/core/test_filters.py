@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.core.filters import check_wrt
+from nnx.core.filters import check_wrt, describe
 
 
 class Count(nnx.Variable):
@@ -250,7 +250,7 @@ def entries():
         nnx.PathMatches("nothing/**"),
         nnx.Any("batch_stats", lambda path, value: path == "head/kernel"),
     ],
-    ids=str,
+    ids=describe,
 )
 def test_a_wrt_that_names_its_types_or_selects_one_type_is_accepted(wrt):
     check_wrt(wrt, entries(), "nnx.grad(f)")
@@ -267,7 +267,7 @@ def test_a_wrt_that_names_its_types_or_selects_one_type_is_accepted(wrt):
         (nnx.All(nnx.PathMatches("head/**"), nnx.PathMatches("**")), "All(PathMatches('head/**'), PathMatches('**'))"),
         (nnx.All((nnx.Param, nnx.PathMatches("**")), nnx.PathMatches("head/**")), "All((Param, PathMatches('**'))"),
     ],
-    ids=str,
+    ids=describe,
 )
 def test_a_wrt_that_names_no_type_and_selects_several_is_an_error_that_lists_them(wrt, shown):
     with pytest.raises(ValueError) as error:

@@ -475,7 +475,8 @@ def energy(model, x):
 
 @pytest.mark.filterwarnings("ignore")
 def test_lifted_gradients_agree_with_jax_through_partition_and_merge():
-    filters = st.sampled_from([nnx.Param, nnx.BatchStat, (nnx.Param, nnx.Cache), nnx.PathMatches("**/v0"), "params"])
+    by_path = nnx.All(nnx.Variable, nnx.PathMatches("**/v0"))
+    filters = st.sampled_from([nnx.Param, nnx.BatchStat, (nnx.Param, nnx.Cache), by_path, "params"])
 
     @settings(QUICK, max_examples=12)
     @given(plans, filters, st.booleans())
@@ -484,6 +485,10 @@ def test_lifted_gradients_agree_with_jax_through_partition_and_merge():
         (selected, rest), moduledef = model.partition(wrt, ...)
         value, expected = jax.value_and_grad(lambda s: energy(moduledef.merge(s, rest), x))(selected)
         f = nnx.value_and_grad(energy, wrt=wrt)
+        if not selected:
+            with pytest.raises(ValueError, match="matches nothing"):
+                f(model, x)
+            return
         found_value, found = (nnx.jit(f) if jit else f)(model, x)
         np.testing.assert_allclose(found_value, value, rtol=1e-5)
         assert list(found) == list(expected)
