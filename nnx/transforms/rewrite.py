@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import call
-from typing import Any
+from typing import Any, NamedTuple
 
-from nnx.core.graph import ABSENT, SHARED, GraphKey, is_static, traverse
+from nnx.core.graph import ABSENT, SHARED, GraphKey, Traversal, is_static, traverse
 from nnx.core.info import MODULE, NODE, STRUCTURE, TREE, Absent, absent, forget_flat_forms, new_module
 from nnx.core.refs import Ref
 from nnx.core.statics import Statics, watched_unchanged
@@ -271,23 +271,20 @@ class Replay:
         self.steps.append(partial(setattr, STRUCTURE, "stamp", object()))
 
 
-class Found:
+class Found(NamedTuple):
     """What a function did to the structure of its Modules, and the values that come out of it."""
 
-    __slots__ = ("rewrite", "values", "walk", "aliases", "regrouped")
-
-    rewrite: Rewrite | None  # None: the structure is what it was
-    values: list[Any]
-    walk: Any
-    aliases: tuple[tuple[int, ...], ...]
-    regrouped: tuple[int, ...]
+    walk: Traversal  # over the Modules before, the returned ones, and all they have come to hold
+    rewrite: Rewrite | None = None  # None: the structure is what it was
+    values: Sequence[Any] = ()
+    aliases: tuple[tuple[int, ...], ...] = ()  # see Effects
+    regrouped: tuple[int, ...] = ()
 
 
 def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
     """The Rewrite from the structure a graph was entered with to the one it has now."""
     old_modules = entered.graph.modules
-    found = Found()
-    walk = found.walk = traverse([*old_modules, *returned])
+    walk = traverse([*old_modules, *returned])
     numbers = {id(ref): cell for cell, ref in entered.refs.items()}
     places = {} if entered.key is None else {(at, name): cell for at, name, cell in data_attributes(entered.key.table)}
     current = [walk.modules[at].__dict__[name] for at, name, _ in walk.cells]
@@ -302,14 +299,12 @@ def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
         refs.append(status)
         origins.append(origin if keeps else -1)
         sources.append(origin if stays else -1)
-    found.rewrite = None
     mutables = _origins_of_mutables(entered, walk)
     keeps_mutables = mutables == tuple([(number, False) for number in range(len(entered.graph.mutables))])
     if keeps_mutables and _is_as_before(entered, walk, places, refs):
-        return found
-    found.aliases, other = entered.regrouped(origins, current)
-    found.regrouped = tuple([origins[i] for i in other if origins[i] >= 0])
-    for i in other:
+        return Found(walk)
+    aliases, others = entered.regrouped(origins, current)
+    for i in others:
         sources[i] = -1
     held = set(refs)
     released = [
@@ -317,9 +312,9 @@ def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
         for cell, ref in entered.refs.items()
         if cell not in held and entered.is_changed(cell, ref.__dict__["value"])
     ]
-    found.values = [value for value, source in zip(current, sources) if source < 0]
-    found.values += [entered.refs[cell].__dict__["value"] for cell in released]
-    found.rewrite = Rewrite(
+    values = [value for value, source in zip(current, sources) if source < 0]
+    values += [entered.refs[cell].__dict__["value"] for cell in released]
+    rewrite = Rewrite(
         key=GraphKey.of(walk.table),
         statics=walk.detached(),
         mutables=mutables,
@@ -329,7 +324,7 @@ def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
         released=tuple(released),
         old_count=len(old_modules),
     )
-    return found
+    return Found(walk, rewrite, values, aliases, tuple([origins[i] for i in others if origins[i] >= 0]))
 
 
 def _origins_of_mutables(entered: Entered, walk: Any) -> tuple[tuple[int, bool], ...]:
