@@ -5,7 +5,7 @@ A *predicate* is `f(path, value) -> bool`, where `value` is the container or the
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import EllipsisType
 from typing import Any as AnyValue
 from typing import TypeVar, cast
@@ -34,6 +34,10 @@ nnx.PathMatches, nnx.buffers."""
 
 UNKNOWN_COLLECTION = """Unknown collection {name!r} as a filter.{hint} No Variable type has that name; the known ones \
 are: {known}. To filter by path, use nnx.PathMatches({name!r})."""
+
+MANY_TYPES = """{name}: wrt={wrt} names no Variable type, and it selects Variables of {count} types: {listing}.
+A path or a function rarely means all of them. Name the type as well, nnx.All(nnx.Param, {wrt}), or list every type \
+you mean: nnx.All(({types}), {wrt})."""
 
 
 class Matcher:
@@ -234,6 +238,58 @@ def classify(items: Iterable[tuple[str, AnyValue]], filters: Sequence[AnyValue],
         shown = ", ".join(rest[:10]) + (f" and {len(rest) - 10} more" if len(rest) > 10 else "")
         raise ValueError(NON_EXHAUSTIVE.format(paths=shown, filters=describe(filters)))
     return found
+
+
+def check_wrt(wrt: AnyValue, entries: Iterable[tuple[str, AnyValue]], name: str) -> None:
+    """Checks that a `wrt` which selects several types of Variable says so.
+
+    `nnx.PathMatches("head/**")` reads like "train the head", yet it also selects the head's batch statistics. A filter
+    that names types or collections, and `...`, which asks for everything, are taken at their word.
+
+    Args:
+      wrt: the filter.
+      entries: `(path, leaf)` pairs to select from, containers as leaves.
+      name: the transform or class that was given `wrt`, for the error.
+
+    Raises:
+      ValueError: `wrt` contains a path filter or a function that selects Variables of more than one type.
+    """
+    untyped = list(_untyped_parts(wrt))
+    if not untyped:
+        return
+    entries = list(entries)
+    for part in untyped:
+        matches = to_predicate(part)
+        examples: dict[type, str] = {}  # the first path of every type
+        for path, leaf in entries:
+            if isinstance(leaf, Variable) and matches(path, leaf):
+                examples.setdefault(type(leaf), path)
+        if len(examples) > 1:
+            listing = ", ".join(f"{cls.__name__} ({path!r})" for cls, path in examples.items())
+            types = ", ".join(cls.__name__ for cls in examples)
+            text = {"wrt": describe(part), "count": len(examples), "listing": listing, "types": types}
+            raise ValueError(MANY_TYPES.format(name=name, **text))
+
+
+def _untyped_parts(filter: AnyValue) -> Iterator[AnyValue]:
+    """The alternatives of a filter that name no type or collection."""
+    if isinstance(filter, (tuple, list)):
+        for part in filter:
+            yield from _untyped_parts(part)
+    elif isinstance(filter, Any):
+        yield from _untyped_parts(filter.filters)
+    elif filter is not ... and filter is not None and not _names_type(filter):
+        yield filter
+
+
+def _names_type(filter: AnyValue) -> bool:
+    if isinstance(filter, Not):
+        return _names_type(filter.filter)
+    if isinstance(filter, All):  # one typed part narrows the whole
+        return any(map(_names_type, filter.filters))
+    if isinstance(filter, (tuple, list, Any)):
+        return not list(_untyped_parts(filter))
+    return isinstance(filter, (type, str, OfType, InCollection))
 
 
 def describe(filter: AnyValue) -> str:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import nnx
+from nnx.core.filters import check_wrt
 
 
 class Count(nnx.Variable):
@@ -221,3 +222,56 @@ def test_anything_else_is_a_type_error_that_shows_what_was_passed(call, bad):
 def test_a_bad_filter_inside_another_is_a_type_error(bad):
     with pytest.raises(TypeError, match="1"):
         matched(bad())
+
+
+# What is trained or differentiated
+
+
+def entries():
+    return list(Model().get_state().items())
+
+
+@pytest.mark.parametrize(
+    "wrt",
+    [
+        nnx.Param,
+        "params",
+        nnx.Variable,
+        (nnx.Param, nnx.BatchStat),
+        ...,
+        None,
+        nnx.buffers,
+        nnx.OfType(nnx.Variable),
+        nnx.Not(nnx.BatchStat),
+        nnx.All(nnx.Param, nnx.PathMatches("head/**")),
+        nnx.All((nnx.Param, nnx.BatchStat), nnx.PathMatches("head/**")),
+        nnx.PathMatches("**/kernel"),
+        (nnx.BatchStat, nnx.PathMatches("**/kernel")),
+        nnx.PathMatches("nothing/**"),
+        nnx.Any("batch_stats", lambda path, value: path == "head/kernel"),
+    ],
+    ids=str,
+)
+def test_a_wrt_that_names_its_types_or_selects_one_type_is_accepted(wrt):
+    check_wrt(wrt, entries(), "nnx.grad(f)")
+
+
+@pytest.mark.parametrize(
+    ("wrt", "shown"),
+    [
+        (nnx.PathMatches("head/**"), "PathMatches('head/**')"),
+        (lambda path, value: path.startswith("head"), "<lambda>"),
+        (nnx.Not(nnx.PathMatches("encoder/**")), "Not(PathMatches('encoder/**'))"),
+        ([nnx.Param, nnx.PathMatches("head/**")], "PathMatches('head/**')"),
+        (nnx.Any("params", nnx.PathMatches("head/**")), "PathMatches('head/**')"),
+        (nnx.All(nnx.PathMatches("head/**"), nnx.PathMatches("**")), "All(PathMatches('head/**'), PathMatches('**'))"),
+        (nnx.All((nnx.Param, nnx.PathMatches("**")), nnx.PathMatches("head/**")), "All((Param, PathMatches('**'))"),
+    ],
+    ids=str,
+)
+def test_a_wrt_that_names_no_type_and_selects_several_is_an_error_that_lists_them(wrt, shown):
+    with pytest.raises(ValueError) as error:
+        check_wrt(wrt, entries(), "nnx.grad(f)")
+    text = str(error.value)
+    assert text.startswith("nnx.grad(f): wrt=") and shown in text and "nnx.All(nnx.Param, " in text
+    assert all(part in text for part in ("Param ('head/kernel')", "LoraParam ('head/lora')", "BatchStat ('head/mean')"))
