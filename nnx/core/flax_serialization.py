@@ -2,7 +2,8 @@
 
 Flax turns values into *state dicts*, nested dicts with string keys, by one pair of functions per type. This file has
 those of Pytrees (one entry per data field), States (one entry per path, without the containers) and ModuleDefs (which
-are structure, and have no entries). Flax is not imported here: types are registered once the program itself has imported it.
+are structure, and have no entries). Flax is not imported here: types are registered once the program itself has
+imported it.
 """
 
 import sys
