@@ -104,8 +104,8 @@ class SpectralNorm(Module):
         dtype: of the normalised weights; by default that of the stored ones.
         param_dtype: of the stored vectors, at least float32.
         error_on_non_matrix: whether weights with more than two axes are an error.
-        update_stats: whether a call stores the refined `u` and `sigma` (`BatchStat`); `None` to decide in the call or by
-            the Context flag of that name. `train()` sets it, `eval()` clears it.
+        update_stats: whether a call stores the refined `u` and `sigma` (`BatchStat`); `None` to decide in the call or
+            by the Context flag of that name. `train()` sets it to true, `eval()` to false.
         ctx: draws the first `u` from its stream "params".
 
     >>> import nnx, jax.numpy as jnp
