@@ -184,7 +184,7 @@ class Steps:
         out = self.fun(*args, **kwargs)
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             raise TypeError(NOT_A_PAIR.format(name=self.name, got=type(out).__name__))
-        outcome = leave(entered, (out[0], out[1]), self.axes.name)
+        outcome = leave(entered, self.axes.name_new_axes(entered, (out[0], out[1])), self.axes.name)
         return self._collect(entered, outcome, cells)
 
     def _collect(self, entered: Entered, outcome: Outcome, cells: list[Any]) -> Any:

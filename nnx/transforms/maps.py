@@ -34,7 +34,7 @@ def map_call(
         for i, value in zip(mapped_data, slices):
             data[i] = value
         entered, args, kwargs = enter_call(signature, call.statics, axes.transformed(inner, cells), data, contexts)
-        outcome = leave(entered, fun(*args, **kwargs), axes.name)
+        outcome = leave(entered, axes.name_new_axes(entered, fun(*args, **kwargs)), axes.name)
         effects = outcome.effects
         out_groups = axes.output_groups(inner, groups, effects)
         found[:] = [(effects, out_groups)]
