@@ -125,8 +125,9 @@ class Pytree(metaclass=PytreeType):
 
     def _adopt_fields(self) -> None:
         """Decides what each field is that was written straight into `__dict__`, as frozen dataclasses do."""
-        for name in [name for name in self.__dict__ if name not in self._nnx_specs]:
-            self._set_field(name, self.__dict__.pop(name))
+        values: dict[str, Any] = self.__dict__
+        for name in [name for name in values if name not in self._nnx_specs]:
+            self._set_field(name, values.pop(name))
 
     def __delattr__(self, name: str) -> None:
         raise dataclasses.FrozenInstanceError(IMMUTABLE_DELETE.format(owner=type(self).__name__, name=name))

@@ -105,7 +105,7 @@ def map_named(fn: Callable[[str, tuple[Any, ...], Any], Any], tree: Any) -> Any:
         if "sharding" not in node.metadata:  # plain data in its box: a bare Node, or the field of a Pytree
             return walk(node.value, keys)
         in_state = bool(keys) and isinstance(keys[-1], jax.tree_util.DictKey)
-        variable = keys[-1].key if in_state else None  # its path in the model
+        variable = keys[-1].key if in_state else ""  # its path in the model
         sharding = current_names(node.metadata["sharding"], defaults.get(variable))
         derived = not _is_model_path(keys)
 

@@ -138,8 +138,8 @@ class Optimizer(Module):
     def logical_axes(self) -> dict[str, AxesOf]:
         """Says that each moment has the axis names of its parameter."""
         return {
-            f"opt_state/{path}": AxesOf(f"model/{parameter}", rank, axes)
-            for path, parameter, rank, axes in self.moments
+            f"opt_state/{moment.path}": AxesOf(f"model/{moment.parameter}", moment.rank, moment.axes)
+            for moment in self.opt_structure.moments
         }
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -159,8 +159,7 @@ class Optimizer(Module):
         if structure is not None and structure.has_form(tree, values):
             self.opt_state.update_state(State(zip(structure.paths, arrays, strict=True)))
             return
-        variables, self.opt_structure, moments = as_variables(opt_state, params)
-        self.moments = tuple([tuple(moment) for moment in moments])
+        variables, self.opt_structure = as_variables(opt_state, params)
         self.opt_state = variable_tree(variables)
 
     def _select(self, grads: Any, params: State) -> State:

@@ -45,8 +45,8 @@ class Moment(NamedTuple):
     axes: tuple[int | None, ...]
 
 
-class Structure(NamedTuple):
-    """The nesting of an optax state, without its arrays.
+class Structure:
+    """The nesting of an optax state, without its arrays; a static value that is hashed once.
 
     optax keeps moments in the containers of the parameters. Their metadata are left out, because they may change after
     the optimizer was made: `nnx.shard` writes axis names into them.
@@ -55,22 +55,46 @@ class Structure(NamedTuple):
         tree: the tree around the containers; each container is a leaf of it.
         boxes: for each leaf of the tree, the path of the parameter whose container it is in; or, of a container that
             has nothing to do with a parameter, its spec; or None if it is not in a container.
-        values: the structure of what is in the containers.
+        values: the structure of the list of what is in the containers.
         paths: the path of each array.
+        moments: which arrays belong to a parameter.
     """
 
-    tree: Any
-    boxes: tuple[Any, ...]
-    values: Any
-    paths: tuple[str, ...]
+    __slots__ = ("tree", "boxes", "values", "paths", "moments", "_hash")
+
+    def __init__(self, tree: Any, boxes: Any, values: Any, paths: Any, moments: tuple[Moment, ...]):
+        self.tree = tree
+        self.boxes: tuple[Any, ...] = boxes
+        self.values = values
+        self.paths: tuple[str, ...] = paths
+        self.moments = moments
+        self._hash = hash((tree, boxes, values, paths, moments))
 
     def has_form(self, tree: Any, values: Any) -> bool:
+        """Whether an optax state with these parts has this structure."""
         return self.tree == tree and self.values == values
 
     def assemble(self, arrays: list[Any], params: State) -> Any:
         """Returns the optax state with these arrays, in the containers that the parameters have now."""
         boxed = map(_boxed, self.boxes, self.values.unflatten(arrays), itertools.repeat(params))
         return self.tree.unflatten(list(boxed))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Structure) or self._hash != other._hash:
+            return False
+        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"Structure({', '.join(self.paths)})"
+
+    def __reduce__(self) -> Any:
+        # made again, because hashes of strings differ from process to process
+        return Structure, (self.tree, self.boxes, self.values, self.paths, self.moments)
 
 
 def _boxed(box: Any, value: Any, params: State) -> Any:
@@ -92,8 +116,8 @@ def init_state(tx: Any, params: Any) -> Any:
     return jax.eval_shape(tx.init, params) if abstract else tx.init(params)
 
 
-def as_variables(opt_state: Any, params: State) -> tuple[list[tuple[str, Any]], Structure, tuple[Moment, ...]]:
-    """Returns a Variable for each array of an optax state, with its path; and which of them are moments."""
+def as_variables(opt_state: Any, params: State) -> tuple[list[tuple[str, Any]], Structure]:
+    """Returns a Variable for each array of an optax state, with its path, and the structure around them."""
     entries = list(_entries(opt_state, params))
     paths = [path for path, *_ in entries]
     if len(set(paths)) < len(paths) or any("/" in path and _is_inside(path, set(paths)) for path in paths):
@@ -105,23 +129,23 @@ def as_variables(opt_state: Any, params: State) -> tuple[list[tuple[str, Any]], 
     _, tree, values = flatten_state(opt_state)
     found = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_box)
     boxes = tuple([_box_of(keys, leaf, params) for keys, leaf in found])
-    return variables, Structure(tree, boxes, values, tuple(paths)), tuple(moments)
+    return variables, Structure(tree, boxes, values, tuple(paths), tuple(moments))
 
 
 def _entries(opt_state: Any, params: State) -> Iterator[tuple[str, Any, Moment | None]]:
     for keys, found in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_box):
         name = _name_in_state(keys)
         param = params.get(name)
-        values = dict(leaf_paths(_raw(param))) if param is not None else {}
+        values: dict[str, Any] = dict(leaf_paths(_raw(param))) if param is not None else {}
         for inner, leaf in leaf_paths(_raw(found)):
             path = "/".join([*key_segments(keys), *([inner] if inner else [])]) or "state"
-            value = values.get(inner)
-            axes = None if value is None else matching_axes(jnp.shape(leaf), jnp.shape(value))
-            if axes is None:
+            shape = jnp.shape(values[inner]) if inner in values else None
+            axes = None if shape is None else matching_axes(jnp.shape(leaf), shape)
+            if shape is None or axes is None:
                 yield path, OptState(leaf), None
-                continue
-            moment = Moment(path, name, jnp.ndim(value), axes)
-            yield path, OptState(_placed(leaf, value, moment), **_metadata(param, moment)), moment
+            else:
+                moment = Moment(path, name, len(shape), axes)
+                yield path, OptState(_placed(leaf, values[inner], moment), **_metadata(param, moment)), moment
 
 
 def _name_in_state(keys: Any) -> str:
@@ -132,7 +156,7 @@ def _name_in_state(keys: Any) -> str:
 def _box_of(keys: Any, leaf: Any, params: State) -> Any:
     if not _is_box(leaf):
         return None
-    param = params.get(_name_in_state(keys))
+    param: Any = params.get(_name_in_state(keys))
     return _name_in_state(keys) if _is_box(param) and param._spec is leaf._spec else leaf._spec
 
 

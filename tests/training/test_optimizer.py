@@ -412,17 +412,19 @@ def test_cloudpickle_takes_local_functions_and_so_an_optimizer():
     np.testing.assert_array_equal(restored.model.w, [0, 0])
 
 
-def init_nothing(params):
-    return optax.EmptyState()
+def init_sum(params):
+    return optax.TraceState(jax.tree.map(jnp.zeros_like, params))
 
 
 def descend(updates, state, params=None):
-    return jax.tree.map(lambda g: -g, updates), state
+    return jax.tree.map(lambda g: -g, updates), optax.TraceState(jax.tree.map(jnp.add, state.trace, updates))
 
 
 def test_an_optimizer_with_a_transformation_of_named_functions_survives_pickling():
     model = nnx.Linear(2, 3, ctx=nnx.context(0))
-    optimizer = nnx.Optimizer(model, optax.GradientTransformation(init_nothing, descend))
+    optimizer = nnx.Optimizer(model, optax.GradientTransformation(init_sum, descend))
     restored = pickle.loads(pickle.dumps(optimizer))
+    assert restored.get_module_def() == optimizer.get_module_def()
     restored.update(jax.tree.map(jnp.ones_like, model.filter(nnx.Param)))
     np.testing.assert_array_equal(restored.model.kernel, model.kernel - 1)
+    np.testing.assert_array_equal(restored.opt_state.trace.kernel, jnp.ones((2, 3)))
