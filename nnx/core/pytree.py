@@ -125,7 +125,7 @@ class Pytree(metaclass=PytreeType):
 
     def _adopt_fields(self) -> None:
         """Decides what each field is that was written straight into `__dict__`, as frozen dataclasses do."""
-        values: dict[str, Any] = self.__dict__
+        values = vars(self)
         for name in [name for name in values if name not in self._nnx_specs]:
             self._set_field(name, values.pop(name))
 
