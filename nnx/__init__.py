@@ -222,7 +222,7 @@ from nnx.training.metrics import MultiMetric as MultiMetric
 from nnx.training.metrics import Statistics as Statistics
 from nnx.training.metrics import Welford as Welford
 from nnx.training.optimizer import Optimizer as Optimizer
-from nnx.training.optimizer import OptState as OptState
+from nnx.training.optimizer_state import OptState as OptState
 from nnx.training.train_state import TrainState as TrainState
 
 # isort: split

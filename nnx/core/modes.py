@@ -10,8 +10,8 @@ from nnx.core.graph import number_modules
 from nnx.core.info import STATIC, ModuleBase
 from nnx.core.updates import check_levels
 
-MODES = ("deterministic", "use_running_average")
-"""The attributes that are a mode: true when the model is used, false when it is trained."""
+MODES = {"deterministic": False, "use_running_average": False, "update_stats": True}
+"""The attributes that are a mode, with their values in training; in use they have the opposite ones."""
 
 
 def set_mode(model: Any, training: bool | None) -> None:
@@ -31,12 +31,11 @@ def set_mode(model: Any, training: bool | None) -> None:
     """
     if not isinstance(model, ModuleBase):
         raise TypeError(f"The mode of a Module can be set, got {type(model).__name__}.")
-    value = None if training is None else not training
     layers = [module for module in number_modules((model,))[0] if _modes_of(module)]
     check_levels(layers, "setting the mode")
     for layer in layers:
         for name in _modes_of(layer):
-            setattr(layer, name, value)
+            setattr(layer, name, None if training is None else MODES[name] is training)
 
 
 def _modes_of(module: Any) -> list[str]:

@@ -2,37 +2,56 @@
 
 Fields that hold containers or nodes are children, boxed in their container (`TreeNode` for plain data); attributes read
 back the raw value. The other fields are static, and part of the tree's structure.
+
+A *record type* is one whose values are data by their type: `State`, `Pure`, `Pytree`, and every state class that optax
+defines (`optax.EmptyState`, `optax.ScaleByAdamState`). A field that holds one, or a tuple, list or dict of them, is a
+child even if it is empty or contains nothing but Python numbers. State classes of your own transformations are treated
+like any other pytree: they are data if they hold arrays. `nnx.register_node_type(MyState)` makes them data in any case.
 """
 
+import dataclasses
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import numpy as np
+import optax
 
 from nnx.core.attributes import is_node
 from nnx.core.fields import constructor_signature, prepare_dataclass
+from nnx.core.flax_serialization import register_with_flax
+from nnx.core.pure import Pure
 from nnx.core.repr import short
+from nnx.core.state import State
 from nnx.core.statics import Frozen
 from nnx.core.trees import is_pytree_leaf
 from nnx.core.variables import Container, Spec, Static, TreeNode
 
 P = TypeVar("P", bound="Pytree")
 
+IMMUTABLE = """{owner} is immutable, trying to update field {name!r}. Use `.replace({name}=...)` for a changed copy, \
+or declare `class {owner}(nnx.Pytree, mutable=True)`."""
+IMMUTABLE_DELETE = """{owner} is immutable, trying to update field {name!r} by deleting it. A record keeps the fields \
+its constructor set; give the field another value with `.replace({name}=None)`."""
+NEW_FIELD = "Cannot add new fields to {owner}: {name!r} was not set by its constructor; its fields are {fields}."
+UNKNOWN_FIELDS = "Trying to replace unknown fields {unknown} of {owner}; its fields are {fields}."
+
 _TREE_NODE = Spec.of(TreeNode, {})
+_set_slot = object.__setattr__
 
 
 class PytreeType(type):
     """The metaclass of Pytrees: closes an instance when its constructor has returned."""
 
     def __call__(cls: type[P], *args: Any, **kwargs: Any) -> P:  # pyright: ignore[reportGeneralTypeIssues]
-        prepare_dataclass(cls)
+        _prepare(cls)
         record = super().__call__(*args, **kwargs)
         if isinstance(record, Pytree):
+            if _is_frozen_dataclass(type(record)):
+                record._adopt_fields()
             record._nnx_closed = True
-            _register_with_flax(type(record))
+            register_with_flax(type(record), Pytree, _data_fields)
         return record  # pyright: ignore[reportReturnType]  (the check above has narrowed it to Pytree)
 
     @property
@@ -68,7 +87,7 @@ class Pytree(metaclass=PytreeType):
         if mutable is not None:
             cls._nnx_mutable = mutable
         jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, _unflatten, _flatten)
-        _register_with_flax(cls)
+        register_with_flax(cls, Pytree, _data_fields)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         return _open(cls)
@@ -79,16 +98,10 @@ class Pytree(metaclass=PytreeType):
             return
         if self._nnx_closed:
             cls = type(self)
-            if not cls._nnx_mutable:
-                raise AttributeError(
-                    f"{cls.__name__} is immutable, trying to update field {name!r}. Use `.replace({name}=...)` for a "
-                    f"changed copy, or declare `class {cls.__name__}(nnx.Pytree, mutable=True)`."
-                )
+            if cls._nnx_frozen or not cls._nnx_mutable:
+                raise dataclasses.FrozenInstanceError(IMMUTABLE.format(owner=cls.__name__, name=name))
             if name not in self.__dict__:
-                raise AttributeError(
-                    f"Cannot add new fields to {cls.__name__}: {name!r} was not set by its constructor; its fields are "
-                    f"{', '.join(sorted(self.__dict__))}."
-                )
+                raise AttributeError(NEW_FIELD.format(owner=cls.__name__, name=name, fields=_listing(self)))
         self._set_field(name, value)
 
     def _set_field(self, name: str, value: Any) -> None:
@@ -110,21 +123,24 @@ class Pytree(metaclass=PytreeType):
         self._nnx_statics = None
         vars(self)[name] = value
 
+    def _adopt_fields(self) -> None:
+        """Decides what each field is that was written straight into `__dict__`, as frozen dataclasses do."""
+        values = vars(self)
+        for name in [name for name in values if name not in self._nnx_specs]:
+            self._set_field(name, values.pop(name))
+
     def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"{type(self).__name__} is immutable, trying to update field {name!r} by deleting it.")
+        raise dataclasses.FrozenInstanceError(IMMUTABLE_DELETE.format(owner=type(self).__name__, name=name))
 
     def replace(self: P, **changes: Any) -> P:
-        """A copy with other values for some fields.
+        """Returns a copy with other values for some fields.
 
         Raises:
           ValueError: there is no such field.
         """
         unknown = sorted(set(changes) - set(self.__dict__))
         if unknown:
-            raise ValueError(
-                f"Trying to replace unknown fields {unknown} of {type(self).__name__}; its fields are "
-                f"{', '.join(sorted(self.__dict__))}."
-            )
+            raise ValueError(UNKNOWN_FIELDS.format(unknown=unknown, owner=type(self).__name__, fields=_listing(self)))
         record = _open(type(self))
         record.__dict__.update(self.__dict__)
         record._nnx_specs = dict(self._nnx_specs)
@@ -144,6 +160,7 @@ class Pytree(metaclass=PytreeType):
         return dict(self.__dict__), dict(self._nnx_specs)
 
     def __setstate__(self, state: Any) -> None:
+        _prepare(type(self))
         values, specs = state
         vars(self).update(values)
         self._nnx_specs = specs
@@ -158,19 +175,55 @@ class Pytree(metaclass=PytreeType):
 
 def _open(cls: type) -> Any:
     record = object.__new__(cls)
-    record._nnx_specs = {}
-    record._nnx_closed = False
-    record._nnx_statics = None
+    _set_slot(record, "_nnx_specs", {})  # past `__setattr__`, which a subclass may have
+    _set_slot(record, "_nnx_closed", False)
+    _set_slot(record, "_nnx_statics", None)
     return record
 
 
+def _listing(record: Pytree) -> str:
+    return ", ".join(sorted(record.__dict__))
+
+
+def _is_frozen_dataclass(cls: Any) -> bool:
+    """Whether the constructor is that of a `dataclasses.dataclass(frozen=True)`."""
+    return dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _prepare(cls: Any) -> None:
+    """Makes a class ready for its first instance.
+
+    `dataclasses.dataclass(frozen=True)` writes a `__setattr__` and a `__delattr__` that know nothing about containers.
+    They are removed: a Pytree is immutable already.
+    """
+    if "_nnx_prepared" in cls.__dict__:
+        return
+    cls._nnx_prepared = True
+    prepare_dataclass(cls)
+    for base in cls.__mro__:
+        if "__dataclass_params__" in base.__dict__ and _is_frozen_dataclass(base) and "__setattr__" in base.__dict__:
+            base._nnx_frozen = True
+            del base.__setattr__
+            del base.__delattr__
+
+
 def _is_data(value: Any) -> bool:
-    if is_node(value):
+    if is_node(value) or _is_record(value):
         return True
     try:
-        return not is_pytree_leaf(value) and any(map(is_node, jax.tree.leaves(value)))
-    except (TypeError, ValueError):  # a dict whose keys cannot be sorted is no pytree
+        leaves = jax.tree.leaves(value, is_leaf=_is_record)
+        return not is_pytree_leaf(value) and any(is_node(leaf) or _is_record(leaf) for leaf in leaves)
+    except (TypeError, ValueError):  # a dict whose keys cannot be sorted is not a pytree
         return False
+
+
+def _is_record(value: Any) -> bool:
+    """Whether a value is a record by its type: a State, Pure, Pytree or optax state."""
+    if isinstance(value, (State, Pure, Pytree)):
+        return True
+    # optax's transformations are tuples from the same package, too, but of functions
+    from_optax = isinstance(value, tuple) and type(value).__module__.startswith("optax.")
+    return from_optax and not isinstance(value, optax.GradientTransformation)
 
 
 def _statics(record: Pytree) -> Any:
@@ -216,32 +269,5 @@ def _unflatten(statics: Any, children: Any) -> Any:
     return record
 
 
-# flax.serialization, if the program uses it
-
-_known_to_flax: set[type] = set()
-
-
-def _register_with_flax(cls: type) -> None:
-    serialization = sys.modules.get("flax.serialization")
-    if serialization is None or cls in _known_to_flax or not hasattr(serialization, "register_serialization_state"):
-        return
-    _known_to_flax.add(cls)
-    serialization.register_serialization_state(cls, _to_state_dict, _from_state_dict, override=True)
-
-
-def _to_state_dict(record: Pytree) -> dict[str, Any]:
-    serialization = sys.modules["flax.serialization"]
-    return {name: serialization.to_state_dict(record.__dict__[name]) for name in sorted(record._nnx_specs)}
-
-
-def _from_state_dict(record: Pytree, state: dict[str, Any]) -> Any:
-    serialization = sys.modules["flax.serialization"]
-    names = sorted(record._nnx_specs)
-    for name in names:
-        if name not in state:
-            raise ValueError(f"Missing field {name!r} in the state dict of {type(record).__name__}.")
-    for name in state:
-        if name not in names:
-            raise ValueError(f"Unknown field {name!r} in the state dict of {type(record).__name__}.")
-    restored = {name: serialization.from_state_dict(record.__dict__[name], state[name], name=name) for name in names}
-    return record.replace(**restored)
+def _data_fields(record: Pytree) -> list[str]:
+    return sorted(record._nnx_specs)

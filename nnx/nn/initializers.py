@@ -1,10 +1,11 @@
-"""Initialisers: functions `(key, shape, dtype) -> array` that give a parameter its first value.
+"""Initializers: functions `(key, shape, dtype) -> array` that make the first value of a parameter.
 
 All of `jax.nn.initializers` is here. `zeros` and `ones` are factories like the others (`zeros()`), and may still be
 given uncalled, as in JAX (`bias_init=zeros`).
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, overload
 
@@ -36,24 +37,31 @@ def _filled(value: int, shape: tuple[int, ...], dtype: Any) -> Array:
     return jnp.full(shape, value, dtype)
 
 
-def _zeros(key: Any, shape: Sequence[int], dtype: Any = float, out_sharding: Any = None) -> Array:
+def _zeros(key: Any, shape: int | Sequence[int], dtype: Any = None, out_sharding: Any = None) -> Array:
     if out_sharding is not None:
-        return jax.nn.initializers.zeros(key, shape, dtype, out_sharding)
-    return _filled(0, tuple(shape), dtype)
+        return jax.nn.initializers.zeros(key, _as_tuple(shape), dtype, out_sharding)
+    return _filled(0, _as_tuple(shape), float if dtype is None else dtype)
 
 
-def _ones(key: Any, shape: Sequence[int], dtype: Any = float, out_sharding: Any = None) -> Array:
+def _ones(key: Any, shape: int | Sequence[int], dtype: Any = None, out_sharding: Any = None) -> Array:
     if out_sharding is not None:
-        return jax.nn.initializers.ones(key, shape, dtype, out_sharding)
-    return _filled(1, tuple(shape), dtype)
+        return jax.nn.initializers.ones(key, _as_tuple(shape), dtype, out_sharding)
+    return _filled(1, _as_tuple(shape), float if dtype is None else dtype)
+
+
+def _as_tuple(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """A shape as `_filled` is cached by it: Python ints, however they were given."""
+    if isinstance(shape, Iterable):
+        return tuple([operator.index(size) for size in shape])
+    return (operator.index(shape),)
 
 
 @overload
 def zeros() -> Initializer: ...
 @overload
-def zeros(key: Any, shape: Sequence[int], dtype: Any = ..., out_sharding: Any = ...) -> Array: ...
+def zeros(key: Any, shape: int | Sequence[int], dtype: Any = ..., out_sharding: Any = ...) -> Array: ...
 def zeros(*args: Any, **kwargs: Any) -> Any:
-    """The initialiser of zeros: `zeros()`, or `zeros` itself.
+    """The initializer of zeros: `zeros()`, or `zeros` itself.
 
     >>> zeros()(None, (2,), "float32").tolist()
     [0.0, 0.0]
@@ -64,9 +72,9 @@ def zeros(*args: Any, **kwargs: Any) -> Any:
 @overload
 def ones() -> Initializer: ...
 @overload
-def ones(key: Any, shape: Sequence[int], dtype: Any = ..., out_sharding: Any = ...) -> Array: ...
+def ones(key: Any, shape: int | Sequence[int], dtype: Any = ..., out_sharding: Any = ...) -> Array: ...
 def ones(*args: Any, **kwargs: Any) -> Any:
-    """The initialiser of ones: `ones()`, or `ones` itself.
+    """The initializer of ones: `ones()`, or `ones` itself.
 
     >>> ones()(None, (2,), "float32").tolist()
     [1.0, 1.0]

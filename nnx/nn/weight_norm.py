@@ -23,6 +23,7 @@ from nnx.core.variables import BatchStat, Param
 from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, cast, infer_dtype, promote_dtype, statistics_dtype
 from nnx.nn.initial_values import InitializerLike, default_scale_init, initial_value
 from nnx.nn.initializers import normal
+from nnx.nn.modes import resolve_mode
 
 KERNELS = PathMatches("**/kernel")
 
@@ -103,7 +104,8 @@ class SpectralNorm(Module):
         dtype: of the normalised weights; by default that of the stored ones.
         param_dtype: of the stored vectors, at least float32.
         error_on_non_matrix: whether weights with more than two axes are an error.
-        update_stats: whether a call stores the refined `u` and `sigma` (`BatchStat`).
+        update_stats: whether a call stores the refined `u` and `sigma` (`BatchStat`); `None` to decide in the call or
+            by the Context flag of that name. `train()` sets it to true, `eval()` to false.
         ctx: draws the first `u` from its stream "params".
 
     >>> import nnx, jax.numpy as jnp
@@ -124,7 +126,7 @@ class SpectralNorm(Module):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         error_on_non_matrix: bool = False,
-        update_stats: bool = True,
+        update_stats: bool | None = True,
         ctx: Context,
     ):
         if n_steps < 1:
@@ -148,7 +150,7 @@ class SpectralNorm(Module):
         self.sigma = Dict(values)
 
     def __call__(self, x: Any, update_stats: bool | None = None, **kwargs: Any) -> Any:
-        update = self.update_stats if update_stats is None else update_stats
+        update = resolve_mode(self, "update_stats", update_stats, kwargs.get("ctx"))
         normalized = {}
         for path, leaf in _weights(self, self.layer_instance, Param, 2).items():
             key = _key(path)

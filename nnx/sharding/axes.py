@@ -5,7 +5,8 @@ each a name, a tuple of names, or None. A scan or vmap over stacked Variables ad
 `metadata_params={nnx.PARTITION_NAME: "layers"}`: outside the stacked Variable has the name, inside the body it has not.
 """
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -17,9 +18,52 @@ PARTITION_NAME = "partition_name"
 
 
 class DefaultAxes(tuple[Any, ...]):
-    """Names a layer gives by default: they speak of an array's last axes, and give way where they do not fit."""
+    """Names that a layer declares for its arrays: they belong to an array's last axes, and are cut to fit its rank."""
 
     __slots__ = ()
+
+
+class PartialAxes(DefaultAxes):
+    """Names taken over by an array of another shape, such as a factored moment.
+
+    No rule was written with that shape in mind, so an axis that does not divide stays whole instead of being an error.
+    """
+
+    __slots__ = ()
+
+
+def taken_over(names: Sequence[Any], axes: Sequence[int | None]) -> DefaultAxes:
+    """The names of an array that is made from another one with these names.
+
+    Args:
+      names: one entry per axis of the other array.
+      axes: what `matching_axes` found.
+    """
+    found = [None if axis is None else names[axis] for axis in axes]
+    return PartialAxes(found) if list(axes) != list(range(len(names))) else DefaultAxes(found)
+
+
+def matching_axes(shape: Sequence[int], of: Sequence[int]) -> tuple[int | None, ...] | None:
+    """For each axis of an array the axis of another array that it was made from.
+
+    An array may have the shape of the other one, new axes in front of it (a history of gradients), or fewer axes (a
+    factored moment). Where the sizes fit in several ways, an axis without a unique answer is None.
+
+    >>> matching_axes((8, 16), (8, 16)), matching_axes((5, 8, 16), (8, 16)), matching_axes((16,), (8, 16))
+    ((0, 1), (None, 0, 1), (1,))
+    >>> matching_axes((2, 8), (2, 8, 8)), matching_axes((7,), (8, 16))
+    ((0, None), None)
+    """
+    shape, of = tuple(shape), tuple(of)
+    extra = len(shape) - len(of)
+    if extra >= 0:
+        return (None,) * extra + tuple(range(len(of))) if shape[extra:] == of else None
+    fits = [
+        axes for axes in itertools.combinations(range(len(of)), len(shape)) if tuple([of[a] for a in axes]) == shape
+    ]
+    if not shape or not fits:
+        return None
+    return tuple([axes[0] if len(set(axes)) == 1 else None for axes in zip(*fits, strict=True)])
 
 
 def axis_names(sharding: Any) -> tuple[Any, ...]:
@@ -97,7 +141,8 @@ has {found} there. Build the stack with the same metadata_params, or give the st
 
 
 def _concerns(sharding: Any, params: Mapping[Any, Any]) -> bool:
-    # default names speak of the last axes, so a leading one changes nothing
+    # Default names belong to the last axes, so there is no place for another one among them. Modules that are built in
+    # a body get whole names first (`defaults.name_whole_axes`).
     return sharding is not None and not isinstance(sharding, DefaultAxes) and PARTITION_NAME in params
 
 

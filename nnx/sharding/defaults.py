@@ -1,43 +1,80 @@
-"""Default axis names: what a Module class says of the axes of its Variables, and of those below it.
+"""Default axis names: what a Module class says about the axes of its Variables, and of those below it.
 
 A class may have an attribute (or property) `logical_axes`, a mapping from relative path to axis names:
 
     logical_axes = {"up/kernel": ("embed", "mlp"), "up/bias": ("mlp",)}
 
-The names speak of the array's last axes, so that they stay right when a scan or vmap stacks the layer. They count only
+The names belong to the array's last axes, so they stay right when a scan or vmap stacks the layer. They count only
 for Variables whose `sharding` metadata are None; where an outer and an inner class name the same Variable, the outer
-one knows better. Without rules they mean nothing at all.
+one wins. Without rules they have no effect at all. Instead of names, an entry may be an `AxesOf`: the Variable then
+*follows* another one and takes over its names, wherever those come from. Optimizer state follows its parameters.
 """
 
 import inspect
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
-from nnx.core.graph import flat_of, number_modules
+from nnx.core.graph import GraphKey, flat_of, number_modules
 from nnx.core.module import Module
 from nnx.core.moduledef import ModuleDef
 from nnx.core.refs import Ref
 from nnx.core.updates import check_levels
 from nnx.core.variables import Spec
-from nnx.sharding.axes import DefaultAxes, axis_names
+from nnx.sharding.axes import DefaultAxes, aligned_names, axis_names, taken_over
 
 M = TypeVar("M", bound=Module)
 
 
+class AxesOf(NamedTuple):
+    """The names of another Variable.
+
+    Attributes:
+      source: the path of the other Variable, relative to the Module that says so.
+      rank: the number of axes of the other Variable's array.
+      axes: for each axis here, the axis there; None for those that have no counterpart (`matching_axes`).
+    """
+
+    source: str
+    rank: int
+    axes: tuple[int | None, ...]
+
+
 def default_axes(model: Any) -> dict[str, DefaultAxes]:
-    """The default names in a Module or ModuleDef, by canonical path; explicit metadata are not looked at."""
+    """Returns the default names in a Module or ModuleDef, by canonical path.
+
+    Explicit metadata only matter for Variables that follow others.
+    """
     if isinstance(model, ModuleDef):
         module, key = model.merge(), model._key
     else:
         module, key = model, flat_of(model).key
     paths = key.layout.paths
     found: dict[str, DefaultAxes] = {}
+    followers: list[tuple[int, int, AxesOf]] = []
     for path, inner in module.named_modules():  # outer Modules come first
+        prefix = f"{path}/" if path else ""
         for relative, names in _declared(inner).items():
-            cell = key.find(f"{path}/{relative}" if path else relative)
-            if cell is not None:
+            cell = key.find(prefix + relative)
+            if cell is None:
+                continue
+            if not isinstance(names, AxesOf):
                 found.setdefault(paths[cell], DefaultAxes(axis_names(names)))
+            elif (source := key.find(prefix + names.source)) is not None:
+                followers.append((cell, source, names))
+    for cell, source, link in followers:
+        kind = key.kinds[source]
+        explicit = kind.metadata.get("sharding") if type(kind) is Spec else None
+        names = current_names(explicit, found.get(paths[source]))
+        if names is not None:
+            whole = aligned_names(names, link.rank)
+            found[paths[cell]] = taken_over(whole + (None,) * (link.rank - len(whole)), link.axes)
     return found
+
+
+def current_names(sharding: Any, default: DefaultAxes | None) -> Any:
+    """The names that count for a Variable: its own explicit ones, else the default."""
+    explicit = sharding is not None and not isinstance(sharding, DefaultAxes)
+    return sharding if explicit or default is None else default
 
 
 def _declared(module: Any) -> Mapping[str, Any]:
@@ -50,8 +87,8 @@ def _declared(module: Any) -> Mapping[str, Any]:
 def name_axes(module: M) -> M:
     """Writes the default axis names of the layers into the `sharding` metadata of Variables that have none, in place.
 
-    What is made from the Module afterwards (gradients, optimizer state, averages) then carries the names too.
-    `nnx.shard` and `nnx.init_sharded` do this themselves.
+    Everything made from the Module afterwards (gradients, optimizer state, averages) then carries the names, too.
+    `nnx.shard` and `nnx.init_sharded` call this themselves.
 
     Returns:
       The Module.
@@ -63,19 +100,44 @@ def name_axes(module: M) -> M:
     >>> nnx.name_axes(Scale()).variable("scale").sharding
     ('embed',)
     """
-    key = flat_of(module).key
-    names = default_axes(module)
-    modules, _, _, _ = number_modules((module,))
-    check_levels(modules, "naming the axes")
-    for path, (at, name, spec) in zip(key.layout.paths, key.cells, strict=True):
-        if path in names and is_unnamed(spec):
-            _set_spec(modules[at], name, Spec.of(spec.type, {**spec.metadata, "sharding": names[path]}))
+    for owner, name, spec, names in _unnamed(module):
+        _set_spec(owner, name, Spec.of(spec.type, {**spec.metadata, "sharding": names}))
     return module
 
 
-def is_unnamed(spec: Any) -> bool:
-    """Whether a cell of this kind is a Variable without axis names of its own."""
-    return type(spec) is Spec and "sharding" in spec.metadata and spec.metadata["sharding"] is None
+def name_whole_axes(roots: Iterable[Module], known: Iterable[tuple[Any, str]]) -> None:
+    """Writes default names into metadata as explicit ones, with one entry per axis.
+
+    A transform that is about to stack Variables does this for the ones its body made, so that the name of the new axis
+    can be inserted among the others.
+
+    Args:
+      roots: the Modules to walk.
+      known: `(module, name)` of Variables that the body did not make; they keep their metadata.
+    """
+    skipped = {(id(owner), name) for owner, name in known}
+    for root in roots:
+        for owner, name, spec, names in _unnamed(root):
+            rank = getattr(owner.__dict__[name], "ndim", None)
+            if rank is not None and (id(owner), name) not in skipped:
+                whole = tuple(aligned_names(names, rank))
+                _set_spec(owner, name, Spec.of(spec.type, {**spec.metadata, "sharding": whole}))
+
+
+def _unnamed(module: Any) -> list[tuple[Any, str, Spec, DefaultAxes]]:
+    """The Variables whose metadata lack their default names: `(owner, attribute, spec, names)`."""
+    key: GraphKey = flat_of(module).key
+    defaults = default_axes(module)
+    modules, _, _, _ = number_modules((module,))
+    check_levels(modules, "naming the axes")
+    found = []
+    for path, (at, name, spec) in zip(key.layout.paths, key.cells, strict=True):
+        if path in defaults and type(spec) is Spec and "sharding" in spec.metadata:
+            sharding = spec.metadata["sharding"]
+            names = current_names(sharding, defaults[path])
+            if names is not sharding and names != sharding:
+                found.append((modules[at], name, spec, names))
+    return found
 
 
 def _set_spec(owner: Any, name: str, spec: Spec) -> None:

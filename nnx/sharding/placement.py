@@ -126,7 +126,8 @@ def _onto(mesh: Mesh, key: jax.Array) -> jax.Array:
 
 
 def _put(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(_put_array, tree, shardings)
+    # the shardings are a prefix of the tree: one for a whole Variable
+    return jax.tree.map(lambda s, part: jax.tree.map(lambda x: _put_array(x, s), part), shardings, tree)
 
 
 def _put_array(x: Any, sharding: NamedSharding) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from nnx.sharding.axes import axis_names
+from nnx.sharding.axes import PartialAxes, axis_names
 
 MeshAxes = str | tuple[str, ...] | None
 Rule = tuple[str, MeshAxes]
@@ -148,11 +148,12 @@ def resolve(
     """Tries the rules on one array.
 
     Args:
-      names: its axis names.
+      names: its axis names; `PartialAxes` leave an axis whole that does not divide.
       rules: in the order in which they are tried.
       shape: of the array, if known.
       mesh_shape: the size of every mesh axis, if known.
     """
+    yields = isinstance(names, PartialAxes)
     names = axis_names(names)
     flat = [name for entry in names for name in _entry_names(entry)]
     repeated = sorted({name for name in flat if flat.count(name) > 1})
@@ -197,7 +198,8 @@ def resolve(
                     continue
         given[name] = axes
         claimed.update(dict.fromkeys(axes, name))
-    errors = (*unknown, *(f"{text} {CURE_DIVISION.format(name=n)}" for n, text in unfit.items() if n not in given))
+    misfits = [] if yields else [name for name in unfit if name not in given]
+    errors = (*unknown, *(f"{unfit[name]} {CURE_DIVISION.format(name=name)}" for name in misfits))
     return Resolution(
         PartitionSpec(*(_assigned(entry, given) for entry in names)),
         errors,

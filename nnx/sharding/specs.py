@@ -1,7 +1,8 @@
 """Specs of whole trees: State, Pure, TrainState, optimizer state, or a Module.
 
-A tree of specs has the structure of the tree it speaks of, Variables included: `State({"w": Param(P("embed"))})`. It
-can therefore go wherever JAX takes shardings for that tree: `jax.device_put`, `in_shardings`, `out_shardings`.
+A tree of specs has the structure of the tree it describes, with a bare spec in place of each Variable:
+`State({"w": P("embed")})`. To JAX that is a prefix of the tree, so it can go wherever JAX takes shardings for it:
+`jax.device_put`, `in_shardings`, `out_shardings`.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,24 +13,25 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx.core.module import Module
 from nnx.core.moduledef import ModuleDef
-from nnx.core.variables import Container
-from nnx.sharding.axes import DefaultAxes, aligned_names, axis_names
-from nnx.sharding.defaults import default_axes
+from nnx.core.state import State
+from nnx.core.variables import Node
+from nnx.sharding.axes import DefaultAxes, aligned_names, axis_names, matching_axes, taken_over
+from nnx.sharding.defaults import current_names, default_axes
 from nnx.sharding.rules import Resolution, Rules, as_rules, resolve
 
 
 def get_partition_spec(tree: Any) -> Any:
-    """The logical axis names of every array in a tree, as `PartitionSpec`s in the same structure.
+    """Returns the logical axis names of every array in a tree, as bare `PartitionSpec`s at the same places.
 
     Args:
-      tree: a Module (whose State is meant), or any pytree: State, Pure, TrainState, optimizer state. An array without
+      tree: a Module (which means its State), or any pytree: State, Pure, TrainState, optimizer state. An array without
         names has `PartitionSpec()`.
 
     Raises:
       ValueError: a Variable has more names than its array has axes.
 
     >>> state = nnx.State({"w": nnx.Param(jnp.ones((2, 3)), ("embed", "mlp")), "n": jnp.zeros(())})
-    >>> nnx.get_partition_spec(state)["w"].value
+    >>> nnx.get_partition_spec(state)["w"]
     P('embed', 'mlp')
     >>> nnx.get_partition_spec(state)["n"]
     P()
@@ -45,31 +47,31 @@ def get_partition_spec(tree: Any) -> Any:
 
 
 def logical_to_mesh(tree: Any, rules: Any = None) -> Any:
-    """The mesh axes of every array in a tree, as `PartitionSpec`s in the same structure.
+    """Returns the mesh axes of every array in a tree, as bare `PartitionSpec`s at the same places.
 
     Args:
-      tree: of logical specs, as `get_partition_spec` gives it, or one that function takes.
+      tree: the logical specs that `get_partition_spec` returns, or a tree that it takes.
       rules: by default those of `logical_axis_rules`.
 
     Raises:
-      ValueError: a name stands twice in one spec; the message says at which path.
+      ValueError: a name appears twice in one spec; the message says at which path.
     """
     rules = as_rules(rules)
     return map_named(lambda path, names, leaf: _resolved(path, names, leaf, rules, None).spec, tree)
 
 
 def logical_to_mesh_sharding(tree: Any, mesh: Any, rules: Any = None) -> Any:
-    """The `NamedSharding` of every array in a tree, in the same structure.
+    """Returns the `NamedSharding` of every array in a tree, at the same places.
 
     Args:
-      tree: of logical specs, as `get_partition_spec` gives it, or one that function takes: then shapes are known, and
+      tree: the logical specs that `get_partition_spec` returns, or a tree that it takes: then shapes are known, and
         axes that do not divide are found here.
       mesh: a `jax.sharding.Mesh`.
       rules: by default those of `logical_axis_rules`.
 
     Raises:
-      ValueError: a rule names an axis that the mesh has not, an axis does not divide, a name stands twice in one array,
-        or there are more names than axes; the message says at which path and by which rule.
+      ValueError: a rule names an axis the mesh does not have, an axis does not divide, a name appears twice in one
+        array, or there are more names than axes; the message says at which path and by which rule.
     """
     rules = as_rules(rules)
     return map_named(
@@ -84,35 +86,59 @@ def _resolved(path: str, names: Any, leaf: Any, rules: Rules, mesh: Any) -> Reso
 
 
 def map_named(fn: Callable[[str, tuple[Any, ...], Any], Any], tree: Any) -> Any:
-    """`fn(path, names, array)` in the place of every array (or `PartitionSpec`) of a tree; a Module gives a State."""
+    """Puts `fn(path, names, array)` in place of every array (or `PartitionSpec`) of a tree, and of its Variable.
+
+    A Module means its State. Optimizer state that is part of a `TrainState` takes the names of its parameters.
+    """
     defaults: Mapping[str, DefaultAxes] = {}
+    shapes: Mapping[str, tuple[int, ...]] = {}
     if isinstance(tree, Module):
         defaults, tree = default_axes(tree), tree.get_state()
     elif isinstance(moduledef := getattr(tree, "moduledef", None), ModuleDef):  # Pure and TrainState have one
         defaults = default_axes(moduledef)
+        shapes = _shapes(getattr(tree, "params", None))
 
     def visit(keys: tuple[Any, ...], node: Any) -> Any:
         path = _path(keys)
-        if not _has_names(node):
+        if not isinstance(node, Node):
             return fn(path, _names(None, node, path), node)
-        sharding = node.metadata["sharding"]
-        if sharding is None and keys and isinstance(keys[-1], jax.tree_util.DictKey):
-            sharding = defaults.get(keys[-1].key)
+        if "sharding" not in node.metadata:  # plain data in its box: a bare Node, or the field of a Pytree
+            return walk(node.value, keys)
+        in_state = bool(keys) and isinstance(keys[-1], jax.tree_util.DictKey)
+        variable = keys[-1].key if in_state else ""  # its path in the model
+        sharding = current_names(node.metadata["sharding"], defaults.get(variable))
         derived = not _is_model_path(keys)
 
         def visit_array(inner: tuple[Any, ...], leaf: Any) -> Any:
             names = _names(sharding, leaf, path)
-            if derived and hasattr(leaf, "shape") and len(axis_names(sharding)) > len(leaf.shape):
-                names = ()  # a summary of the parameter, such as a factored moment, has fewer axes
+            if derived and hasattr(leaf, "shape"):
+                names = _derived_names(sharding, names, leaf.shape, shapes.get(variable))
             return fn(_path((*keys, *inner)), names, leaf)
 
-        return node._spec.box(jax.tree_util.tree_map_with_path(visit_array, node.value))
+        return jax.tree_util.tree_map_with_path(visit_array, node.value)
 
-    return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=_has_names)
+    def walk(tree: Any, prefix: tuple[Any, ...]) -> Any:
+        is_box = lambda x: isinstance(x, Node)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(lambda keys, x: visit((*prefix, *keys), x), tree, is_leaf=is_box)
+
+    return walk(tree, ())
 
 
-def _has_names(node: Any) -> bool:
-    return isinstance(node, Container) and "sharding" in node.metadata
+def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
+    if not isinstance(params, State):
+        return {}
+    return {path: leaf.value.shape for path, leaf in params.items() if hasattr(getattr(leaf, "value", None), "shape")}
+
+
+def _derived_names(sharding: Any, names: Any, shape: tuple[int, ...], of: tuple[int, ...] | None) -> tuple[Any, ...]:
+    """The names of an array made from a parameter, e.g. a moment, which may have another shape."""
+    if of is None:  # nothing is known about the parameter but its names
+        return () if len(axis_names(sharding)) > len(shape) else names
+    if of == shape:
+        return names
+    axes = matching_axes(shape, of)
+    whole = aligned_names(sharding, len(of))
+    return () if axes is None else taken_over(whole + (None,) * (len(of) - len(whole)), axes)
 
 
 def _names(sharding: Any, leaf: Any, path: str) -> tuple[Any, ...]:
@@ -134,7 +160,7 @@ def _is_model_path(keys: tuple[Any, ...]) -> bool:
 
 
 def _path(keys: tuple[Any, ...]) -> str:
-    """A key path as a text, without the `.value` of containers and the `.states` of a Pure."""
+    """A key path as text, without the `.value` of containers and the `.states` of a Pure."""
     attribute = jax.tree_util.GetAttrKey
     shown = [key for key in keys if not (isinstance(key, attribute) and key.name in ("value", "states"))]
     return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in shown)

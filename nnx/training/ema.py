@@ -6,10 +6,12 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from nnx.core.filters import Filter
+from nnx.core.filters import Filter, check_wrt
 from nnx.core.module import Module
 from nnx.core.state import State
 from nnx.core.variables import Node, Param, Variable
+from nnx.sharding.axes import DefaultAxes
+from nnx.sharding.defaults import current_names, default_axes
 from nnx.training.variable_tree import variable_tree
 
 T = TypeVar("T")
@@ -51,7 +53,10 @@ class EMA(Module):
         self.decay = decay
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
         self.step = EmaState(jnp.zeros((), jnp.int32))
-        self.average = variable_tree((path, _start(leaf)) for path, leaf in model.filter(self.wrt).items())
+        check_wrt(wrt, model.get_state().items(), "nnx.EMA")
+        names = default_axes(model)  # the model is not kept, so its layers cannot be asked later
+        selected = model.filter(self.wrt)
+        self.average = variable_tree((path, _start(leaf, names.get(path))) for path, leaf in selected.items())
 
     def update(self, model: Module) -> None:
         """Takes the present parameters of the model into the averages.
@@ -86,12 +91,16 @@ def _raw(leaf: Any) -> Any:
     return leaf.value if isinstance(leaf, Node) else leaf
 
 
-def _start(leaf: Any) -> Any:
-    metadata = leaf.metadata if isinstance(leaf, Node) else {}
+def _start(leaf: Any, names: DefaultAxes | None) -> Any:
+    metadata = dict(leaf.metadata) if isinstance(leaf, Node) else {}
+    metadata["sharding"] = current_names(metadata.get("sharding"), names)
     return EmaState(jax.tree.map(_widen, _raw(leaf)), **metadata)
 
 
 def _widen(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):  # an abstract model has an abstract average
+        dtype = jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x

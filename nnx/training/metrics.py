@@ -1,9 +1,9 @@
-"""Metrics: running figures that are Modules, so that a compiled step may update them.
+"""Metrics: running figures that are Modules, so that a compiled step can update them.
 
 A metric *updates* with a batch, *computes* its figure, and is *reset*. Under `jit` with sharded arrays the figures are
-those of the whole batch already. Where each device holds a metric of its own (inside `shard_map`, `pmap`, `vmap` with
-an axis name), `metric.reduce(axis_name)` makes all of them the metric of all; `metric.merge(other)` takes another one's
-batches into this one, e.g. of another process.
+those of the whole batch already. Where each device holds its own metric (inside `shard_map`, `pmap`, `vmap` with an
+axis name), `metric.reduce(axis_name)` combines them on every device; `metric.merge(other)` adds the batches of another
+one, e.g. from another process. Sums and counts are pairs of float32 numbers (`exact_sums`).
 """
 
 import abc
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from nnx.core.module import Module
 from nnx.core.variables import Variable
+from nnx.training import exact_sums
 
 T = TypeVar("T")
 
@@ -92,7 +93,7 @@ class Metric(Module):
 
 
 class Average(Metric):
-    """The mean of all values seen; NaN before the first.
+    """The mean of all values seen; NaN before the first. It stays exact over billions of values.
 
     Args:
         argname: the keyword argument of `update` that holds the values.
@@ -106,40 +107,47 @@ class Average(Metric):
 
     def __init__(self, argname: str = "values"):
         self.argname = argname
-        self.total = MetricState(jnp.zeros((), jnp.float32))
-        self.count = MetricState(jnp.zeros((), jnp.int32))
+        self.total_pair = MetricState(exact_sums.zero())
+        self.count_pair = MetricState(exact_sums.zero())
+
+    @property
+    def total(self) -> jax.Array:
+        """The sum of the values so far, rounded to float32."""
+        return exact_sums.value(self.total_pair)
+
+    @property
+    def count(self) -> jax.Array:
+        """The number of values so far, rounded to float32."""
+        return exact_sums.value(self.count_pair)
 
     def update(self, mask: Any = None, **values: Any) -> None:
-        """Takes values in; those where `mask` is false do not count."""
+        """Adds values; those where `mask` is false do not count."""
         self._add(_argument(self, values), mask)
 
     def _add(self, values: Any, mask: Any) -> None:
         values = jnp.asarray(values)
-        if mask is None:
-            self.total += jnp.sum(values, dtype=jnp.float32)
-            self.count += values.size
-        else:
-            mask = jnp.broadcast_to(jnp.asarray(mask, bool), values.shape)
-            self.total += jnp.sum(jnp.where(mask, values, 0), dtype=jnp.float32)
-            self.count += jnp.sum(mask, dtype=jnp.int32)
+        mask = _mask(mask, values.shape)
+        self.total_pair = exact_sums.add(self.total_pair, exact_sums.exact_sum(values, mask))
+        self.count_pair = exact_sums.add(self.count_pair, _counted(values.size, mask))
 
     def compute(self) -> jax.Array:
-        """The mean."""
+        """Returns the mean."""
         return self.total / self.count
 
     def reset(self) -> None:
         """Forgets all values."""
-        self.total, self.count = jnp.zeros_like(self.total), jnp.zeros_like(self.count)
+        self.total_pair, self.count_pair = exact_sums.zero(), exact_sums.zero()
 
     def merge(self, other: Any) -> None:
-        """Takes in the values that another one has seen."""
+        """Adds the values that another one has seen."""
         self._check_mergeable(other)
-        self.total += other.total
-        self.count += other.count
+        self.total_pair = exact_sums.add(self.total_pair, other.total_pair)
+        self.count_pair = exact_sums.add(self.count_pair, other.count_pair)
 
     def reduce(self, axis_name: Any) -> None:
-        """Takes in the values that the other members of a mapped axis have seen."""
-        self.total, self.count = jax.lax.psum((self.total, self.count), axis_name)
+        """Adds the values that the other members of a mapped axis have seen."""
+        self.total_pair = exact_sums.sum_members(self.total_pair, axis_name)
+        self.count_pair = exact_sums.sum_members(self.count_pair, axis_name)
 
 
 class Accuracy(Average):
@@ -195,7 +203,9 @@ class Statistics(NamedTuple):
 
 
 class Welford(Metric):
-    """Mean and spread of all values seen, by Welford's method: exact even where the spread is small beside the mean.
+    """Mean and spread of all values seen, by Welford's method.
+
+    They are exact even where the spread is small next to the mean, and over billions of values.
 
     Args:
         argname: the keyword argument of `update` that holds the values.
@@ -209,46 +219,76 @@ class Welford(Metric):
 
     def __init__(self, argname: str = "values"):
         self.argname = argname
-        self.count = MetricState(jnp.zeros((), jnp.int32))
-        self.mean = MetricState(jnp.zeros((), jnp.float32))
-        self.m2 = MetricState(jnp.zeros((), jnp.float32))  # the sum of squared distances from the mean
+        self.count_pair = MetricState(exact_sums.zero())
+        self.mean_pair = MetricState(exact_sums.zero())
+        self.m2_pair = MetricState(exact_sums.zero())  # the sum of squared distances from the mean
+
+    @property
+    def count(self) -> jax.Array:
+        """The number of values so far, rounded to float32."""
+        return exact_sums.value(self.count_pair)
 
     def update(self, mask: Any = None, **values: Any) -> None:
-        """Takes values in; those where `mask` is false do not count."""
+        """Adds values; those where `mask` is false do not count."""
         x = jnp.asarray(_argument(self, values), jnp.float32)
-        mask = jnp.ones(x.shape, bool) if mask is None else jnp.broadcast_to(jnp.asarray(mask, bool), x.shape)
-        count = jnp.sum(mask, dtype=jnp.int32)
-        mean = jnp.sum(jnp.where(mask, x, 0)) / jnp.maximum(count, 1)
-        self._take(count, mean, jnp.sum(jnp.where(mask, (x - mean) ** 2, 0)))
+        mask = _mask(mask, x.shape)
+        count_pair = _counted(x.size, mask)
+        self._take(count_pair, *_moments(x, mask, count_pair))
 
-    def _take(self, count: jax.Array, mean: jax.Array, m2: jax.Array) -> None:
-        total = self.count + count
-        delta, share = mean - self.mean, count / jnp.maximum(total, 1)
-        self.mean += delta * share
-        self.m2 += m2 + delta**2 * self.count * share
-        self.count = total
+    def _take(self, count_pair: jax.Array, mean_pair: jax.Array, m2_pair: jax.Array) -> None:
+        own, other = (self.count_pair, self.mean_pair, self.m2_pair), (count_pair, mean_pair, m2_pair)
+        self.count_pair, self.mean_pair, self.m2_pair = _combined(own, other)
 
     def compute(self) -> Statistics:
-        """Mean, standard error of the mean, and standard deviation; NaN before the first value."""
-        deviation = jnp.sqrt(self.m2 / self.count)
-        mean = jnp.where(self.count > 0, self.mean, jnp.nan)
-        return Statistics(mean, deviation / jnp.sqrt(self.count), deviation)
+        """Returns mean, standard error of the mean, and standard deviation; NaN before the first value."""
+        count = self.count
+        deviation = jnp.sqrt(exact_sums.value(self.m2_pair) / count)
+        mean = jnp.where(count > 0, exact_sums.value(self.mean_pair), jnp.nan)
+        return Statistics(mean, deviation / jnp.sqrt(count), deviation)
 
     def reset(self) -> None:
         """Forgets all values."""
-        self.count, self.mean, self.m2 = map(jnp.zeros_like, (self.count, self.mean, self.m2))
+        self.count_pair, self.mean_pair, self.m2_pair = exact_sums.zero(), exact_sums.zero(), exact_sums.zero()
 
     def merge(self, other: Any) -> None:
-        """Takes in the values that another one has seen."""
+        """Adds the values that another one has seen."""
         self._check_mergeable(other)
-        self._take(other.count, other.mean, other.m2)
+        self._take(other.count_pair, other.mean_pair, other.m2_pair)
 
     def reduce(self, axis_name: Any) -> None:
-        """Takes in the values that the other members of a mapped axis have seen."""
-        count = jax.lax.psum(self.count, axis_name)
-        mean = jax.lax.psum(self.count * self.mean, axis_name) / jnp.maximum(count, 1)
-        self.m2 = jax.lax.psum(self.m2 + self.count * (self.mean - mean) ** 2, axis_name)
-        self.count, self.mean = count, mean
+        """Adds the values that the other members of a mapped axis have seen."""
+        count = self.count
+        count_pair = exact_sums.sum_members(self.count_pair, axis_name)
+        share = count / jnp.maximum(exact_sums.value(count_pair), 1)
+        # as in `_moments`: the rounded mean first, then its error from the distances
+        center = jax.lax.psum(share * exact_sums.value(self.mean_pair), axis_name)
+        distance = exact_sums.value(exact_sums.subtract(self.mean_pair, exact_sums.from_float(center)))
+        correction = jax.lax.psum(share * distance, axis_name)
+        between = exact_sums.from_float(count * (distance - correction) ** 2)
+        self.m2_pair = exact_sums.sum_members(exact_sums.add(self.m2_pair, between), axis_name)
+        self.count_pair, self.mean_pair = count_pair, exact_sums.from_float(center, correction)
+
+
+@jax.jit
+def _moments(x: jax.Array, mask: jax.Array | None, count_pair: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The mean of a batch, and the sum of squared distances from it."""
+    count = jnp.maximum(exact_sums.value(count_pair), 1)
+    # The rounded mean first, then its error from the distances, which are small and therefore precise.
+    center = exact_sums.value(exact_sums.exact_sum(x, mask)) / count
+    correction = exact_sums.value(exact_sums.exact_sum(x - center, mask)) / count
+    squares = exact_sums.exact_sum((x - center - correction) ** 2, mask)
+    return exact_sums.from_float(center, correction), squares
+
+
+@jax.jit
+def _combined(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Count, mean and squared distances of two sets of values together."""
+    count_pair = exact_sums.add(a[0], b[0])
+    delta = exact_sums.value(exact_sums.subtract(b[1], a[1]))
+    share = exact_sums.value(b[0]) / jnp.maximum(exact_sums.value(count_pair), 1)
+    between = exact_sums.from_float(delta**2 * exact_sums.value(a[0]) * share)
+    mean_pair = exact_sums.add(a[1], exact_sums.from_float(delta * share))
+    return count_pair, mean_pair, exact_sums.add(exact_sums.add(a[2], b[2]), between)
 
 
 class MultiMetric(Metric):
@@ -296,6 +336,14 @@ class MultiMetric(Metric):
         """Reduces each metric over a mapped axis."""
         for metric in self._metrics().values():
             metric.reduce(axis_name)
+
+
+def _mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
+    return None if mask is None else jnp.broadcast_to(jnp.asarray(mask, bool), shape)
+
+
+def _counted(size: int, mask: jax.Array | None) -> jax.Array:
+    return exact_sums.from_int(size) if mask is None else exact_sums.exact_sum(mask)
 
 
 def _argument(metric: Any, values: dict[str, Any]) -> Any:

@@ -1,24 +1,26 @@
 """Optimizer: any optax transformation, with its state in Variables, that updates a model in place.
 
-optax keeps its state in nested tuples and dicts. Here every array of it is a Variable of its own, and the nesting is
-static structure, so that a compiled step takes a flat list and walks no tree.
+Every array of the optax state is a Variable (`optimizer_state`), and the nesting around them is static structure, so
+that a compiled step takes a flat list and walks no tree.
 """
 
-from typing import Any, TypeVar
+import pickle
+import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from nnx.core.filters import Filter, describe
+from nnx.core.filters import Filter, check_wrt, describe
 from nnx.core.info import ModuleBase
 from nnx.core.module import Module
 from nnx.core.repr import short
 from nnx.core.state import State
-from nnx.core.variables import Node, Param, Variable
-from nnx.training.variable_tree import leaf_paths, variable_tree
-
-T = TypeVar("T")
+from nnx.core.variables import Node, Param
+from nnx.sharding.defaults import AxesOf
+from nnx.training.optimizer_state import OptState, as_variables, flatten_state, init_state
+from nnx.training.variable_tree import variable_tree
 
 NOT_A_MODEL = "nnx.Optimizer(model, tx) takes a Module and an optax transformation; got {model} as the model."
 NOT_A_TRANSFORMATION = (
@@ -33,26 +35,29 @@ the same filter, nnx.grad(f, wrt=...), and with respect to the Module that was g
 UNKNOWN_GRADIENTS = """Optimizer.update got gradients for {paths}, and the model has no such path. Take the gradient \
 with respect to the Module that was given to nnx.Optimizer (not one that contains it)."""
 OTHER_SHAPE = "Optimizer.update: the gradient of {path!r} is {got}, but the parameter is {expected}."
+COMPLEX_GRADIENT = """Optimizer.update: the gradient of {path!r} is complex, {got}, but the parameter is real, \
+{expected}. An update would silently drop the imaginary part. Return a real loss, or take the real part of the \
+gradient yourself: grads.map(lambda path, g: g.replace(value=g.value.real))."""
+NOT_PICKLABLE = """This nnx.Optimizer cannot be pickled, because its optax transformation consists of local functions \
+({error}). Save its state with nnx.save(path, optimizer), and load it with nnx.load(path, nnx.Optimizer(model, tx)) in \
+a program that makes the same model and the same tx."""
 MODEL_CHANGED = """The parameters of the model are no longer those the Optimizer was made for: {changes}. Make a new \
 nnx.Optimizer after changing the structure of a model."""
-
-
-class OptState(Variable[T]):
-    """State of an optimizer, kept by `nnx.Optimizer`. The collection "opt_state"."""
-
-    __slots__ = ()
-    collection = "opt_state"
 
 
 class Optimizer(Module):
     """Updates the parameters of a model in place, by an optax transformation.
 
-    Several optimizers may share a model: each takes from the gradients what its `wrt` selects.
+    Several optimizers may share a model: each takes from the gradients what its `wrt` selects. Moments have the axis
+    names and shardings of their parameters, whether the model is sharded before or after, or built together with the
+    optimizer by `nnx.init_sharded`. The Optimizer of an abstract model (`nnx.eval_shape`) is abstract.
 
     Args:
         model: the Module to train; it is held as the attribute `model`.
         tx: the transformation; chains, schedules, clipping, accumulation (`optax.MultiSteps`), masks are optax's.
         wrt: a filter for what to train.
+        skip_nonfinite: whether to skip the whole update when a gradient contains NaN or infinity: neither the model nor
+            the optimizer's state changes, `step` stays, and `skipped` counts one more.
 
     >>> import optax
     >>> model = nnx.Linear(2, 3, ctx=nnx.context(0))
@@ -63,32 +68,39 @@ class Optimizer(Module):
     (1, ['opt_state/0/count', 'opt_state/0/mu/bias'])
     """
 
-    def __init__(self, model: Module, tx: optax.GradientTransformation, wrt: Filter = Param):
+    def __init__(
+        self, model: Module, tx: optax.GradientTransformation, wrt: Filter = Param, *, skip_nonfinite: bool = False
+    ):
         if not isinstance(model, ModuleBase):
             raise TypeError(NOT_A_MODEL.format(model=short(model)))
         if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
             raise TypeError(NOT_A_TRANSFORMATION.format(tx=short(tx)))
+        check_wrt(wrt, model.get_state().items(), "nnx.Optimizer")
         self.model = model
         self.tx = tx
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
+        self.skip_nonfinite = skip_nonfinite
         params = self._params()
         if not params:
             collections = ", ".join(sorted(model.collections())) or "none"
             text = NOTHING_TO_TRAIN.format(wrt=describe(wrt), model=type(model).__name__, collections=collections)
             raise ValueError(text)
         self.trains = tuple(params)
-        self.step = OptState(jnp.zeros((), jnp.int32))
-        self._store(tx.init(_tree(params)), params)
+        opt_state = init_state(tx, params)
+        self.step = OptState(_zero(params))
+        if skip_nonfinite:
+            self.skipped = OptState(_zero(params))
+        self._store(opt_state, params)
 
     def update(self, grads: State, **extra: Any) -> None:
-        """One update of the model and of the optimizer's own state.
+        """Updates the model and the optimizer's own state once.
 
         Args:
             grads: the gradients, as `nnx.grad` returns them; paths that `wrt` does not select are left alone.
-            **extra: what the transformation wants beside them, e.g. `value`, `grad` and `value_fn` for `optax.lbfgs`.
+            **extra: further arguments of the transformation, e.g. `value`, `grad` and `value_fn` for `optax.lbfgs`.
 
         Raises:
-            TypeError: `grads` is no State.
+            TypeError: `grads` is not a State.
             ValueError: the gradients do not fit the parameters.
         """
         params = self._params()
@@ -97,34 +109,57 @@ class Optimizer(Module):
         grads = self._select(grads, params)
         if isinstance(extra.get("grad"), State):
             extra["grad"] = self._select(extra["grad"], params)
+        before = self.optax_state
         tx = optax.with_extra_args_support(self.tx)
-        updates, opt_state = tx.update(_tree(grads), self.optax_state, _tree(params), **extra)
-        self.model.update_state(optax.apply_updates(_tree(params), updates))
+        updates, opt_state = tx.update(_tree(grads), before, _tree(params), **extra)
+        new_params = optax.apply_updates(_tree(params), updates)
+        counted: Any = 1
+        if self.skip_nonfinite:
+            finite = _all_finite(grads)
+            keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+            new_params, opt_state = jax.tree.map(keep, (new_params, opt_state), (_tree(params), before))
+            counted = finite.astype(jnp.int32)
+            self.skipped += 1 - counted
+        self.model.update_state(new_params)
         self._store(opt_state, params)
-        self.step += 1
+        self.step += counted
 
     @property
     def optax_state(self) -> Any:
-        """The optimizer state as optax has it; assign to it to replace it."""
-        treedef, paths = self.opt_structure
+        """The optimizer state in optax's own form; assign to it to replace it."""
         state = self.opt_state.get_state()
-        return treedef.unflatten([state[path].value for path in paths])
+        return self.opt_structure.assemble([state[path].value for path in self.opt_structure.paths], self._params())
 
     @optax_state.setter
     def optax_state(self, opt_state: Any) -> None:
         self._store(opt_state, self._params())
 
+    @property
+    def logical_axes(self) -> dict[str, AxesOf]:
+        """Says that each moment has the axis names of its parameter."""
+        return {
+            f"opt_state/{moment.path}": AxesOf(f"model/{moment.parameter}", moment.rank, moment.axes)
+            for moment in self.opt_structure.moments
+        }
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not _is_pickled_by_value():
+            try:
+                pickle.dumps(self.tx, protocol)
+            except Exception as error:  # pickle raises AttributeError, PicklingError or TypeError
+                raise TypeError(NOT_PICKLABLE.format(error=error)) from error
+        return super().__reduce_ex__(protocol)
+
     def _params(self) -> State:
         return self.model.filter(self.wrt)
 
     def _store(self, opt_state: Any, params: State) -> None:
-        leaves, treedef = jax.tree.flatten(opt_state)
+        arrays, tree, values = flatten_state(opt_state)
         structure = self.__dict__.get("opt_structure")
-        if structure is not None and structure[0] == treedef:
-            self.opt_state.update_state(State(zip(structure[1], leaves, strict=True)))
+        if structure is not None and structure.has_form(tree, values):
+            self.opt_state.update_state(State(zip(structure.paths, arrays, strict=True)))
             return
-        variables = _variables(opt_state, params)
-        self.opt_structure = (treedef, tuple([path for path, _ in variables]))
+        variables, self.opt_structure = as_variables(opt_state, params)
         self.opt_state = variable_tree(variables)
 
     def _select(self, grads: Any, params: State) -> State:
@@ -147,6 +182,8 @@ def _as(param: Any, grad: Any, path: str) -> Any:
     value = param.value if isinstance(param, Node) else param
     if _shapes(raw) != _shapes(value):
         raise ValueError(OTHER_SHAPE.format(path=path, got=short(raw), expected=short(value)))
+    if any(map(_drops_imaginary_part, jax.tree.leaves(raw), jax.tree.leaves(value))):
+        raise ValueError(COMPLEX_GRADIENT.format(path=path, got=short(raw), expected=short(value)))
     return param.replace(value=raw) if isinstance(param, Node) else raw
 
 
@@ -154,30 +191,27 @@ def _shapes(value: Any) -> Any:
     return jax.tree.structure(value), [jnp.shape(leaf) for leaf in jax.tree.leaves(value)]
 
 
-def _variables(opt_state: Any, params: State) -> list[tuple[str, Any]]:
-    """A Variable for each leaf of the optimizer state, with its path.
-
-    What has the type, metadata and shape of a parameter (a momentum) gets the parameter's metadata, its sharding above
-    all.
-    """
-    like_params = {
-        (p._spec, p.value.shape) for p in params.values() if isinstance(p, Node) and hasattr(p.value, "shape")
-    }
-    variables: list[tuple[str, Any]] = []
-    for path, found in leaf_paths(opt_state, is_leaf=lambda x: isinstance(x, Node)):
-        boxed = isinstance(found, Node)
-        for inner, leaf in leaf_paths(found.value if boxed else found):
-            metadata = found.metadata if boxed and (found._spec, jnp.shape(leaf)) in like_params else {}
-            variables.append(("/".join(filter(None, (path, inner))) or "state", OptState(leaf, **metadata)))
-    paths = {path for path, _ in variables}
-    if len(paths) < len(variables) or any("/" in p and _is_inside(p, paths) for p in paths):
-        return [(str(i), variable) for i, (_, variable) in enumerate(variables)]  # paths that do not tell leaves apart
-    return variables
+def _is_pickled_by_value() -> bool:
+    """Whether a pickler that can pickle local functions is at work: nothing says so, but it is on the stack."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in ("cloudpickle", "dill"):
+        frame = frame.f_back
+    return frame is not None
 
 
-def _is_inside(path: str, paths: set[str]) -> bool:
-    segments = path.split("/")
-    return any("/".join(segments[:i]) in paths for i in range(1, len(segments)))
+def _drops_imaginary_part(grad: Any, value: Any) -> bool:
+    return jnp.iscomplexobj(grad) and not jnp.iscomplexobj(value)
+
+
+def _zero(params: State) -> Any:
+    abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
+    return jax.ShapeDtypeStruct((), jnp.int32) if abstract else jnp.zeros((), jnp.int32)
+
+
+def _all_finite(grads: State) -> jax.Array:
+    """Whether no gradient contains NaN or infinity; under a mesh, those of all devices."""
+    inexact = [leaf for leaf in jax.tree.leaves(grads) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in inexact])) if inexact else jnp.array(True)
 
 
 def _tree(state: State) -> Any:

@@ -20,8 +20,10 @@ from nnx.core.info import MODULE, NODE, TREE, join
 from nnx.core.state import State
 from nnx.core.trace import is_of_this_trace
 from nnx.core.variables import Container, Spec
-from nnx.sharding.axes import add_axis, remove_axis
+from nnx.sharding.axes import PARTITION_NAME, add_axis, remove_axis
+from nnx.sharding.defaults import name_whole_axes
 from nnx.transforms.bodies import NEW_VARIABLE, check_aliases, check_structure
+from nnx.transforms.entered import Entered
 from nnx.transforms.lift import DATA, Call, Effects, cell_paths, sort_of
 from nnx.transforms.lift import MODULE as MODULE_LEAF
 from nnx.transforms.rewrite import Rewrite
@@ -208,6 +210,18 @@ class Axes:
         params = dict(self.metadata_params)
         stacked = {i: g for i, g in enumerate(groups) if isinstance(g, int) and type(key.kinds[i]) is Spec}
         return with_specs(key, {i: remove_axis(key.kinds[i], axis, params) for i, axis in stacked.items()})
+
+    def name_new_axes(self, entered: Entered, out: Any) -> Any:
+        """Writes the default axis names of Variables made in the body into their metadata; returns the body's result.
+
+        The name of the stacked axis can then be inserted among them, as among explicit ones.
+        """
+        if PARTITION_NAME in dict(self.metadata_params):
+            modules = entered.graph.modules
+            known = [(modules[at], name) for at, name, _ in entered.key.cells] if entered.key is not None else []
+            made = [leaf for leaf in jax.tree.leaves(out) if sort_of(leaf) == MODULE_LEAF]
+            name_whole_axes([*entered.roots, *made], known)
+        return out
 
     def outer_rewrite(self, rewrite: Rewrite, groups: Mapping[int, Any]) -> Rewrite:
         """A Rewrite found inside the body, with the Variables as they are outside."""

@@ -202,7 +202,7 @@ class Steps:
             raise TypeError(NOT_A_PAIR.format(name=self.name, got=type(out).__name__))
         if not isinstance(out_axes, int):
             check_module_axes(self.axes, "out_axes", [out_axes], [out[1]], ["the collected result"])
-        outcome = leave(entered, (out[0], out[1]), self.axes.name)
+        outcome = leave(entered, self.axes.name_new_axes(entered, (out[0], out[1])), self.axes.name)
         return self._collect(entered, outcome, cells)
 
     def _collect(self, entered: Entered, outcome: Outcome, cells: list[Any]) -> Any:

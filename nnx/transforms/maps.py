@@ -36,7 +36,7 @@ def map_call(
         out = fun(*args, **kwargs)
         if not isinstance(out_axes, int):
             check_module_axes(axes, "out_axes", [out_axes], [out], ["the result"])
-        outcome = leave(entered, out, axes.name)
+        outcome = leave(entered, axes.name_new_axes(entered, out), axes.name)
         effects = outcome.effects
         out_groups = axes.output_groups(inner, groups, effects)
         found[:] = [(effects, out_groups)]

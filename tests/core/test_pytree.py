@@ -1,5 +1,7 @@
 """``nnx.Pytree``: immutable records whose fields are leaves or static."""
 
+import collections
+import dataclasses
 import pickle
 import types
 from typing import Generic, TypeVar
@@ -7,6 +9,7 @@ from typing import Generic, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import nnx
@@ -315,3 +318,107 @@ def test_static_fields_may_hold_unhashable_values():
 
 def test_a_namespace_of_arrays_is_no_node_unless_registered():
     assert not nnx.is_node(types.SimpleNamespace(x=jnp.ones(1)))
+
+
+# Records in fields are data by their type
+
+
+class Inner(nnx.Pytree):
+    def __init__(self, size):
+        self.size = size
+        self.scale = nnx.Node(size)
+
+
+class Holder(nnx.Pytree):
+    def __init__(self, value):
+        self.value = value
+
+
+RECORDS = {
+    "a State of numbers": (nnx.State({"a": 1, "b/c": nnx.BatchStat(2)}), [1, 2]),
+    "an empty State": (nnx.State({}), []),
+    "a Pure of numbers": (nnx.Dict(n=nnx.BatchStat(3)).partition(), [3]),
+    "a Pytree of numbers": (Inner(4), [4]),
+    "the empty state of an optax transformation": (optax.EmptyState(), []),
+    "an optax state of numbers": (optax.ScaleByScheduleState(count=5), [5]),  # type: ignore[arg-type]
+    "the state of a chain": ((optax.EmptyState(), (optax.ScaleByScheduleState(count=6),)), [6]),  # type: ignore[arg-type]
+    "several States": ([nnx.State({"a": 7}), {"more": nnx.State({"b": 8})}], [7, 8]),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_field_that_holds_a_record_is_a_node_even_without_arrays(name):
+    record, leaves = RECORDS[name]
+    holder = Holder(record)
+    assert jax.tree.leaves(holder) == leaves
+    assert jax.tree.structure(holder).num_nodes > 2  # also where it is empty: the field is a child
+    doubled = jax.tree.map(lambda x: 2 * x, holder)
+    assert jax.tree.leaves(doubled) == [2 * leaf for leaf in leaves]
+    assert type(doubled.value) is type(record)
+    assert jax.tree.leaves(Holder(jnp.ones(1)).replace(value=record)) == leaves
+
+
+def test_other_values_of_the_same_shape_stay_static():
+    Sizes = collections.namedtuple("Sizes", "width depth")
+    for value in (Sizes(1, 2), (1, 2), optax.sgd(0.1), optax.adam, (optax.sgd(0.1),), {"a": [1]}):
+        assert jax.tree.leaves(Holder(value)) == []
+        assert jax.tree.structure(Holder(value)).num_nodes == 1
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_records_in_fields_survive_flax_serialization(name):
+    serialization = pytest.importorskip("flax.serialization")
+    record, leaves = RECORDS[name]
+    target = jax.tree.map(lambda x: 0, Holder(record))
+    restored = serialization.from_bytes(target, serialization.to_bytes(Holder(record)))
+    assert jax.tree.leaves(restored) == leaves
+    assert jax.tree.structure(restored) == jax.tree.structure(Holder(record))
+
+
+def test_flax_serialization_of_a_state_reports_missing_and_unknown_paths():
+    serialization = pytest.importorskip("flax.serialization")
+    holder = Holder(nnx.State({"a/b": 1}))
+    with pytest.raises(ValueError, match="Missing field 'a/b' in the state dict of a State; the fields there are none"):
+        serialization.from_state_dict(holder, {"value": {}})
+    with pytest.raises(ValueError, match="Unknown field 'c' in the state dict of a State, which has the fields a/b"):
+        serialization.from_state_dict(holder, {"value": {"a/b": 1, "c": 2}})
+
+
+# Frozen dataclasses
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frozen(nnx.Pytree):
+    x: jax.Array
+    scale: jax.Array = nnx.param_field(1.0, sharding=("embed",))
+    name: str = "a"
+
+    def __post_init__(self):
+        object.__setattr__(self, "norm", jnp.sum(self.x))
+
+
+class Thawed(Frozen):
+    pass
+
+
+@pytest.mark.parametrize("cls", [Frozen, Thawed])
+def test_a_frozen_dataclass_is_a_record_like_any_other(cls):
+    record = cls(jnp.ones(2))
+    assert key_paths(record) == [".norm.value", ".scale.value", ".x.value"]
+    assert record.replace(name="b").name == "b" and record.name == "a"
+    copy = pickle.loads(pickle.dumps(record))
+    for frozen in (record, copy):
+        for name in ("x", "name", "other"):
+            with pytest.raises(AttributeError, match=f"is immutable, trying to update field '{name}'"):
+                setattr(frozen, name, 2)
+        with pytest.raises(dataclasses.FrozenInstanceError, match="is immutable, trying to update field 'x'"):
+            del frozen.x
+
+
+def test_a_mutable_class_can_be_a_frozen_dataclass():
+    @nnx.dataclass(frozen=True)
+    class Point(nnx.Pytree, mutable=True):
+        x: int
+
+    with pytest.raises(AttributeError, match="is immutable, trying to update field 'x'"):
+        Point(1).x = 2

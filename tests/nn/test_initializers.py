@@ -39,6 +39,28 @@ def test_zeros_and_ones_are_factories_that_may_be_given_uncalled(name, value):
     assert factory()(None, [2]).dtype == jnp.float32
 
 
+SHAPES = [3, np.int64(3), (3,), [2, 3], np.array([2, 3]), (), (np.int32(2),)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=repr)
+@pytest.mark.parametrize("name", ["zeros", "ones"])
+def test_zeros_and_ones_take_what_those_of_jax_take(name, shape):
+    theirs = getattr(jax.nn.initializers, name)
+    for ours in (getattr(nnx.initializers, name)(), getattr(nnx.initializers, f"{name}_init")()):
+        for options in ({}, {"dtype": None}, {"dtype": "bfloat16"}, {"dtype": jnp.complex64}):
+            made, expected = ours(None, shape, **options), theirs(None, shape, **options)
+            assert made.dtype == expected.dtype
+            np.testing.assert_array_equal(made, expected)
+
+
+def test_random_initializers_take_an_int_as_a_shape_of_one_axis():
+    key = jax.random.key(0)
+    for name in ("normal", "uniform", "truncated_normal"):
+        initializer = getattr(nnx.initializers, name)()
+        np.testing.assert_array_equal(initializer(key, 3), initializer(key, (3,)))
+    assert nnx.initializers.constant(2.0)(key, 3).tolist() == [2, 2, 2]
+
+
 @pytest.mark.parametrize("name", ["zeros", "ones"])
 def test_layers_take_either_spelling_without_drawing_a_key(name):
     factory = getattr(nnx.initializers, name)

@@ -222,3 +222,47 @@ def test_scan_over_a_stack_gives_what_a_loop_gives(entry):
 
     _, outputs = run(moduledef.merge(stacked), 0, None)
     close(outputs, expected)
+
+
+MODES = ("deterministic", "use_running_average", "update_stats")
+
+
+def run_in_its_own_mode(entry, layer, inputs):
+    """The output of a call that says nothing about the mode, and the state it leaves, caches aside."""
+    options = {name: value for name, value in entry.call.items() if name not in MODES}
+    if entry.ctx:
+        options["ctx"] = nnx.context(dropout=3)
+    out = entry.pick(layer(*entry.arrange(*inputs), **options))
+    return out, layer.filter(nnx.Not(nnx.Cache))
+
+
+@every_layer
+def test_eval_reaches_every_layer_that_has_a_mode(entry):
+    layer, inputs = entry.build(), entry.sample()
+    before = layer.filter(nnx.Not(nnx.Cache))
+    first, state = run_in_its_own_mode(entry, layer.eval(), inputs)
+    assert state == before  # statistics are not updated
+    again, _ = run_in_its_own_mode(entry, entry.build().eval(), inputs)
+    np.testing.assert_array_equal(first, again)  # and nothing is random
+
+
+LAYERS_WITH_A_MODE = {"BatchNorm", "Dropout", "DropPath", "GaussianNoise", "SpectralNorm"}
+
+
+@pytest.mark.parametrize(
+    "entry", [e for e in LAYERS if e.layer_name in LAYERS_WITH_A_MODE], ids=lambda entry: entry.name
+)
+def test_train_reaches_it_as_well(entry):
+    layer, inputs = entry.build(), entry.sample()
+    used, before = run_in_its_own_mode(entry, layer.eval(), inputs)
+    trained, after = run_in_its_own_mode(entry, layer.train(), inputs)
+    assert (trained != used).any() or after != before
+
+
+def test_no_other_layer_has_an_attribute_that_is_a_mode():
+    found = set()
+    for entry in LAYERS:
+        layer = entry.build()
+        modes = {name for name in MODES if hasattr(layer, name) and not hasattr(type(layer), name)}
+        found |= {entry.layer_name} if modes else set()
+    assert found - {"MultiHeadAttention"} == LAYERS_WITH_A_MODE

@@ -1,5 +1,7 @@
 """Default axis names: what a class says of the axes of its Variables."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -46,16 +48,16 @@ def test_an_outer_class_knows_better_and_metadata_best():
 
 def test_a_layer_says_nothing_until_it_is_asked():
     assert set(names(Block()).values()) == {None, ("mlp", None)}
-    assert nnx.get_partition_spec(Block())["up/kernel"].value == P("embed", "mlp")
-    assert nnx.get_partition_spec(Block().partition()).states["up/kernel"].value == P("embed", "mlp")
-    assert nnx.get_partition_spec(Block().get_state())["up/kernel"].value == P()
+    assert nnx.get_partition_spec(Block())["up/kernel"] == P("embed", "mlp")
+    assert nnx.get_partition_spec(Block().partition()).states["up/kernel"] == P("embed", "mlp")
+    assert nnx.get_partition_spec(Block().get_state())["up/kernel"] == P()
 
 
 def test_a_train_state_knows_them_throughout():
     params, moduledef = Block().partition()
     specs = nnx.get_partition_spec(nnx.TrainState(moduledef, params=params, tx=optax.adam(1e-3)))
-    assert specs.params["up/kernel"].value == specs.opt_state[0].mu["up/kernel"].value == P("embed", "mlp")
-    assert specs.opt_state[0].nu["up/bias"].value == P("out")
+    assert specs.params["up/kernel"] == specs.opt_state[0].mu["up/kernel"] == P("embed", "mlp")
+    assert specs.opt_state[0].nu["up/bias"] == P("out")
 
 
 def test_names_may_depend_on_the_instance():
@@ -76,7 +78,7 @@ def test_names_speak_of_the_last_axes_so_that_stacked_layers_keep_them():
         return jax.vmap(lambda _: Dense().partition())(jnp.arange(5))
 
     model = stack(None).merge()
-    assert nnx.get_partition_spec(model)["kernel"].value == P(None, "in", "out")
+    assert nnx.get_partition_spec(model)["kernel"] == P(None, "in", "out")
 
 
 def test_shared_variables_are_named_through_any_path():
@@ -115,7 +117,7 @@ def test_built_in_layers_name_the_axes_of_every_variable(entry):
     pure = jax.eval_shape(lambda: entry.build().partition())
     for (path, leaf), spec in zip(pure.states.items(), nnx.get_partition_spec(pure).states.values()):
         if isinstance(leaf, nnx.Variable) and leaf.value.ndim:
-            assert len(spec.value) == leaf.value.ndim and any(spec.value), f"{path}: {leaf} has {spec.value}"
+            assert len(spec) == leaf.value.ndim and any(spec), f"{path}: {leaf} has {spec}"
 
 
 def test_attention_splits_by_heads_and_feed_forward_by_hidden_units():
@@ -123,7 +125,91 @@ def test_attention_splits_by_heads_and_feed_forward_by_hidden_units():
         return nnx.Dict(attention=nnx.MultiHeadAttention(4, 8, ctx=ctx), mlp=nnx.MLP(8, 32, 8, ctx=ctx))
 
     specs = nnx.logical_to_mesh(nnx.eval_shape(build, nnx.context(0)), nnx.tensor_parallel_rules())
-    found = {path: leaf.value for path, leaf in specs.items()}
+    found = dict(specs)
     assert found["attention/query/kernel"] == P(None, "model", None)
     assert found["attention/out/kernel"] == P("model", None, None)
     assert found["mlp/layers/0/kernel"] == P(None, "model") and found["mlp/layers/1/kernel"] == P("model", None)
+
+
+# Stacked layers: the name of the new axis among default names
+
+EXPERTS = {"variable_axes": {nnx.Param: 0}, "split_rngs": "params"}
+NAMED = {"metadata_params": {nnx.PARTITION_NAME: "expert"}}
+
+
+SEEN = []  # the names of the kernel inside the body
+
+
+class Step(nnx.Module):
+    def __init__(self, *, ctx):
+        self.conv = nnx.Conv(2, 3, (5,), ctx=ctx)
+        self.free = nnx.Param(jnp.zeros(2))
+
+    def __call__(self, x, _=None):
+        SEEN.append(self.conv.variable("kernel").sharding)
+        return x, None
+
+
+def stacked_by(how, axis):
+    """A function that runs stacked Steps, and the Module that holds them."""
+    options = {**EXPERTS, "variable_axes": {nnx.PathMatches("**/kernel"): axis, nnx.Param: 0}, **NAMED}
+    ctx = nnx.context(0)
+    if how == "Scan":
+        model = nnx.Scan(Step, length=4, **options)(ctx=ctx)
+        return model, model.scan_module
+    if how == "Vmap":
+        model = nnx.Vmap(Step, axis_size=4, in_axes=None, **options)(ctx=ctx)
+        return model, model.vmap_module
+    if how == "vmap":
+        model = nnx.vmap(lambda ctx: Step(ctx=ctx), axis_size=4, **options)(ctx)
+        return partial(nnx.vmap(Step.__call__, axis_size=4, in_axes=(None, None, None), **options), model), model
+
+    class Stack(Step):
+        @nnx.scan(length=4, **options)
+        def __init__(self, *, ctx):
+            super().__init__(ctx=ctx)
+
+        @nnx.scan(length=4, **options)
+        def __call__(self, x, _):
+            return super().__call__(x, _)
+
+    model = Stack(ctx=ctx)
+    return model, model
+
+
+@pytest.mark.parametrize(
+    ("axis", "names"),
+    [(0, ("expert", None, "in", "out")), (1, (None, "expert", "in", "out")), (-1, (None, "in", "out", "expert"))],
+)
+@pytest.mark.parametrize("how", ["Scan", "Vmap", "scan", "vmap"])
+def test_stacking_inserts_its_name_among_default_names_and_removes_it_inside(how, axis, names):
+    SEEN.clear()
+    run, inner = stacked_by(how, axis)
+    assert inner.conv.variable("kernel").sharding == names
+    assert inner.conv.variable("bias").sharding == ("expert", "out")
+    assert inner.free.shape == (4, 2) and inner.variable("free").sharding is None  # nobody named it
+    run(jnp.zeros(()), None)
+    assert set(SEEN) == {(None, "in", "out")}
+    assert inner.conv.variable("kernel").sharding == names
+    assert nnx.get_partition_spec(inner)["conv/kernel"] == P(*names)
+
+
+def test_nested_stacks_have_both_names():
+    inner = nnx.Vmap(nnx.Linear, axis_size=3, in_axes=None, **EXPERTS, **NAMED)
+    layers = {"metadata_params": {nnx.PARTITION_NAME: "layers"}}
+    model = nnx.Scan(inner, length=2, **EXPERTS, **layers)(4, 5, ctx=nnx.context(0))
+    kernel = model.scan_module.vmap_module.variable("kernel")
+    assert kernel.sharding == ("layers", "expert", "in", "out") and kernel.value.shape == (2, 3, 4, 5)
+
+
+def test_without_a_name_for_the_stacked_axis_default_names_stay_defaults():
+    model = nnx.Vmap(nnx.Linear, axis_size=3, in_axes=None, **EXPERTS)(4, 5, ctx=nnx.context(0))
+    assert model.vmap_module.variable("kernel").sharding is None
+    assert nnx.get_partition_spec(model)["vmap_module/kernel"] == P(None, "in", "out")
+
+
+def test_a_body_gives_no_names_to_the_variables_of_its_argument():
+    model = nnx.Vmap(nnx.Linear, axis_size=3, in_axes=None, **EXPERTS)(4, 5, ctx=nnx.context(0))
+    before = model.get_module_def()
+    nnx.vmap(lambda m, x: m(x), in_axes=(None, None), **EXPERTS, **NAMED)(model.vmap_module, jnp.ones(4))
+    assert model.get_module_def() == before

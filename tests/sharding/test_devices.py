@@ -133,6 +133,33 @@ def test_sharded_arrays_that_share_buffers_survive_donation(seen):
     assert seen["donation"] == [[2.0] * 8, [1.0] * 8, [0.0]]
 
 
+# Optimizer state and averages lie as their parameters do, in whatever order things were built
+
+
+def test_every_device_holds_an_eighth_of_parameters_and_optimizer_state(seen):
+    assert len(seen["optimizer_state"]) == 11
+    for name, (held, ideal) in seen["optimizer_state"].items():
+        assert abs(held - ideal) <= 0.02 * ideal, f"{name}: {held} bytes on one device, ideally {ideal}"
+
+
+def test_factored_moments_are_split_along_the_axes_they_kept(seen):
+    assert seen["factored_moments"] == [[8], [16]]  # of a kernel of 64 by 128
+
+
+def test_a_moment_has_the_names_its_parameter_got_from_a_class_around_both(seen):
+    assert seen["outer_names"] == ["('embed', 'vocab')", "P('data', None)"]
+
+
+def test_a_sharded_update_that_is_not_finite_is_skipped_on_all_devices(seen):
+    found = seen["skipped_updates"]
+    assert found["changed"] == [False, True] and found["counts"] == [2, 1, 2]
+    assert found["finite"] and found["part"] == [64, 8] and found["traces"] == 1
+
+
+def test_stacked_experts_and_their_moments_are_split_by_expert(seen):
+    assert seen["experts"]["parts"] == [[2, 24, 40], [2, 24, 40]]
+
+
 # Two processes, with four devices each
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx
@@ -19,25 +19,38 @@ class Mlp(nnx.Module):
         self.scale = nnx.Param(jnp.ones((width,)), P("embed"))
         self.count = nnx.BatchStat(0)
         self.buffer = jnp.zeros((3,))
+        self.plain = nnx.Node(jnp.zeros((2,)))
 
 
 def test_a_state_has_the_names_of_its_variables():
     state = Mlp().get_state()
     specs = nnx.get_partition_spec(state)
-    assert {path: getattr(leaf, "value", leaf) for path, leaf in specs.items()} == {
-        "up": P("embed", "mlp"),
-        "scale": P("embed"),
-        "count": P(),
-        "buffer": P(),
-    }
-    assert isinstance(specs["up"], nnx.Param) and specs["up"].sharding == ("embed", "mlp")
+    assert isinstance(specs, nnx.State)
+    assert dict(specs) == {"up": P("embed", "mlp"), "scale": P("embed"), "count": P(), "buffer": P(), "plain": P()}
 
 
-def test_the_structure_stays_so_that_specs_fit_wherever_jax_takes_them():
+def specs_of(tree, specs):
+    """What JAX makes of specs as a prefix of a tree: one per array."""
+    return jax.tree.leaves(jax.tree.map(lambda spec, part: [spec] * len(jax.tree.leaves(part)), specs, tree))
+
+
+def test_the_specs_are_a_prefix_so_that_they_fit_wherever_jax_takes_them():
     pure = Mlp().partition()
-    for tree in (pure, pure.states, pure.partition(nnx.Param, ...), optax.adam(1e-3).init(pure.states)):
-        assert jax.tree.structure(nnx.get_partition_spec(tree)) == jax.tree.structure(tree)
-        assert jax.tree.structure(nnx.logical_to_mesh_sharding(tree, MESH, RULES)) == jax.tree.structure(tree)
+    record = nnx.TrainState(pure.moduledef, params=pure.states, tx=optax.adam(1e-3))
+    for tree in (pure, pure.states, pure.partition(nnx.Param, ...), optax.adam(1e-3).init(pure.states), record):
+        for specs in (nnx.get_partition_spec(tree), nnx.logical_to_mesh_sharding(tree, MESH, RULES)):
+            assert len(specs_of(tree, specs)) == len(jax.tree.leaves(tree))
+            variables = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, nnx.Variable))
+            assert not any(isinstance(leaf, nnx.Variable) for leaf in variables)
+
+
+def test_jax_takes_the_shardings_of_a_record():
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    pure = Mlp().partition()
+    record = nnx.TrainState(pure.moduledef, params=pure.states, tx=optax.adam(1e-3))
+    shardings = nnx.logical_to_mesh_sharding(nnx.get_partition_spec(record), mesh, RULES)
+    jitted = jax.jit(lambda x: x, in_shardings=(shardings,), out_shardings=shardings)(jax.device_put(record, shardings))
+    assert jitted.opt_state[0].mu["up"].value.sharding == NamedSharding(mesh, P("data", "model"))
 
 
 def test_a_module_means_its_state():
@@ -47,35 +60,51 @@ def test_a_module_means_its_state():
 def test_optimizer_state_follows_the_parameters():
     opt_state = optax.adam(1e-3).init(Mlp().filter(nnx.Param))
     specs = nnx.get_partition_spec(opt_state)
-    assert specs[0].mu["up"].value == specs[0].nu["up"].value == P("embed", "mlp")
+    assert specs[0].mu["up"] == specs[0].nu["up"] == P("embed", "mlp")
     assert specs[0].count == P()
 
 
-def test_factored_optimizer_state_smaller_than_its_parameter_is_whole():
-    params = nnx.State({"up": nnx.Param(jnp.ones((8, 16)), ("embed", "mlp"))})
-    specs = nnx.get_partition_spec(optax.adafactor(1e-3, min_dim_size_to_factor=4).init(params))
-    assert specs[0].v_row["up"].value == P()
+def test_factored_optimizer_state_has_the_names_of_the_axes_it_kept():
+    model = nnx.Dict(up=nnx.Param(jnp.ones((8, 16)), ("embed", "mlp")), out=nnx.Param(jnp.ones((8, 8)), ("a", "b")))
+    params, moduledef = model.partition()
+    record = nnx.TrainState(moduledef, params=params, tx=optax.adafactor(1e-3, min_dim_size_to_factor=4))
+    specs = nnx.get_partition_spec(record).opt_state[0]
+    assert specs.v_row["up"] == P("embed") and specs.v_col["up"] == P("mlp")
+    assert specs.v_row["out"] == P(None)  # which axis it kept cannot be told from its shape
+    assert specs.v["up"] == P()
+    alone = nnx.get_partition_spec(record.opt_state)[0]  # without the parameters nothing is known
+    assert alone.v_row["up"] == P()
+
+
+def test_factored_optimizer_state_that_does_not_divide_stays_whole():
+    params, moduledef = nnx.Dict(up=nnx.Param(jnp.ones((8, 9)), ("embed", "mlp"))).partition()
+    record = nnx.TrainState(moduledef, params=params, tx=optax.adafactor(1e-3, min_dim_size_to_factor=4))
+    rules = [("embed", "data"), ("mlp", "data")]  # of the parameter itself, "embed" claims the mesh axis
+    shardings = nnx.logical_to_mesh_sharding(record, MESH, rules)
+    assert shardings.params["up"].spec == P("data", None)
+    assert shardings.opt_state[0].v_row["up"].spec == P("data")
+    assert shardings.opt_state[0].v_col["up"].spec == P(None)
 
 
 def test_a_train_state_has_specs_throughout():
     params, moduledef = Mlp().filter(nnx.Param), Mlp().get_module_def()
     state = nnx.TrainState(moduledef, params=params, tx=optax.adam(1e-3))
     specs = nnx.get_partition_spec(state)
-    assert specs.params["up"].value == specs.opt_state[0].mu["up"].value == P("embed", "mlp")
+    assert specs.params["up"] == specs.opt_state[0].mu["up"] == P("embed", "mlp")
     assert specs.step == P()
     shardings = nnx.logical_to_mesh_sharding(specs, MESH, RULES)
-    assert shardings.opt_state[0].nu["up"].value == NamedSharding(MESH, P("data", "model"))
+    assert shardings.opt_state[0].nu["up"] == NamedSharding(MESH, P("data", "model"))
 
 
 def test_logical_specs_become_mesh_specs():
     specs = nnx.logical_to_mesh(nnx.get_partition_spec(Mlp().get_state()), RULES)
-    assert specs["up"].value == P("data", "model") and specs["scale"].value == P("data") and specs["count"].value == P()
+    assert specs["up"] == P("data", "model") and specs["scale"] == P("data") and specs["count"] == P()
     with nnx.logical_axis_rules(RULES):
-        assert nnx.logical_to_mesh(Mlp())["up"].value == P("data", "model")
+        assert nnx.logical_to_mesh(Mlp())["up"] == P("data", "model")
 
 
 def test_without_rules_nothing_is_split():
-    assert nnx.logical_to_mesh(Mlp())["up"].value == P(None, None)
+    assert nnx.logical_to_mesh(Mlp())["up"] == P(None, None)
 
 
 def test_one_spec_is_a_tree_too():
@@ -85,12 +114,12 @@ def test_one_spec_is_a_tree_too():
 
 def test_a_variable_that_holds_a_pytree_names_each_of_its_arrays():
     state = nnx.State({"pair": nnx.Param((jnp.ones((4, 4)), jnp.ones((8, 2))), ("embed", None))})
-    assert nnx.get_partition_spec(state)["pair"].value == (P("embed", None), P("embed", None))
+    assert nnx.get_partition_spec(state)["pair"] == (P("embed", None), P("embed", None))
 
 
 def test_abstract_models_have_specs():
     state = jax.eval_shape(lambda: Mlp().get_state())
-    assert nnx.logical_to_mesh_sharding(state, MESH, RULES)["up"].value.spec == P("data", "model")
+    assert nnx.logical_to_mesh_sharding(state, MESH, RULES)["up"].spec == P("data", "model")
 
 
 # Bad input
@@ -133,7 +162,7 @@ def test_a_later_rule_is_a_second_choice_where_an_axis_does_not_divide():
     model = nnx.Dict(w=nnx.Param(jnp.ones((6, 8)), ("embed", "mlp")))
     for rule, expected in ((("embed", "model"), P("model", None)), (("embed", None), P(None, "model"))):
         specs = nnx.logical_to_mesh_sharding(model, MESH, [("embed", "data"), rule, ("mlp", "model")])
-        assert specs["w"].value.spec == expected
+        assert specs["w"].spec == expected
 
 
 def test_a_string_instead_of_a_tuple_is_an_error_that_shows_the_tuple():

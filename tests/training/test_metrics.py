@@ -178,3 +178,108 @@ def test_metrics_on_the_members_of_an_axis_reduce_to_one():
     metrics.update_state(jax.tree.map(lambda x: x[2], states))  # any of them
     check_all(metrics)
     np.testing.assert_array_equal(top, np.full(4, LOGITS[:, :, 0].max()))
+
+
+# Long runs
+
+
+def doubled(metric, times):
+    """The metric after seeing everything so often: each merge with a copy of itself doubles it."""
+    for _ in range(times):
+        metric.merge(metric.clone())
+    return metric
+
+
+def count_of(metric):
+    return sum(int(float(part)) for part in metric.count_pair)
+
+
+@pytest.mark.parametrize("make", [nnx.Average, nnx.Welford])
+def test_counts_are_exact_past_the_range_of_int32(make):
+    metric = make()
+    metric.update(values=jnp.arange(1000.0))
+    doubled(metric, 30)
+    metric.update(values=jnp.array([499.5, 499.5, 499.5]))
+    metric.update(values=499.5, mask=True)
+    assert count_of(metric) == 1000 * 2**30 + 4
+    mean = metric.compute() if make is nnx.Average else metric.compute().mean
+    assert mean == 499.5
+
+
+def test_accuracy_counts_every_prediction_past_the_range_of_int32():
+    metric = nnx.Accuracy()
+    metric.update(logits=jnp.array([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]]), labels=jnp.array([1, 0, 0]))
+    doubled(metric, 31)
+    metric.update(logits=jnp.array([[0.0, 1.0]]), labels=jnp.array([1]))
+    assert count_of(metric) == 3 * 2**31 + 1
+    assert sum(int(float(part)) for part in metric.total_pair) == 2 * 2**31 + 1
+
+
+def test_small_batches_still_count_after_a_billion_values():
+    metric, spread = nnx.Average(), nnx.Welford()
+    for each in (metric, spread):
+        each.update(values=np.full(1000, 0.1, np.float32))
+        doubled(each, 20)  # 10**9 values, whose sum is 10**8: one more 0.1 is far below its precision
+    start = np.float64(np.float32(0.1)) * 1000 * 2**20
+
+    @jax.jit
+    def many(state):
+        def step(state, _):
+            metrics = moduledef.merge(state)
+            metrics.update(values=jnp.full(2, 7.0))
+            return metrics.get_state(), None
+
+        return jax.lax.scan(step, state, None, length=100_000)[0]
+
+    metrics = nnx.MultiMetric(metric=metric, spread=spread)
+    state, moduledef = metrics.partition()
+    metrics.update_state(many(state))
+    count = 1000 * 2**20 + 200_000
+    mean = (start + 200_000 * 7.0) / count
+    assert count_of(metric) == count_of(spread) == count
+    total = sum(float(part) for part in metric.total_pair)
+    assert total == pytest.approx(start + 200_000 * 7.0, rel=1e-12)
+    np.testing.assert_allclose(metric.compute(), mean, rtol=1e-7)
+    np.testing.assert_allclose(spread.compute().mean, mean, rtol=2e-7)
+    share = 200_000 / count
+    deviation = np.sqrt(share * (1 - share)) * (7.0 - np.float64(np.float32(0.1)))
+    np.testing.assert_allclose(spread.compute().standard_deviation, deviation, rtol=1e-5)
+
+
+def test_one_large_batch_is_summed_far_beyond_the_precision_of_float32():
+    values = np.full(2_000_003, 0.1, np.float32)
+    values[::7] = 1e4
+    metric = nnx.Average()
+    metric.update(values=values)
+    exact = values.astype(np.float64).sum()
+    assert sum(float(part) for part in metric.total_pair) == pytest.approx(exact, rel=1e-9)
+    np.testing.assert_allclose(metric.compute(), exact / values.size, rtol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.bool_])
+def test_integers_are_summed_exactly(dtype):
+    largest = True if dtype is np.bool_ else np.iinfo(dtype).max
+    metric = nnx.Average()
+    metric.update(values=np.full(3001, largest, dtype))
+    assert sum(int(float(part)) for part in metric.total_pair) == 3001 * int(largest)
+
+
+def test_infinite_values_are_not_turned_into_nan():
+    metric = nnx.Average()
+    metric.update(values=jnp.array([1.0, jnp.inf]))
+    metric.update(values=2.0)
+    assert metric.compute() == jnp.inf
+
+
+def test_members_with_very_different_counts_reduce_to_one():
+    def member(i):
+        metrics = nnx.MultiMetric(average=nnx.Average(), spread=nnx.Welford())
+        metrics.update(values=1000.0 + jnp.arange(6.0), mask=jnp.arange(6) < i)  # the first member has seen nothing
+        metrics.reduce("members")
+        return metrics.compute()
+
+    out = jax.vmap(member, axis_name="members")(jnp.array([0, 1, 6, 2]))
+    values = 1000 + np.concatenate([np.arange(n) for n in (0, 1, 6, 2)])
+    np.testing.assert_allclose(out["average"], np.full(4, values.mean()), rtol=1e-7)
+    np.testing.assert_allclose(out["spread"].mean, np.full(4, values.mean()), rtol=1e-7)
+    np.testing.assert_allclose(out["spread"].standard_deviation, np.full(4, values.std()), rtol=1e-5)

@@ -71,3 +71,18 @@ def test_an_attribute_that_is_no_mode_is_left_alone():
 def test_only_a_module_has_a_mode():
     with pytest.raises(TypeError, match="got dict"):
         nnx.set_mode({}, training=True)
+
+
+def test_modes_that_are_true_in_training_are_set_the_other_way_round():
+    ctx = nnx.context(0)
+    layer = nnx.SpectralNorm(nnx.Linear(3, 2, ctx=ctx), ctx=ctx)
+    layer.eval()
+    before = layer.get_state()
+    layer(X)
+    assert layer.update_stats is False and layer.get_state() == before
+    layer.train()
+    layer(X)
+    assert layer.update_stats is True and layer.get_state() != before
+    nnx.set_mode(layer, training=None)
+    with pytest.raises(ValueError, match="SpectralNorm does not know its mode: `update_stats`"):
+        layer(X)

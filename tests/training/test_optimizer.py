@@ -1,12 +1,14 @@
 """nnx.Optimizer: any optax transformation, in place."""
 
 import copy
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import nnx
 
@@ -264,3 +266,165 @@ def test_a_model_that_changed_its_parameters_is_noticed():
     model.scale = nnx.Param(jnp.ones(()))
     with pytest.raises(ValueError, match="no longer those the Optimizer was made for: new are 'scale'"):
         optimizer.update(model.filter(nnx.Param))
+
+
+# What wrt selects
+
+
+def test_a_path_alone_does_not_train_batch_statistics():
+    model = nnx.Dict(head=nnx.Dict(w=nnx.Param(jnp.ones(2)), mean=nnx.BatchStat(jnp.zeros(2))))
+    with pytest.raises(ValueError, match=r"nnx.Optimizer: .*Param \('head/w'\).\s.*nnx.All"):
+        nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.PathMatches("head/**"))
+    with pytest.raises(ValueError, match=r"nnx.EMA: .*Param \('head/w'\).\s.*nnx.All"):
+        nnx.EMA(model, wrt=nnx.PathMatches("head/**"))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.All(nnx.Param, nnx.PathMatches("head/**")))
+    assert optimizer.trains == ("head/w",)
+
+
+# Axis names
+
+
+def moments(optimizer):
+    state = optimizer.filter(nnx.OptState)
+    return {path.removeprefix("opt_state/"): leaf.sharding for path, leaf in state.items() if leaf.value.ndim}
+
+
+def test_moments_take_names_that_their_parameters_get_later():
+    optimizer = nnx.Optimizer(nnx.Linear(2, 3, ctx=nnx.context(0)), optax.trace(0.9))
+    assert set(moments(optimizer).values()) == {None}
+    nnx.name_axes(optimizer)
+    assert moments(optimizer) == {"trace/bias": ("out",), "trace/kernel": ("in", "out")}
+    specs = nnx.get_partition_spec(nnx.Optimizer(nnx.Linear(2, 3, ctx=nnx.context(0)), optax.trace(0.9)))
+    assert specs["opt_state/trace/kernel"] == PartitionSpec("in", "out")
+
+
+def test_naming_the_axes_of_a_model_does_not_disturb_its_optimizer():
+    optimizer, named = (nnx.Optimizer(nnx.Linear(2, 3, ctx=nnx.context(0)), optax.adam(0.1)) for _ in range(2))
+    step = nnx.jit(lambda optimizer: optimizer.update(jax.tree.map(jnp.ones_like, optimizer.model.filter(nnx.Param))))
+    for each in (optimizer, named):
+        step(each)
+    nnx.name_axes(named)
+    for each in (optimizer, named):
+        step(each)
+        step(each)
+    assert step.trace_count == 2  # one per structure
+    np.testing.assert_array_equal(named.model.kernel, optimizer.model.kernel)
+    assert list(named.get_state()) == list(optimizer.get_state())
+
+
+def test_a_history_of_gradients_has_the_names_after_its_own_axis():
+    optimizer = nnx.Optimizer(make_net(), optax.scale_by_lbfgs(memory_size=3))
+    found = moments(optimizer)
+    assert found["diff_params_memory/encoder/kernel"] == (None, "in", "out")
+    assert found["params/encoder/kernel"] == ("in", "out")
+
+
+def test_the_optimizer_of_an_abstract_model_is_abstract():
+    abstract = nnx.eval_shape(Net, ctx=nnx.context(0))
+    optimizer = nnx.Optimizer(abstract, optax.adam(1e-3), skip_nonfinite=True)
+    leaves = jax.tree.leaves(optimizer.get_state())
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    concrete = nnx.Optimizer(make_net(), optax.adam(1e-3), skip_nonfinite=True)
+    assert optimizer.get_module_def() == concrete.get_module_def()
+    assert [leaf.shape for leaf in leaves] == [jnp.shape(leaf) for leaf in jax.tree.leaves(concrete.get_state())]
+
+
+# Gradients that cannot be used
+
+
+def test_complex_gradients_of_real_parameters_are_refused_by_path():
+    model = make_net()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1))
+    grads = nnx.grad(loss_fn)(model)
+    before = raw_params(model)
+    bad = grads | nnx.State({"head/bias": jnp.ones(2, jnp.complex64)})
+    with pytest.raises(ValueError, match="gradient of 'head/bias' is complex, complex64.2., but the parameter is real"):
+        optimizer.update(bad)
+    with pytest.raises(ValueError, match="'head/bias' is complex"):
+        nnx.jit(lambda optimizer, grads: optimizer.update(grads))(optimizer, bad)
+    assert optimizer.step == 0 and all((value == before[path]).all() for path, value in raw_params(model).items())
+
+
+def test_complex_parameters_are_trained_with_complex_gradients():
+    model = nnx.Dict(w=nnx.Param(jnp.ones(2, jnp.complex64)))
+    optimizer = nnx.Optimizer(model, optax.sgd(1.0))
+    optimizer.update(nnx.State({"w": jnp.array([1j, 1], jnp.complex64)}))
+    np.testing.assert_array_equal(model.w, [1 - 1j, 0])
+
+
+def pair(tx, **options):
+    model = nnx.Dict(a=nnx.Param(jnp.ones(3)), b=nnx.Param(jnp.ones((2, 2), jnp.bfloat16)))
+    return nnx.Optimizer(model, tx, **options)
+
+
+def pair_grads(spoiled_by=0.5):
+    return nnx.State({"a": jnp.array([1.0, spoiled_by, 2.0]), "b": jnp.ones((2, 2), jnp.bfloat16)})
+
+
+@pytest.mark.parametrize("lift", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_an_update_with_a_gradient_that_is_not_finite_is_skipped_whole(lift):
+    optimizer, reference = pair(optax.adam(1e-2), skip_nonfinite=True), pair(optax.adam(1e-2))
+    step = lift(lambda optimizer, grads: optimizer.update(grads))
+    for value in (0.5, jnp.nan, jnp.inf, 0.5, -jnp.inf):
+        step(optimizer, pair_grads(value))
+    for _ in range(2):
+        step(reference, pair_grads())
+    assert (optimizer.step, optimizer.skipped) == (2, 3)
+    assert optimizer.model.get_state() == reference.model.get_state()
+    assert optimizer.opt_state.get_state() == reference.opt_state.get_state()
+
+
+def test_random_keys_in_the_optimizer_state_are_kept_when_an_update_is_skipped():
+    optimizer = pair(optax.add_noise(0.1, 0.5, jax.random.key(0)), skip_nonfinite=True)
+    step = nnx.jit(lambda optimizer, grads: optimizer.update(grads))
+    step(optimizer, pair_grads())
+    before = optimizer.opt_state.get_state()
+    step(optimizer, pair_grads(jnp.nan))
+    assert optimizer.opt_state.get_state() == before and optimizer.skipped == 1
+    step(optimizer, pair_grads())
+    assert optimizer.opt_state.get_state() != before
+
+
+def test_without_being_asked_an_optimizer_skips_nothing():
+    optimizer = pair(optax.sgd(0.1))
+    optimizer.update(pair_grads(jnp.nan))
+    assert np.isnan(optimizer.model.a).any() and not hasattr(optimizer, "skipped")
+
+
+# pickle
+
+
+@pytest.mark.parametrize("holder", [lambda x: x, lambda x: nnx.Dict(inner=[x])], ids=["alone", "in a Module"])
+def test_pickling_an_optimizer_says_what_to_do_instead(holder):
+    held = holder(nnx.Optimizer(nnx.Dict(w=nnx.Param(jnp.ones(2))), optax.adam(1e-3)))
+    with pytest.raises(TypeError, match="This nnx.Optimizer cannot be pickled.*local object") as error:
+        pickle.dumps(held)
+    assert "nnx.save(path, optimizer)" in str(error.value)
+    assert "nnx.load(path, nnx.Optimizer(model, tx))" in str(error.value)
+    assert copy.deepcopy(held).get_module_def() == held.get_module_def()
+
+
+def test_cloudpickle_takes_local_functions_and_so_an_optimizer():
+    cloudpickle = pytest.importorskip("cloudpickle")
+    optimizer = nnx.Optimizer(nnx.Dict(w=nnx.Param(jnp.ones(2))), optax.sgd(1.0))
+    restored = pickle.loads(cloudpickle.dumps(nnx.Dict(inner=optimizer))).inner
+    restored.update(nnx.State({"w": jnp.ones(2)}))
+    np.testing.assert_array_equal(restored.model.w, [0, 0])
+
+
+def init_sum(params):
+    return optax.TraceState(jax.tree.map(jnp.zeros_like, params))
+
+
+def descend(updates, state, params=None):
+    return jax.tree.map(lambda g: -g, updates), optax.TraceState(jax.tree.map(jnp.add, state.trace, updates))
+
+
+def test_an_optimizer_with_a_transformation_of_named_functions_survives_pickling():
+    model = nnx.Linear(2, 3, ctx=nnx.context(0))
+    optimizer = nnx.Optimizer(model, optax.GradientTransformation(init_sum, descend))
+    restored = pickle.loads(pickle.dumps(optimizer))
+    assert restored.get_module_def() == optimizer.get_module_def()
+    restored.update(jax.tree.map(jnp.ones_like, model.filter(nnx.Param)))
+    np.testing.assert_array_equal(restored.model.kernel, model.kernel - 1)
+    np.testing.assert_array_equal(restored.opt_state.trace.kernel, jnp.ones((2, 3)))

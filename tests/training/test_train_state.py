@@ -109,3 +109,16 @@ def test_a_transformation_may_want_more_than_the_gradient():
     state = make_state(optax.contrib.reduce_on_plateau(patience=1))
     after = state.apply_gradients(state.params, tx_args={"value": jnp.array(1.0)})
     assert after.opt_state.best_value == 1.0
+
+
+def test_states_of_plain_numbers_are_data_and_survive_flax_serialization():
+    serialization = pytest.importorskip("flax.serialization")
+    (params, counts), moduledef = nnx.Dict(w=nnx.Param(jnp.ones(2)), n=nnx.BatchStat(3)).partition(nnx.Param, ...)
+    state = nnx.TrainState(moduledef, params=params, tx=optax.adam(1e-2), batch_stats=counts)
+    assert jax.tree.leaves(state.batch_stats) == [3]
+    assert len(jax.tree.leaves(state)) == 6
+    zeros = jax.tree.map(lambda x: 0 * x, state)
+    restored = serialization.from_bytes(zeros, serialization.to_bytes(state))
+    assert restored.batch_stats["n"] == nnx.BatchStat(3)
+    np.testing.assert_array_equal(restored.params["w"].value, [1, 1])
+    assert jax.tree.structure(restored) == jax.tree.structure(state)

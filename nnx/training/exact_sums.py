@@ -1,0 +1,100 @@
+"""Sums that stay exact over billions of values, without 64-bit numbers.
+
+A float32 sum stops growing at 2**24 ones, and an int32 counter wraps at 2**31. A *pair* is a sum kept as two float32
+numbers: the rounded sum, and the error of the rounding. Together they have 48 bits, so counts are exact up to 2**48,
+and the mean of 10**9 values is as precise as float32 allows. The arithmetic is Knuth's two-sum, which relies on XLA not
+to reassociate floating-point additions (by default it does not).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Pair = jax.Array
+"""A float32 array of shape (2,): the sum, and what it lacks."""
+
+
+def zero() -> Pair:
+    """The empty sum."""
+    return jnp.zeros(2, jnp.float32)
+
+
+def from_int(count: int) -> Pair:
+    """A pair for a Python int below 2**48, exactly."""
+    high = np.float32(count)
+    return jnp.asarray([high, np.float32(count - int(high))], jnp.float32)
+
+
+@jax.jit
+def add(a: Pair, b: Pair) -> Pair:
+    """The sum of two pairs."""
+    return jnp.stack(_add((a[0], a[1]), (b[0], b[1])))
+
+
+def subtract(a: Pair, b: Pair) -> Pair:
+    """The difference of two pairs."""
+    return add(a, -b)
+
+
+def from_float(x: Any, error: Any = 0) -> Pair:
+    """A pair for `x + error`, both float32 scalars."""
+    return jnp.stack(_two_sum(jnp.asarray(x, jnp.float32), jnp.asarray(error, jnp.float32)))
+
+
+def value(pair: Pair) -> jax.Array:
+    """The sum as one float32, correctly rounded."""
+    return pair[0] + pair[1]
+
+
+@jax.jit  # outside of a compiled step, `reduce` would trace its function again at every call
+def exact_sum(x: Any, where: jax.Array | None = None) -> Pair:
+    """Sums all elements of an array into a pair.
+
+    Args:
+        x: numbers or booleans. Integers are exact as long as the sum is below 2**48.
+        where: elements where it is false do not count.
+    """
+    x = jnp.asarray(x)
+    if where is not None:
+        x = jnp.where(where, x, jnp.zeros((), x.dtype))
+    if x.dtype == bool and x.size < 2**31:  # an integer sum is exact, and the fastest
+        x = jnp.sum(x, dtype=jnp.int32)
+    return _reduced(*_split(x))
+
+
+def sum_members(pair: Pair, axis_name: Any) -> Pair:
+    """Sums the pairs that the members of a mapped axis hold."""
+    gathered = jax.lax.all_gather(pair, axis_name)
+    return _reduced(gathered[..., 0], gathered[..., 1])
+
+
+def _reduced(high: jax.Array, low: jax.Array) -> Pair:
+    nothing = np.float32(0)
+    return jnp.stack(jax.lax.reduce((high, low), (nothing, nothing), _add, tuple(range(high.ndim))))
+
+
+def _split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two float32 arrays that add up to `x`, as far as 48 bits go."""
+    high = x.astype(jnp.float32)
+    if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= 4:
+        low_bits = x & 0xFFFF  # both parts have at most 16 significant bits, so float32 holds them exactly
+        return _two_sum((x - low_bits).astype(jnp.float32), low_bits.astype(jnp.float32))
+    if x.dtype == jnp.float64:
+        low = (x - high.astype(x.dtype)).astype(jnp.float32)
+        return high, jnp.where(jnp.isfinite(high), low, 0)
+    return high, jnp.zeros_like(high)
+
+
+def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
+    """`a + b` rounded, and the error of the rounding, exactly."""
+    total = a + b
+    rest = total - a
+    error = (a - (total - rest)) + (b - rest)
+    return total, jnp.where(jnp.isfinite(total), error, 0)  # of infinity the error would be NaN
+
+
+def _add(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
+    total, error = _two_sum(a[0], b[0])
+    return _two_sum(total, error + (a[1] + b[1]))

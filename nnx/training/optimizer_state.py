@@ -1,0 +1,205 @@
+"""The state of an optax transformation as Variables.
+
+optax keeps its state in nested tuples and dicts. Here every array of it is an `OptState` with a readable path. A
+*moment* is an array that belongs to one parameter: optax keeps it under the parameter's path, in a State like that of
+the parameters. It *follows* the parameter: it has its axis names and its sharding, as far as its own shape allows.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from nnx.core.state import State
+from nnx.core.variables import Node, Variable
+from nnx.sharding.axes import aligned_names, matching_axes, taken_over
+from nnx.training.variable_tree import key_segments, leaf_paths
+
+T = TypeVar("T")
+
+
+class OptState(Variable[T]):
+    """State of an optimizer, kept by `nnx.Optimizer`. The collection "opt_state"."""
+
+    __slots__ = ()
+    collection = "opt_state"
+
+
+class Moment(NamedTuple):
+    """Which parameter an array of the optimizer state belongs to.
+
+    Attributes:
+        path: the path of the array in the optimizer state.
+        parameter: the path of the parameter.
+        rank: the number of axes of the parameter.
+        axes: for each axis of the array, that axis of the parameter (`matching_axes`).
+    """
+
+    path: str
+    parameter: str
+    rank: int
+    axes: tuple[int | None, ...]
+
+
+class Structure:
+    """The nesting of an optax state, without its arrays; a static value that is hashed once.
+
+    optax keeps moments in the containers of the parameters. Their metadata are left out, because they may change after
+    the optimizer was made: `nnx.shard` writes axis names into them.
+
+    Attributes:
+        tree: the tree around the containers; each container is a leaf of it.
+        boxes: for each leaf of the tree, the path of the parameter whose container it is in; or, of a container that
+            has nothing to do with a parameter, its spec; or None if it is not in a container.
+        values: the structure of the list of what is in the containers.
+        paths: the path of each array.
+        moments: which arrays belong to a parameter.
+    """
+
+    __slots__ = ("tree", "boxes", "values", "paths", "moments", "_hash")
+
+    def __init__(self, tree: Any, boxes: Any, values: Any, paths: Any, moments: tuple[Moment, ...]):
+        self.tree = tree
+        self.boxes: tuple[Any, ...] = boxes
+        self.values = values
+        self.paths: tuple[str, ...] = paths
+        self.moments = moments
+        self._hash = hash((tree, boxes, values, paths, moments))
+
+    def has_form(self, tree: Any, values: Any) -> bool:
+        """Whether an optax state with these parts has this structure."""
+        return self.tree == tree and self.values == values
+
+    def assemble(self, arrays: list[Any], params: State) -> Any:
+        """Returns the optax state with these arrays, in the containers that the parameters have now."""
+        boxed = map(_boxed, self.boxes, self.values.unflatten(arrays), itertools.repeat(params))
+        return self.tree.unflatten(list(boxed))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Structure) or self._hash != other._hash:
+            return False
+        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"Structure({', '.join(self.paths)})"
+
+    def __reduce__(self) -> Any:
+        # made again, because hashes of strings differ from process to process
+        return Structure, (self.tree, self.boxes, self.values, self.paths, self.moments)
+
+
+def _boxed(box: Any, value: Any, params: State) -> Any:
+    if box is None:
+        return value
+    return (params[box]._spec if isinstance(box, str) else box).box(value)
+
+
+def flatten_state(opt_state: Any) -> tuple[list[Any], Any, Any]:
+    """Returns the arrays of an optax state, and the `tree` and `values` of its Structure."""
+    leaves, tree = jax.tree.flatten(opt_state, is_leaf=_is_box)
+    arrays, values = jax.tree.flatten([_raw(leaf) for leaf in leaves])
+    return arrays, tree, values
+
+
+def init_state(tx: Any, params: Any) -> Any:
+    """Returns `tx.init(params)`: of abstract parameters an abstract state, which takes no memory."""
+    abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
+    return jax.eval_shape(tx.init, params) if abstract else tx.init(params)
+
+
+def as_variables(opt_state: Any, params: State) -> tuple[list[tuple[str, Any]], Structure]:
+    """Returns a Variable for each array of an optax state, with its path, and the structure around them."""
+    entries = list(_entries(opt_state, params))
+    paths = [path for path, *_ in entries]
+    if len(set(paths)) < len(paths) or any("/" in path and _is_inside(path, set(paths)) for path in paths):
+        paths = [str(i) for i in range(len(entries))]  # paths that do not tell the arrays apart
+    variables = [(path, variable) for path, (_, variable, _) in zip(paths, entries, strict=True)]
+    moments = [
+        moment._replace(path=path) for path, (_, _, moment) in zip(paths, entries, strict=True) if moment is not None
+    ]
+    _, tree, values = flatten_state(opt_state)
+    found = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_box)
+    boxes = tuple([_box_of(keys, leaf, params) for keys, leaf in found])
+    return variables, Structure(tree, boxes, values, tuple(paths), tuple(moments))
+
+
+def _entries(opt_state: Any, params: State) -> Iterator[tuple[str, Any, Moment | None]]:
+    for keys, found in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_box):
+        name = _name_in_state(keys)
+        param = params.get(name)
+        values: dict[str, Any] = dict(leaf_paths(_raw(param))) if param is not None else {}
+        for inner, leaf in leaf_paths(_raw(found)):
+            path = "/".join([*key_segments(keys), *([inner] if inner else [])]) or "state"
+            shape = jnp.shape(values[inner]) if inner in values else None
+            axes = None if shape is None else matching_axes(jnp.shape(leaf), shape)
+            if shape is None or axes is None:
+                yield path, OptState(leaf), None
+            else:
+                moment = Moment(path, name, len(shape), axes)
+                yield path, OptState(_placed(leaf, values[inner], moment), **_metadata(param, moment)), moment
+
+
+def _name_in_state(keys: Any) -> str:
+    """The path that a key path ends in, if it leads into a State."""
+    return keys[-1].key if keys and isinstance(keys[-1], jax.tree_util.DictKey) else ""
+
+
+def _box_of(keys: Any, leaf: Any, params: State) -> Any:
+    if not _is_box(leaf):
+        return None
+    param: Any = params.get(_name_in_state(keys))
+    return _name_in_state(keys) if _is_box(param) and param._spec is leaf._spec else leaf._spec
+
+
+def _is_box(x: Any) -> bool:
+    return isinstance(x, Node)
+
+
+def _raw(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, Node) else leaf
+
+
+def _is_inside(path: str, paths: set[str]) -> bool:
+    segments = path.split("/")
+    return any("/".join(segments[:i]) in paths for i in range(1, len(segments)))
+
+
+def _metadata(param: Any, moment: Moment) -> dict[str, Any]:
+    """The metadata of a moment: those of its parameter, or the names of the axes it kept."""
+    if not isinstance(param, Node):
+        return {}
+    if moment.axes == tuple(range(moment.rank)):
+        return dict(param.metadata)
+    sharding = param.metadata.get("sharding")
+    if sharding is None:
+        return {}
+    names = aligned_names(sharding, moment.rank)
+    return {"sharding": taken_over(names + (None,) * (moment.rank - len(names)), moment.axes)}
+
+
+def _placed(leaf: Any, value: Any, moment: Moment) -> Any:
+    """A moment on the devices of its parameter, split along the same axes."""
+    if isinstance(leaf, Tracer) or isinstance(value, Tracer):
+        return leaf
+    sharding = getattr(value, "sharding", None)
+    if moment.axes != tuple(range(moment.rank)) and sharding is not None:
+        if not isinstance(sharding, NamedSharding):
+            return leaf
+        spec = tuple(sharding.spec) + (None,) * (moment.rank - len(sharding.spec))
+        kept = PartitionSpec(*[None if axis is None else spec[axis] for axis in moment.axes])
+        sharding = NamedSharding(sharding.mesh, kept, memory_kind=sharding.memory_kind)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    # where nobody chose the devices of a parameter, those of its moments stay open as well
+    if not isinstance(value, jax.Array) or not value.committed or leaf.sharding == sharding:
+        return leaf
+    return jax.device_put(leaf, sharding)
