@@ -218,3 +218,76 @@ def test_an_exception_leaves_no_module_behind(without_garbage_collector):
     del model
     gc.collect()
     assert reference() is None
+
+
+def test_a_tied_module_that_dies_frees_its_arrays_at_once():
+    ref = nnx.Ref(nnx.Param(jnp.ones(4)))
+    model, partner = nnx.Dict(w=ref), nnx.Dict(w=ref, big=nnx.Param(jnp.ones(1000)))
+    step = nnx.jit(lambda m: setattr(m, "w", m.w + 1))
+    step(model)
+    big = weakref.ref(partner.big)
+    del partner
+    assert big() is None
+    step(model)
+    assert model.w[0] == 3.0
+
+
+def test_steps_with_tied_modules_that_die_are_flat():
+    model = nnx.Dict(w=nnx.Ref(nnx.Param(jnp.ones(4))))
+    step = nnx.jit(lambda m: setattr(m, "w", m.w + 1))
+
+    def tie_and_step():
+        partner = nnx.Dict(w=model._nnx_info.kinds["w"], big=nnx.Param(jnp.ones(1000)))
+        step(model)
+        return partner.w
+
+    for _ in range(20):
+        tie_and_step()
+    gc.collect()
+    arrays, objects = len(jax.live_arrays()), len(gc.get_objects())
+    for _ in range(1_000):
+        tie_and_step()
+    gc.collect()
+    assert len(jax.live_arrays()) <= arrays + 2
+    assert len(gc.get_objects()) <= objects + 50
+    assert model.w[0] == 1021.0
+
+
+def test_a_class_that_was_passed_to_a_transform_can_be_freed():
+    def use_a_class():
+        class Local(nnx.Module):
+            def __init__(self):
+                self.w = nnx.Param(jnp.ones(2))
+                self.config = [1]
+
+            def __call__(self, x):
+                return x * self.w
+
+        model = Local()
+        nnx.jit(lambda model, x: model(x))(model, jnp.ones(2))
+        nnx.grad(lambda model: model(1.0).sum())(model)
+        nnx.vmap(lambda model, x: model(x), in_axes=(None, 0))(model, jnp.ones((3, 2)))
+        model.partition(), model.clone()
+        return weakref.ref(Local)
+
+    local = use_a_class()
+    jax.clear_caches()
+    gc.collect()
+    assert local() is None
+
+
+def test_a_function_that_was_a_static_value_can_be_freed():
+    def use_a_function():
+        holder = type("Holder", (), {})()
+
+        def captured():
+            return holder
+
+        holder.function = captured  # a cycle through what the function's key refers to
+        nnx.jit(lambda m: m.w)(nnx.Dict(w=nnx.Param(jnp.ones(2)), function=captured))
+        return weakref.ref(captured), weakref.ref(holder)
+
+    found = use_a_function()
+    jax.clear_caches()
+    gc.collect()
+    assert [weak() for weak in found] == [None, None]
