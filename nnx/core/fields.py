@@ -23,7 +23,7 @@ def field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, **kwa
 
 
 def node_field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, **kwargs: Any) -> Any:
-    """A field kept as data, whatever its type.
+    """A field kept as data, no matter which type its value has.
 
     >>> @nnx.dataclass
     ... class Scale(nnx.Module):
@@ -35,7 +35,7 @@ def node_field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, 
 
 
 def static_field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, **kwargs: Any) -> Any:
-    """A field kept as a static value, whatever its type.
+    """A field kept as a static value, no matter which type it has.
 
     >>> @nnx.dataclass
     ... class Table(nnx.Pytree):
@@ -162,6 +162,6 @@ def prepare_dataclass(cls: Any) -> None:
 
 
 def constructor_signature(cls: type) -> inspect.Signature:
-    """The signature of a class as `__init__` says it, whatever its metaclass."""
+    """The signature of a class according to its `__init__`, for any metaclass."""
     signature = inspect.signature(cls.__init__)
     return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -22,7 +22,7 @@ def set_mode(model: Any, training: bool | None) -> None:
         training: true for training, false for use; `None` leaves the mode to the Context's flags again.
 
     Raises:
-        TypeError: `model` is no Module.
+        TypeError: `model` is not a Module.
 
     >>> model = nnx.Sequence([nnx.Linear(2, 2, ctx=nnx.context(0)), nnx.Dropout(0.5)])
     >>> nnx.set_mode(model, training=False)

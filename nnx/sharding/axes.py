@@ -2,7 +2,8 @@
 
 *Logical axis names* are a Variable's `sharding` metadata: a tuple (or `PartitionSpec`) with one entry per dimension,
 each a name, a tuple of names, or None. A scan or vmap over stacked Variables adds a dimension, whose name comes from
-`metadata_params={nnx.PARTITION_NAME: "layers"}`: outside the stacked Variable has the name, inside the body it has not.
+`metadata_params={nnx.PARTITION_NAME: "layers"}`: outside, the stacked Variable has the name; inside the body, it does
+not.
 """
 
 import itertools
@@ -70,7 +71,7 @@ def axis_names(sharding: Any) -> tuple[Any, ...]:
     """The names in `sharding` metadata as a tuple; none for None.
 
     Raises:
-      TypeError: it is no tuple, list or PartitionSpec of names.
+      TypeError: it is not a tuple, list or PartitionSpec of names.
     """
     if sharding is None:
         return ()

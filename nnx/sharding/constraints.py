@@ -35,8 +35,8 @@ def with_logical_constraint(
       fallback: what to do when a name gets no mesh axis from any rule.
 
     Raises:
-      ValueError: a name stands in it twice, there are more names than axes, a rule names an axis that the mesh has not,
-        an axis does not divide; or a name has no mesh axis and the fallback is `RulesFallback.RAISE_ERROR`.
+      ValueError: a name appears twice, there are more names than axes, a rule names an axis the mesh does not have, an
+        axis does not divide; or a name has no mesh axis and the fallback is `RulesFallback.RAISE_ERROR`.
 
     >>> nnx.with_logical_constraint(jnp.ones((4, 8)), ("batch", "embed")).shape
     (4, 8)
@@ -51,7 +51,7 @@ def with_logical_constraint(
 def with_logical_partitioning(
     initializer: Callable[..., Any], sharding: Any, mesh: Any = None, rules: Any = None
 ) -> Callable[..., Any]:
-    """Wraps an initialiser so that the Variable made from its result has axis names and keeps to them.
+    """Wraps an initializer so that the Variable made from its result has axis names and keeps to them.
 
     Under a mesh, the Variable is constrained whenever it is assigned and whenever its Module is rebuilt inside a
     transform, as by `with_logical_constraint`. Without a mesh or without rules that does nothing.
@@ -119,7 +119,7 @@ def _constrain(x: Any, names: Any, rules: Rules, mesh: Any, fallback: RulesFallb
     return _place(x, resolution.spec, mesh)
 
 
-WITHOUT_RULE = """No rule gives the axis name {name!r} of {names} a mesh axis. {reasons}
+WITHOUT_RULE = """No rule has a mesh axis for the axis name {name!r} of {names}. {reasons}
 The rules are {rules}. Add one for it, (name, None) if it is not to be split, or choose another fallback."""
 
 

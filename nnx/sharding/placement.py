@@ -33,8 +33,8 @@ def shard(model: T, mesh: Mesh | None = None, rules: Any = None) -> T:
       The Module itself.
 
     Raises:
-      ValueError: a rule names an axis that the mesh has not, an axis does not divide, a name stands twice in one array,
-        or there are more names than axes; the message says at which path and by which rule. Nothing was placed.
+      ValueError: a rule names an axis the mesh does not have, an axis does not divide, a name appears twice in one
+        array, or there are more names than axes; the message says at which path and by which rule. Nothing was placed.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> model = nnx.shard(nnx.Dict(w=nnx.Param(jnp.ones((4, 2)), ("embed", None))), mesh, [("embed", "data")])
@@ -58,8 +58,9 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: Any, c
     """Builds a Module that is split over a mesh from the start: no array of it is ever whole on one device.
 
     The constructor is traced for its shapes first, and then compiled with the shardings that follow from them. The
-    numbers are those the constructor gives on one device. At its peak, a CPU device holds three times its part of the
-    largest array beside the parts it keeps, for the random bits; on the one GPU that was measured it was nothing more.
+    numbers are those the constructor makes on one device. At its peak, a CPU device holds three times its part of the
+    largest array in addition to the parts it keeps, for the random bits; the one GPU that was measured needed no more.
+    An optimizer or average built along with the model is split like the parameters it belongs to.
 
     Args:
       build: called with a Context; returns the Module, or a TrainState or other pytree. It runs under `jax.jit`, twice.

@@ -1,4 +1,4 @@
-"""The sharding report: how a model would lie on a mesh, before anything is allocated."""
+"""The sharding report: how a model would be split over a mesh, before anything is allocated."""
 
 import dataclasses
 import math
@@ -46,7 +46,7 @@ class ShardingRow:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingReport:
-    """How a model lies on a mesh; its `str` is a table.
+    """How a model is split over a mesh; its `str` is a table.
 
     Attributes:
       rows: one per array.
@@ -99,7 +99,7 @@ class ShardingReport:
 
 
 def sharding_report(model: Any, mesh: Any = None, rules: Any = None) -> ShardingReport:
-    """How a model would lie on a mesh: names, mesh axes, bytes per device, and what could not be split.
+    """Reports how a model would be split over a mesh: names, mesh axes, bytes per device, and what could not be split.
 
     Nothing is allocated or placed: the model may be abstract (`nnx.eval_shape`), and so may the mesh
     (`jax.sharding.AbstractMesh`), which need not exist here. Nothing is raised either: errors are in the report.

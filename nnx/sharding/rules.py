@@ -27,7 +27,7 @@ _current: contextvars.ContextVar[Rules] = contextvars.ContextVar("nnx_logical_ax
 
 
 class RulesFallback(enum.Enum):
-    """What a constraint does with an axis name that no rule gives a mesh axis to."""
+    """What a constraint does with an axis name that has no mesh axis under any rule."""
 
     AXIS_IS_UNSHARDED = "axis_is_unsharded"
     """The dimension is not split."""
@@ -41,7 +41,7 @@ class RulesFallback(enum.Enum):
 def logical_axis_rules(rules: Any) -> Iterator[None]:
     """Within the `with` block these rules hold, in this thread, wherever no others are given.
 
-    A function of `nnx.jit` is compiled anew under other rules; one of `jax.jit` is not, and keeps the first.
+    A function of `nnx.jit` is recompiled under other rules; one of `jax.jit` is not, and keeps the first.
 
     Args:
       rules: a sequence of pairs `(name, mesh axis)`, or a mapping.
@@ -79,7 +79,7 @@ def as_rules(rules: Any) -> Rules:
     """Rules as a tuple of pairs; None means those that hold here.
 
     Raises:
-      TypeError: an entry is no rule.
+      TypeError: an entry is not a rule.
     """
     if rules is None:
         return _current.get()
@@ -98,8 +98,8 @@ def _as_rule(rule: Any) -> Rule:
         if isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes):
             return name, axes
     raise TypeError(
-        f"{rule!r} is no rule: a rule is a pair of a logical axis name and a mesh axis, a tuple of mesh axes or None, "
-        'as in ("embed", "model").'
+        f"{rule!r} is not a rule: a rule is a pair of a logical axis name and a mesh axis, a tuple of mesh axes or "
+        'None, as in ("embed", "model").'
     )
 
 
@@ -111,7 +111,7 @@ def logical_to_mesh_axes(names: Any, rules: Any = None) -> PartitionSpec:
       rules: by default those of `logical_axis_rules`. A name without a rule is not split.
 
     Raises:
-      ValueError: a name stands in it twice.
+      ValueError: a name appears twice.
 
     >>> nnx.logical_to_mesh_axes(("heads", "embed"), [("embed", "model"), ("heads", "model")])
     P(None, 'model')
@@ -187,8 +187,8 @@ def resolve(
                 unknown.append(UNKNOWN_MESH_AXIS.format(rule=rule, mesh_axis=missing, known=tuple(mesh_shape)))
                 continue
             if shape is not None:
-                beside = [a for other in _entry_names(entry) if other != name for a in given.get(other) or ()]
-                parts = math.prod(mesh_shape[a] for a in (*beside, *axes))
+                shared = [a for other in _entry_names(entry) if other != name for a in given.get(other) or ()]
+                parts = math.prod(mesh_shape[a] for a in (*shared, *axes))
                 if shape[axis] % parts:
                     text = DOES_NOT_DIVIDE.format(
                         axis=axis, name=name, size=shape[axis], mesh_axes=_shown(axes), parts=parts, rule=rule
@@ -208,7 +208,7 @@ def resolve(
     )
 
 
-REPEATED_NAME = "the axis name {name!r} stands twice in {names}: every dimension of an array needs a name of its own."
+REPEATED_NAME = "the axis name {name!r} appears twice in {names}: every dimension of an array needs its own name."
 
 TOO_MANY_NAMES = (
     "the sharding {names} has {count} entries, more than the array's rank: its shape is {shape}, {rank} axes."

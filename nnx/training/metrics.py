@@ -60,19 +60,19 @@ class Metric(Module):
 
     @abc.abstractmethod
     def update(self, **values: Any) -> None:
-        """Takes a batch in."""
+        """Adds a batch."""
 
     @abc.abstractmethod
     def compute(self) -> Any:
-        """The figure so far."""
+        """Returns the figure so far."""
 
     @abc.abstractmethod
     def reset(self) -> None:
-        """Starts anew."""
+        """Forgets all batches."""
 
     @abc.abstractmethod
     def merge(self, other: Any) -> None:
-        """Takes in what another metric of the same make has seen."""
+        """Adds what another metric of the same kind has seen."""
 
     def reduce(self, axis_name: Any) -> None:
         """Merges the metrics that the members of a mapped axis hold; all of them then have seen everything."""
@@ -167,7 +167,7 @@ class Accuracy(Average):
         self.threshold = threshold
 
     def update(self, mask: Any = None, *, logits: Any, labels: Any, **_: Any) -> None:
-        """Takes predictions in.
+        """Adds predictions.
 
         Args:
             mask: those where it is false do not count; of the shape of `labels`, or broadcast to it.
@@ -318,7 +318,7 @@ class MultiMetric(Metric):
             metric.update(**updates)
 
     def compute(self) -> dict[str, Any]:
-        """The figure of each metric, by name."""
+        """Returns the figure of each metric, by name."""
         return {name: metric.compute() for name, metric in self._metrics().items()}
 
     def reset(self) -> None:

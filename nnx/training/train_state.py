@@ -15,7 +15,7 @@ from nnx.core.variables import TreeNode
 
 T = TypeVar("T", bound="TrainState")
 
-NOT_A_FIELD = "{name!r} is no field of this TrainState: a name in `apply` means one of {fields}."
+NOT_A_FIELD = "{name!r} is not a field of this TrainState: a name in `apply` means one of {fields}."
 
 
 class TrainState(Pytree):
@@ -58,12 +58,12 @@ class TrainState(Pytree):
             setattr(self, name, value)
 
     def apply(self, *states: State | str) -> Access:
-        """A proxy of the Module that the States make; the names of fields mean their values.
+        """Returns a proxy of the Module that the States make; the names of fields mean their values.
 
-        `state.apply("params", "batch_stats")(x)` gives `(out, Pure)`, as `moduledef.apply` does.
+        `state.apply("params", "batch_stats")(x)` returns `(out, Pure)`, as `moduledef.apply` does.
 
         Raises:
-            ValueError: a name is no field.
+            ValueError: a name is not a field.
         """
         return self.moduledef.apply(*[self._field(state) if isinstance(state, str) else state for state in states])
 
@@ -73,11 +73,11 @@ class TrainState(Pytree):
         return getattr(self, name)
 
     def apply_gradients(self: T, grads: State, *, tx_args: Mapping[str, Any] | None = None, **replacements: Any) -> T:
-        """The record after one update: new `params` and `opt_state`, and one more `step`.
+        """Returns the record after one update: new `params` and `opt_state`, and one more `step`.
 
         Args:
             grads: the gradients, of the structure of `params`.
-            tx_args: what a transformation wants beside them, e.g. `dict(value=loss)`.
+            tx_args: further arguments of the transformation, e.g. `dict(value=loss)`.
             **replacements: other fields to replace, e.g. `batch_stats=new_batch_stats`.
         """
         tx = optax.with_extra_args_support(self.tx)

@@ -1,6 +1,6 @@
 """Flat State kept as Variables of a Module, one per leaf, nested by path.
 
-The optimizer state and averages of a model live in such trees: each array is a cell of its own, with a readable path,
+The optimizer state and averages of a model live in such trees: each array is its own cell, with a readable path,
 and a compiled step takes it like any other Variable.
 """
 

@@ -79,7 +79,7 @@ def test_a_name_without_a_rule_falls_back_as_asked(mesh):
 
     assert spec_of(constrain(nnx.RulesFallback.AXIS_IS_UNSHARDED)) == P("data", None)
     assert constrain(nnx.RulesFallback.NO_CONSTRAINT) is X
-    with pytest.raises(ValueError, match="No rule gives the axis name 'unheard'") as error:
+    with pytest.raises(ValueError, match="No rule has a mesh axis for the axis name 'unheard'") as error:
         constrain(nnx.RulesFallback.RAISE_ERROR)
     assert "('batch', 'data')" in str(error.value) and "another fallback" in str(error.value)
 
@@ -92,7 +92,7 @@ def test_a_name_whose_mesh_axis_is_taken_counts_as_without_a_rule(mesh):
 @pytest.mark.parametrize(
     ("names", "rules", "message"),
     [
-        (("batch", "batch"), RULES, "'batch' stands twice"),
+        (("batch", "batch"), RULES, "'batch' appears twice"),
         (("batch", "a", "b"), RULES, r"3 entries, more than the array's rank: its shape is \(6, 8\)"),
         (("batch", None), [("batch", "nowhere")], r"\('batch', 'nowhere'\) names the mesh axis 'nowhere'"),
         (("batch", None), RULES, r"axis 0, 'batch', of size 6 cannot be divided by mesh axis 'data' of size 4"),

@@ -58,7 +58,7 @@ def test_errors_are_listed_and_not_raised():
     assert "('mlp', 'nowhere')" in report.errors["inner/bias"][0]
     twice = nnx.Dict(w=nnx.Param(jnp.ones((2, 2)), ("mlp", "mlp")), v=nnx.Param(jnp.ones(2), ("mlp", "embed")))
     report = nnx.sharding_report(twice, MESH, RULES)
-    assert "stands twice" in report.errors["w"][0] and "more than the array's rank" in report.errors["v"][0]
+    assert "appears twice" in report.errors["w"][0] and "more than the array's rank" in report.errors["v"][0]
 
 
 def test_the_text_is_a_table():

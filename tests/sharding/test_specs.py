@@ -140,7 +140,7 @@ BAD = {
         [("embed", ("data", "model"))],
         ("of size 4 cannot be divided", "('data', 'model') of size 8"),
     ),
-    "one name twice": (nnx.Param(jnp.ones((8, 8)), ("embed", "embed")), RULES, ("'embed' stands twice",)),
+    "one name twice": (nnx.Param(jnp.ones((8, 8)), ("embed", "embed")), RULES, ("'embed' appears twice",)),
     "more names than axes": (
         nnx.Param(jnp.ones((8,)), ("embed", "mlp")),
         RULES,

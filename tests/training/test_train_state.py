@@ -54,7 +54,7 @@ def test_names_in_apply_mean_fields():
 
 
 def test_an_unknown_name_in_apply_lists_the_fields():
-    with pytest.raises(ValueError, match="'cache' is no field of this TrainState.*batch_stats.*params"):
+    with pytest.raises(ValueError, match="'cache' is not a field of this TrainState.*batch_stats.*params"):
         make_state().apply("params", "cache")
 
 
