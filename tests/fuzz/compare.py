@@ -15,7 +15,7 @@ import numpy as np
 import nnx
 from tests.fuzz.transforms import Gradient
 from tests.fuzz.vocabulary import canonical
-from tests.fuzz.walks import attributes, cells_of, modules_of, tied, variable_of
+from tests.fuzz.walks import attributes, modules_of, tied, variable_of
 
 Difference = tuple[str, Any, Any]
 
@@ -43,37 +43,44 @@ class Registry:
         self.see(list(self.modules))
         numbers: dict[int, int] = {}
         lines: dict[str, Any] = {}
+        variables: list[Any] = []
         for number, module in enumerate(self.modules):
             lines[f"#{number}"] = type(module).__qualname__
             for name, value in attributes(module):
-                lines[f"#{number}.{name}"] = self.describe(module, name, value, numbers, types_only)
-        groups = tied(cells_of(self.modules))
-        lines["tied"] = [[f"#{self.number(m)}.{name}" for m, name in group] for group in groups if len(group) > 1]
+                place = f"#{number}.{name}"
+                if isinstance(value, nnx.Module):
+                    lines[place] = f"#{self.number(value)}"
+                    continue
+                variable = variable_of(module, name)
+                if variable is None or isinstance(variable, nnx.Static):
+                    lines[place] = (type(variable).__name__, canonical(value, numbers, self.number))
+                    continue
+                if isinstance(variable, nnx.Variable):
+                    variables.append((module, name))
+                data = abstract(value) if types_only else concrete(value, numbers)
+                metadata = {key: item for key, item in variable.metadata.items() if item is not None}
+                lines[place] = (type(variable).__name__, *([canonical(metadata)] if metadata else []), data)
+        groups = [group for group in tied(variables) if len(group) > 1]
+        lines["tied"] = [[f"#{self.number(module)}.{name}" for module, name in group] for group in groups]
         return lines
-
-    def describe(self, module: Any, name: str, value: Any, numbers: dict[int, int], types_only: bool) -> Any:
-        if isinstance(value, nnx.Module):
-            return f"#{self.number(value)}"
-        variable = variable_of(module, name)
-        if variable is None:
-            return ("static", canonical(value, numbers, self.number))
-        if isinstance(variable, nnx.Static):
-            return ("Static", canonical(value, numbers, self.number))
-        data = abstract(value) if types_only else concrete(value, numbers)
-        metadata = {key: item for key, item in variable.metadata.items() if item is not None}
-        return (type(variable).__name__, *([canonical(metadata)] if metadata else []), data)
 
     def result(self, value: Any) -> Any:
         """A function's output."""
         if isinstance(value, nnx.Module):
             return f"#{self.number(value)}"
         if isinstance(value, nnx.State):
-            return {path: (type(leaf).__name__, self.result(getattr(leaf, "value", leaf))) for path, leaf in value.items()}
+            return {path: self.leaf(leaf) for path, leaf in value.items()}
         if isinstance(value, dict):
             return {key: self.result(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)) and not isinstance(value, Gradient):
             return [self.result(item) for item in value]
         return value if value is None or isinstance(value, Gradient) else concrete(value, {})
+
+    def leaf(self, leaf: Any) -> Any:
+        """An entry of a State."""
+        if isinstance(leaf, nnx.Node):
+            return (type(leaf).__name__, self.result(leaf.value))
+        return self.result(leaf)
 
 
 def concrete(value: Any, numbers: dict[int, int]) -> Any:
@@ -91,7 +98,7 @@ def concrete(value: Any, numbers: dict[int, int]) -> Any:
         return "a deleted array"
     array = np.asarray(value)
     dtype = array.dtype if isinstance(value, (jax.Array, np.ndarray)) else jax.numpy.result_type(value)
-    return (str(dtype), array.shape, array.astype(dtype).tolist())
+    return (dtype.name, array.shape, array.tolist())
 
 
 def abstract(value: Any) -> Any:
@@ -101,6 +108,8 @@ def abstract(value: Any) -> Any:
 
 def differences(expected: Any, actual: Any, path: str = "") -> list[Difference]:
     """Where two descriptions differ; floats may differ in the last bits."""
+    if expected == actual:
+        return []
     if isinstance(expected, dict) and isinstance(actual, dict):
         found: list[Difference] = []
         for key in sorted({*expected, *actual}, key=str):

@@ -59,13 +59,19 @@ class Transform:
         self.outermost = flags.get("outermost", False) or self.stateless
         self.compiled = flags.get("compiled", False)
         self.derivative = flags.get("derivative", False)
+        self.reverse = self.derivative and self.name != "jvp"
         self.unique_keys = flags.get("unique_keys", True)
 
     def __call__(self, *functions: Function) -> Function:
         return self.lifted(*functions)
 
     def may_contain(self, inner: "Transform") -> bool:
-        return not inner.outermost and not (self.two and inner.two) and not (self.stacked and inner.stacked)
+        """Whether the two may be nested, `inner` inside this one."""
+        if inner.outermost or (self.two and inner.two) or (self.stacked and inner.stacked):
+            return False
+        if self.mapped and inner.two:  # which branch runs would depend on the member, and so would what it writes
+            return False
+        return not (self.reverse and inner.name == "while_loop")  # as in JAX
 
 
 TRANSFORMS: dict[str, Transform] = {}

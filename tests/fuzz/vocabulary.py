@@ -214,11 +214,11 @@ def plus(a: int, b: int = 0) -> int:
     return a + b
 
 
-def zero() -> int:
+def zero(*_: Any) -> int:
     return 0
 
 
-def one() -> int:
+def one(*_: Any) -> int:
     return 1
 
 
@@ -389,12 +389,31 @@ def digest(value: Any) -> float:
 # Helpers of programs
 
 
+_constants: dict[Any, jax.Array] = {}
+sharing = [True]
+"""Whether equal constants are one array; not where arrays are donated."""
+
+
+def _constant(key: Any, value: np.ndarray) -> jax.Array:
+    if sharing[0] and key in _constants:
+        return _constants[key]
+    array = jnp.asarray(value)
+    if not isinstance(array, jax.core.Tracer):
+        _constants[key] = array
+    return array
+
+
 def num(value: float) -> jax.Array:
-    return jnp.asarray(np.float32(value))
+    return _constant(float(value), np.array(value, np.float32))
 
 
 def vec(value: float) -> jax.Array:
-    return jnp.asarray(np.array([value, value + 1], np.float32))
+    return _constant((float(value),), np.array([value, value + 1], np.float32))
+
+
+@functools.cache
+def key(seed: int) -> jax.Array:
+    return jax.random.key(seed)
 
 
 def fold(value: Any) -> Any:

@@ -47,25 +47,22 @@ def cells_of(modules: Iterable[Any], kind: type = nnx.Node) -> list[Cell]:
         (module, name)
         for module in modules
         for name, _ in attributes(module)
-        if isinstance(variable := variable_of(module, name), kind) and not isinstance(variable, nnx.Static)
+        if isinstance(variable_of(module, name), kind)
     ]
 
 
-def tied(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """The cells in groups: those of one group change when one of them is written. Found by writing."""
-    rest = list(cells)
+def tied(variables: Iterable[Cell]) -> list[list[Cell]]:
+    """The cells of Variables in groups: those of one group change when one of them is written. Found by writing."""
+    rest = list(variables)
     groups = []
     while rest:
         module, name = rest[0]
-        if not isinstance(variable_of(module, name), nnx.Variable):  # bare arrays and pytrees cannot be tied
-            groups.append([rest.pop(0)])
-            continue
         before = vars(module)[name]
         setattr(module, name, _PROBE)
         group = [cell for cell in rest if vars(cell[0])[cell[1]] is _PROBE]
         setattr(module, name, before)
         groups.append(group)
-        rest = [cell for cell in rest if not any(cell[0] is m and cell[1] == n for m, n in group)]
+        rest = rest[1:] if len(group) == 1 else [cell for cell in rest if cell not in group]
     return groups
 
 
