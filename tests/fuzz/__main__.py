@@ -13,8 +13,7 @@ import sys
 import time
 
 from tests.fuzz.graphs import Features
-from tests.fuzz.programs import draw_program
-from tests.fuzz.runner import run_program, run_seeds, shrunk
+from tests.fuzz.runner import draw, run_program, run_seeds, shrunk
 
 
 def parse() -> argparse.Namespace:
@@ -34,7 +33,7 @@ def features_of(text: str) -> Features:
 
 
 def show(options: argparse.Namespace) -> int:
-    program = draw_program(options.seed, features_of(options.without))
+    program = draw(options.seed, features_of(options.without))
     failure = run_program(program)
     if failure is None:
         print(program.listing())

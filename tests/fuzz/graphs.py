@@ -130,6 +130,8 @@ class Builder:
         if self.chance(35, "numpy"):
             kind = rng.choice(["nnx.BatchStat({})", "Count({})", "{}"])
             self.attribute(module, "n0", kind.format(f"np.array([{self.number()}, 1], np.float32)"))
+        if self.chance(4, "same buffer"):  # two arrays, one buffer
+            self.lines += [f"if has({module}, 'v0'): {module}.v1 = nnx.Cache(jax.device_put({module}.v0))"]
         if self.chance(15, "bare array"):
             self.attribute(module, "a0", f"num({self.number()})")
         if self.chance(15, "integer"):

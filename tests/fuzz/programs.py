@@ -250,6 +250,11 @@ def new_variable(scope: Scope) -> str:
     return f"if {scope.module()} and not has(p, {name!r}): p.{name} = {kind}({scope.new_value(kind)})"
 
 
+@operation("new stacked variable", "stacked", 8)
+def new_stacked_variable(scope: Scope) -> str:
+    return f"if {scope.module()} and not has(p, 'v3'): p.v3 = nnx.Param({scope.new_value('nnx.Param')})"
+
+
 @operation("delete variable", STRUCTURE, 8)
 def delete_variable(scope: Scope) -> str:
     name = scope.rng.choice(["v0", "v1", "v3", "n0", "d0", "t0", "p0", "a0"])
@@ -383,6 +388,11 @@ def change_flag(scope: Scope) -> str:
     return f"change_flag(ctx, {scope.k()})"
 
 
+@operation("metadata", "edit", 1)
+def metadata(scope: Scope) -> str:
+    return f"metadata_is_private({scope.k()})"
+
+
 # Programs
 
 RETURNS = [
@@ -429,6 +439,8 @@ def draw_program(seed: int, features: Features = EVERYTHING) -> Program:
     }
     body = Scope(rng, features, graph, ("m", "m", "m", "n"), True, **options)
     sorts = {READ, WRITE} if many else {READ, WRITE, STRUCTURE}
+    if [t.stacked for t in stack if t.many] == [True]:
+        sorts.add("stacked")
     if any(t.derivative for t in stack):
         graph.lines.insert(-1, f"m0.v2 = nnx.Param({'vec' if stacked else 'num'}(1.25 + k))")
     build, f = graph.lines, draw_lines(body, sorts, rng.choice([2, 3, 5, 7]))
@@ -497,7 +509,7 @@ def draw_calls(rng: random.Random, failing: bool, illegal: bool) -> list[Call]:
     return calls
 
 
-def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
+def shrink(program: Any, fails: Callable[[Any], bool]) -> Any:
     """A smaller program that still fails: drops lines, calls, edits and transforms while it does."""
     smaller = True
     while smaller:
@@ -509,8 +521,12 @@ def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
     return program
 
 
-def reductions(program: Program) -> Any:
+def reductions(program: Any) -> Any:
     """Programs with one thing less, the largest steps first."""
+    if not isinstance(program, Program):  # a constructor
+        for i in range(len(program.build)):
+            yield replace(program, build=program.build[:i] + program.build[i + 1 :])
+        return
     for i in range(len(program.calls)):
         if len(program.calls) > 1:
             yield replace(program, calls=program.calls[:i] + program.calls[i + 1 :])

@@ -15,6 +15,7 @@ import numpy as np
 import nnx
 from tests.fuzz import vocabulary
 from tests.fuzz.compare import Difference, Registry, differences, mutable_objects
+from tests.fuzz.constructions import DECORATORS, Construction, draw_construction, stack_everything
 from tests.fuzz.graphs import EVERYTHING, Features
 from tests.fuzz.interpret import interpreted
 from tests.fuzz.programs import Call, Program, draw_program, shrink
@@ -28,7 +29,7 @@ SCOPE = {**NAMES, **TRANSFORMS, "__name__": "tests.fuzz.program"}
 class Failure:
     """One difference between lifted and eager."""
 
-    program: Program
+    program: Program | Construction
     kind: str
     call: int
     details: str
@@ -115,7 +116,7 @@ class Run:
 
     def edit(self, call: Call) -> None:
         errors = [attempt(lambda side=side: side.edit(self, call))[1] for side in (self.left, self.right)]
-        if type(errors[0]) is not type(errors[1]):
+        if type(errors[0]) is not type(errors[1]) or isinstance(errors[1], AssertionError):
             raise Found("an edit between calls", f"lifted world: {errors[0]!r}, eager world: {errors[1]!r}")
         self.history.append(lambda side: attempt(lambda: side.edit(self, call)))
         self.before = self.left.portrait()
@@ -228,14 +229,15 @@ class Run:
     def check_results(self, expected: Any, actual: Any) -> None:
         names = ("total", "extra")
         found = differences(dict(zip(names, expected)), dict(zip(names, actual)))
-        self.raise_found("result", [d for d in found if not d[0].endswith("derivative")])
+        raise_found("result", [d for d in found if not d[0].endswith("derivative")])
 
     def check(self, expected: Any, actual: Any, kind: str) -> None:
-        self.raise_found(kind, differences(expected, actual))
+        raise_found(kind, differences(expected, actual))
 
-    def raise_found(self, kind: str, found: list[Difference]) -> None:
-        if found:
-            raise Found(kind, "\n".join(map(line_of, found[:6])))
+
+def raise_found(kind: str, found: list[Difference]) -> None:
+    if found:
+        raise Found(kind, "\n".join(map(line_of, found[:6])))
 
 
 def line_of(difference: Difference) -> str:
@@ -256,9 +258,33 @@ def text_of(error: Any) -> str:
     return "".join(traceback.format_exception(error, limit=-3))
 
 
-def run_program(program: Program) -> Failure | None:
+def construct(program: Construction) -> None:
+    """Compares a decorated constructor with the plain one; raises Found."""
+    scope = dict(SCOPE)
+    exec(compile(program.sources(), f"<seed {program.seed}>", "exec"), scope)
+    expected, eager_error = attempt(lambda: scope["Eager"](1))
+    with interpreted():
+        actual, error = attempt(lambda: scope["Lifted"](1))
+    if type(error) is not type(eager_error):
+        raise Found("exceptions", f"eager: {eager_error!r}\nlifted: {text_of(error)}")
+    if error is not None:
+        return
+    if program.decorator != "remat":
+        stack_everything(expected)
+    portraits = [Registry().portrait([root]) for root in (expected, actual)]
+    found = [d for d in differences(*portraits) if d[0] != "#0"]  # the classes have different names
+    raise_found("a constructor", found)
+
+
+def run_program(program: Program | Construction) -> Failure | None:
     """The first difference that a program shows."""
     run = None
+    if isinstance(program, Construction):
+        try:
+            construct(program)
+        except Found as found:
+            return Failure(program, found.kind, 0, found.details)
+        return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         vocabulary.sharing[0] = not program.compiled
@@ -273,14 +299,20 @@ def run_program(program: Program) -> Failure | None:
 
 
 def run_seed(seed: int, features: Features = EVERYTHING) -> Failure | None:
-    return run_program(draw_program(seed, features))
+    return run_program(draw(seed, features))
+
+
+def draw(seed: int, features: Features = EVERYTHING) -> Program | Construction:
+    """The program of a seed; every thirtieth is a constructor."""
+    constructs = seed % 30 == 29 and any(features.on(f"{name} constructor") for name in DECORATORS)
+    return draw_construction(seed, features) if constructs else draw_program(seed, features)
 
 
 def shrunk(failure: Failure) -> Failure:
     """The same kind of failure by a smaller program."""
     best = [failure]
 
-    def fails(program: Program) -> bool:
+    def fails(program: Program | Construction) -> bool:
         try:
             found = run_program(program)
         except Exception:  # dropping a line has made the program invalid

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import nnx
-from tests.fuzz.vocabulary import fold
+from tests.fuzz.vocabulary import fold, keys
 from tests.fuzz.walks import cells_of, modules_of, restore, snapshot, tied
 
 Function = Callable[..., Any]
@@ -71,7 +71,7 @@ class Transform:
             return False
         if self.mapped and inner.two:  # which branch runs would depend on the member, and so would what it writes
             return False
-        return not (self.reverse and inner.name == "while_loop")  # as in JAX
+        return not (self.reverse and inner.name.startswith("while_loop"))  # as in JAX
 
 
 TRANSFORMS: dict[str, Transform] = {}
@@ -211,6 +211,46 @@ def jvp(f: Function) -> Function:
         return total, {"derivative": tangent, "extra": extra}
 
     return call
+
+
+def weighted_sum(m: Any, n: Any) -> Any:
+    """A function of two Modules whose gradient is 1 in the parameters of the first and 2 in those of the second."""
+    return total_of(m.filter(nnx.Param)) + 2 * total_of(n.filter(nnx.Param))
+
+
+def total_of(state: Any) -> Any:
+    return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(state)), jnp.zeros(()))
+
+
+def weighted_forward(m: Any, n: Any) -> Any:
+    return weighted_sum(m, n), (m.filter(nnx.Param), n.filter(nnx.Param))
+
+
+def weighted_backward(states: Any, cotangent: Any) -> Any:
+    return tuple(
+        jax.tree.map(lambda w, weight=weight: weight * cotangent * jnp.ones_like(w), state)
+        for weight, state in enumerate(states, 1)
+    )
+
+
+def eager_custom_vjp(f: Function) -> Function:
+    def call(m: Any, n: Any, x: Any, ctx: Any) -> Any:
+        total, extra = f(m, n, x, ctx)
+        return total + weighted_sum(m, n), extra
+
+    return with_gradient("gradient")(call)
+
+
+@transform(eager_custom_vjp, 6, derivative=True, unique_keys=False)
+def custom_vjp(f: Function) -> Function:
+    custom = nnx.custom_vjp(weighted_sum)
+    custom.defvjp(weighted_forward, weighted_backward)
+
+    def call(m: Any, n: Any, x: Any, ctx: Any) -> Any:
+        total, extra = f(m, n, x, ctx)
+        return total + custom(m, n), extra
+
+    return grad.lifted(call)
 
 
 # Bodies that run many times, or maybe never
@@ -404,6 +444,25 @@ def while_loop(f: Function) -> Function:
     def call(m: Any, n: Any, x: Any, ctx: Any) -> Any:
         init = (m, n, 0, jnp.zeros(()), x, ctx)
         return nnx.while_loop(lambda carry: carry[2] < 2, body, init)[3], None
+
+    return call
+
+
+@transform(eager_loop, 2, many=True)
+def while_loop_drawing(f: Function) -> Function:
+    """Condition and body both draw keys."""
+
+    def condition(carry: Any) -> Any:
+        keys(carry[4])
+        return carry[1] < 2
+
+    def body(carry: Any) -> Any:
+        m, i, total, x, ctx, n = carry
+        keys(ctx)
+        return m, i + 1, total + f(m, n, x, ctx)[0], x, ctx, n
+
+    def call(m: Any, n: Any, x: Any, ctx: Any) -> Any:
+        return nnx.while_loop(condition, body, (m, 0, jnp.zeros(()), x, ctx, n))[2], None
 
     return call
 

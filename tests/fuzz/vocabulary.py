@@ -458,6 +458,14 @@ def change_flag(ctx: Any, k: int) -> None:
         flag.s = k
 
 
+def metadata_is_private(k: int) -> None:
+    """Changing the metadata of one container in place must not change another."""
+    tags = nnx.Param(num(0), tags=["a", k]).tags
+    if isinstance(tags, list):
+        tags.append("b")
+    assert list(nnx.Param(num(0), tags=["a", k]).tags) == ["a", k], "metadata are shared between containers"
+
+
 DRAWN: list[Any] = []
 """The keys that programs have drawn."""
 

@@ -61,6 +61,8 @@ def tied(variables: Iterable[Cell]) -> list[list[Cell]]:
         setattr(module, name, _PROBE)
         group = [cell for cell in rest if vars(cell[0])[cell[1]] is _PROBE]
         setattr(module, name, before)
+        if rest[0] not in group:  # the write has not reached the attribute itself: say so in a way no sound Module can
+            group = [rest[0], rest[0]]
         groups.append(group)
         rest = rest[1:] if len(group) == 1 else [cell for cell in rest if cell not in group]
     return groups
