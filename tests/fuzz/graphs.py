@@ -56,7 +56,8 @@ class Graph:
 class Builder:
     """Draws one graph."""
 
-    def __init__(self, rng: random.Random, features: Features, stacked: bool):
+    def __init__(self, rng: random.Random, features: Features, stacked: bool, same_buffer: int = 2):
+        self.same_buffer = same_buffer  # how often, in percent, one buffer is in two arrays
         self.rng, self.features, self.stacked = rng, features, stacked
         self.lines: list[str] = []
         self.links: dict[str, dict[str, str]] = {}
@@ -130,8 +131,10 @@ class Builder:
         if self.chance(35, "numpy"):
             kind = rng.choice(["nnx.BatchStat({})", "Count({})", "{}"])
             self.attribute(module, "n0", kind.format(f"np.array([{self.number()}, 1], np.float32)"))
-        if self.chance(4, "same buffer"):  # two arrays, one buffer
-            self.lines += [f"if has({module}, 'v0'): {module}.v1 = nnx.Cache(jax.device_put({module}.v0))"]
+        if self.chance(self.same_buffer, "same buffer"):  # two arrays, one buffer
+            self.lines += [
+                f"if has({module}, 'v0'): {module}.v5 = nnx.Cache(jax.device_put({module}.v0, jax.devices()[0]))"
+            ]
         if self.chance(15, "bare array"):
             self.attribute(module, "a0", f"num({self.number()})")
         if self.chance(15, "integer"):

@@ -159,7 +159,7 @@ def when(scope: Scope, names: str, statement: str, other: str = "") -> str:
 
 @operation("read data", READ, 30)
 def read_data(scope: Scope) -> str:
-    name = scope.rng.choice(["v0", "v0", "v1", "v2", "r0", "r1", "n0", "a0", "i0", "p0", "d0", "t0", "v3"])
+    name = scope.rng.choice(["v0", "v0", "v1", "v2", "r0", "r1", "n0", "a0", "i0", "p0", "d0", "t0", "v3", "v5"])
     return when(scope, name, f"total += fold(p.{name})")
 
 
@@ -203,7 +203,7 @@ def read_identity(scope: Scope) -> str:
 
 @operation("write variable", WRITE, 25)
 def write_variable(scope: Scope) -> str:
-    name = scope.rng.choice(["v0", "v0", "v1", "a0", "p0"])
+    name = scope.rng.choice(["v0", "v0", "v1", "v5", "a0", "p0"])
     amount = "1" if name == "p0" and scope.many else scope.amount()
     return when(scope, name, guarded(scope, name, f"p.{name} = p.{name} + {amount}"))
 
@@ -430,7 +430,7 @@ def draw_program(seed: int, features: Features = EVERYTHING) -> Program:
     stack = draw_transforms(rng, features)
     many = any(t.many for t in stack)
     stacked = any(t.stacked for t in stack)
-    graph = Builder(rng, features, stacked).build()
+    graph = Builder(rng, features, stacked, 40 if stack[0].compiled else 2).build()
     options: dict[str, Any] = {
         "mapped": any(t.mapped for t in stack),
         "read_only": ("nnx.BatchStat",) if any(t.broadcast for t in stack) else (),
