@@ -10,10 +10,11 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 DEMO   := examples/demo.py
 ARGS   ?=
+SECONDS ?= 600
 
 export PYTHONHASHSEED := 0
 
-.PHONY: help demo test lint format bench docs examples clean
+.PHONY: help demo test fuzz lint format bench docs examples clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -24,6 +25,9 @@ demo: $(VENV)/.ready-all ## train a small model and show it learning (ARGS="--st
 
 test: $(VENV)/.ready-dev ## run every test (ARGS="tests/core -k partition")
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -q -n auto --dist loadgroup $(ARGS)
+
+fuzz: $(VENV)/.ready-dev ## compare lifted with eager on random programs (SECONDS=600 ARGS="--start 1")
+	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
 
 lint: $(VENV)/.ready-dev ## ruff (rules and formatting) and pyright
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . && $(BIN)/pyright --warnings

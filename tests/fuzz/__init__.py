@@ -1,0 +1,1 @@
+"""A differential fuzzer: random programs on random Modules, lifted by a transform and run eagerly, must agree."""
