@@ -15,7 +15,7 @@ from nnx.core.info import MODULE, NODE, STATIC, TREE, Absent, ModuleBase, forget
 from nnx.core.refs import Ref
 from nnx.core.repr import short
 from nnx.core.ties import is_container
-from nnx.core.trees import find_module, fresh, leaf_types
+from nnx.core.trees import contains_itself, find_module, fresh, items_of, leaf_types
 from nnx.core.variables import Container, ContainerMetadata, Node, Spec, Static
 
 # Sorts of value, by type; found once per type
@@ -213,7 +213,7 @@ def holds_modules(value: Any) -> bool:
         if id(item) in seen:
             continue
         seen.add(id(item))
-        for inner in _items(item):
+        for inner in items_of(item):
             sort = _sort(inner)
             if sort in (_MODULE, _CONTAINER, _REF):
                 return True
@@ -228,7 +228,7 @@ def _is_data(module: Any, name: str, value: Any) -> bool:
     Raises:
       ValueError: it is, but holds something JAX cannot take.
     """
-    if isinstance(value, (list, dict, tuple)) and _contains_itself(value):
+    if isinstance(value, (list, dict, tuple)) and contains_itself(value):
         return False
     try:
         leaves = jax.tree.leaves(value)
@@ -244,28 +244,6 @@ def _is_data(module: Any, name: str, value: Any) -> bool:
             owner, kind = type(module).__name__, type(value).__name__
             raise ValueError(NOT_DATA.format(name=name, owner=owner, kind=kind, route=route, leaf=short(leaf)))
     return True
-
-
-def _contains_itself(value: Any) -> bool:
-    """Whether a container is inside itself. JAX must not see one: it overflows the stack and does not recover."""
-    active, stack = {id(value)}, [(value, iter(_items(value)))]
-    while stack:
-        container, items = stack[-1]
-        for item in items:
-            if isinstance(item, (list, dict, tuple)):
-                if id(item) in active:
-                    return True
-                active.add(id(item))
-                stack.append((item, iter(_items(item))))
-                break
-        else:
-            stack.pop()
-            active.discard(id(container))
-    return False
-
-
-def _items(container: Any) -> Any:
-    return list(container.values()) if isinstance(container, dict) else container
 
 
 def _refuse_captured(module: Any, name: str, value: Any) -> None:

@@ -8,6 +8,7 @@ import jax.core
 import numpy as np
 
 from nnx.core.info import MODULE, STATIC, Absent, segment_of
+from nnx.core.trees import contains_itself, items_of
 
 MAX_WIDTH = 80
 
@@ -21,7 +22,7 @@ def short(value: Any) -> str:
         return f"{kind}{_array(value)}"
     if isinstance(value, (list, tuple)) and _holds_arrays(value):
         return _sequence(value, short)
-    if isinstance(value, dict) and _holds_arrays(value.values()):
+    if isinstance(value, dict) and _holds_arrays(value):
         return "{" + ", ".join(f"{k!r}: {short(v)}" for k, v in value.items()) + "}"
     if callable(value) and hasattr(value, "__qualname__"):
         home = getattr(value, "__module__", None) or "?"
@@ -34,10 +35,12 @@ def _array(value: Any) -> str:
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
 
-def _holds_arrays(values: Any) -> bool:
+def _holds_arrays(container: Any) -> bool:
+    if contains_itself(container):
+        return False
     try:
-        return any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(list(values)))
-    except (TypeError, ValueError):  # a dict whose keys cannot be sorted is no pytree
+        return any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(list(items_of(container))))
+    except (TypeError, ValueError):  # a dict whose keys cannot be sorted is not a pytree
         return False
 
 

@@ -78,3 +78,26 @@ def holds_state(value: Any) -> bool:
 def find_module(tree: Any) -> Any:
     """The first Module or Ref that is a leaf of a pytree, or None."""
     return next(filter(holds_state, jax.tree.leaves(tree)), None)
+
+
+def contains_itself(value: Any) -> bool:
+    """Whether a container is inside itself. JAX must not see one: it overflows the stack and does not recover."""
+    active, stack = {id(value)}, [(value, iter(items_of(value)))]
+    while stack:
+        container, items = stack[-1]
+        for item in items:
+            if isinstance(item, (list, dict, tuple)):
+                if id(item) in active:
+                    return True
+                active.add(id(item))
+                stack.append((item, iter(items_of(item))))
+                break
+        else:
+            stack.pop()
+            active.discard(id(container))
+    return False
+
+
+def items_of(container: Any) -> Any:
+    """The values of a dict, the items of a list or tuple."""
+    return list(container.values()) if isinstance(container, dict) else container
