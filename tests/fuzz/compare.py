@@ -6,6 +6,7 @@ object, and which attributes are tied. Of data, values and dtypes count; whether
 array or a `jax.Array` does not, since a transform may turn one into another. Static values keep their exact types.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -98,7 +99,12 @@ def concrete(value: Any, numbers: dict[int, int]) -> Any:
         return "a deleted array"
     array = np.asarray(value)
     dtype = array.dtype if isinstance(value, (jax.Array, np.ndarray)) else jax.numpy.result_type(value)
-    return (dtype.name, array.shape, array.tolist())
+    return (name_of(dtype), array.shape, array.tolist())
+
+
+@functools.cache
+def name_of(dtype: Any) -> str:
+    return dtype.name
 
 
 def abstract(value: Any) -> Any:

@@ -180,9 +180,9 @@ class Builder:
     def methods(self, modules: Sequence[str]) -> None:
         owners = [m for m in modules if not any(line.startswith(f"{m} = nnx.Dict") for line in self.lines)]
         if owners and self.chance(15, "bound method"):
-            # a method of the first Module itself: it stays in the graph whatever happens to the submodules
-            if "m0" in owners:
-                self.attribute(self.rng.choice(modules), "b0", "m0.read")
+            # its own method: a method of another Module is an error once that Module has left the graph
+            owner = self.rng.choice(owners)
+            self.attribute(owner, "b0", f"{owner}.read")
 
     def others(self, modules: Sequence[str]) -> tuple[str, str]:
         """The second argument, and the Module outside the call."""

@@ -48,7 +48,8 @@ class Program:
         for name, lines in bodies.items():
             body = ["total = fold(x)", *lines, f"return total, {self.returns}"]
             parts.append(definition(f"{name}(m, n, x, ctx)", body))
-        for i, lines in enumerate(self.edits):
+        for i in sorted({call.edit for call in self.calls if call.edit is not None}):
+            lines = self.edits[i]
             parts.append(definition(f"edit{i}(m, n, out, ctx)", lines or ["pass"]))
         parts.append(f"lifted = {self.expression()}")
         return "\n\n\n".join(parts) + "\n"
@@ -470,7 +471,7 @@ def draw_program(seed: int, features: Features = EVERYTHING) -> Program:
         edits=edits if features.on("edits") else [[], []],
         calls=draw_calls(rng, failing, illegal is not None),
         transforms=[t.name for t in stack],
-        compiled=any(t.compiled for t in stack) or rng.random() < 0.02,
+        compiled=any(t.compiled for t in stack) or rng.random() < 0.015,
         illegal=illegal,
     )
 

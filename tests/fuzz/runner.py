@@ -1,11 +1,12 @@
 """Runs programs: lifted and eagerly, side by side, and says where they differ."""
 
+import contextlib
+import functools
 import random
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,12 @@ class Side:
 
     def call(self, function: Any, call: Call, scope: Any) -> Any:
         world = self.worlds[call.world]
-        return function(world.m, world.n, eval(call.x, scope), world.boom if call.fails else world.ctx)
+        return function(world.m, world.n, eval(code_of(call.x), scope), world.boom if call.fails else world.ctx)
+
+
+@functools.cache
+def code_of(expression: str) -> Any:
+    return compile(expression, "<argument>", "eval")
 
 
 def modules_in(value: Any) -> list[Any]:
@@ -127,7 +133,7 @@ class Run:
         traces = getattr(self.lifted, "trace_count", None)
         types = self.types(call) if traces is not None else ""
         DRAWN.clear()
-        with nullcontext() if self.program.compiled else interpreted():
+        with contextlib.nullcontext() if self.program.compiled else interpreted():
             out, error = attempt(lambda: self.left.call(self.lifted, call, self.scope))
         jax.effects_barrier()
         drawn = list(DRAWN)
@@ -276,21 +282,29 @@ def construct(program: Construction) -> None:
     raise_found("a constructor", found)
 
 
+@contextlib.contextmanager
+def plain_tracebacks() -> Iterator[None]:
+    """Spares JAX the filtering of tracebacks, which takes longer than most programs that raise."""
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+
+
 def run_program(program: Program | Construction) -> Failure | None:
     """The first difference that a program shows."""
     run = None
-    if isinstance(program, Construction):
-        try:
-            construct(program)
-        except Found as found:
-            return Failure(program, found.kind, 0, found.details)
-        return None
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), plain_tracebacks():
         warnings.simplefilter("ignore")
-        vocabulary.sharing[0] = not program.compiled
+        vocabulary.sharing[0] = isinstance(program, Construction) or not program.compiled
         try:
-            run = Run(program)
-            run.run()
+            if isinstance(program, Construction):
+                construct(program)
+            else:
+                run = Run(program)
+                run.run()
         except Found as found:
             return Failure(program, found.kind, run.number if run else 0, found.details)
         except Exception as error:

@@ -10,6 +10,7 @@ import pytest
 from tests.fuzz import transforms
 from tests.fuzz.programs import draw_program
 from tests.fuzz.runner import run_program, run_seed, run_seeds, shrunk
+from tests.fuzz.threads import run_threads
 
 PROGRAMS, PARTS = 2000, 8
 SHOWN = 3  # how many failures of a part are shrunk and printed in full
@@ -22,6 +23,14 @@ def test_lifted_equals_eager(part):
         shown = [f"{shrunk(failure).program.listing()}\n\n{failure.report()}" for failure in failures[:SHOWN]]
         seeds = ", ".join(str(failure.program.seed) for failure in failures)
         pytest.fail(f"{len(failures)} programs differ, seeds {seeds}.\n\n" + "\n\n\n".join(shown), pytrace=False)
+
+
+@pytest.mark.filterwarnings("ignore:.* has been traced .* times")  # static values that come and go are the point
+@pytest.mark.parametrize("seed", range(3))
+def test_threads_share_one_jitted_function(seed):
+    calls, wrong = run_threads(seed)
+    assert not wrong
+    assert calls == 4 * 2000
 
 
 # The fuzzer itself

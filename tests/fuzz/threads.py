@@ -76,7 +76,7 @@ def build(number: int) -> Any:
     return model
 
 
-def run_threads(seed: int, threads: int = 4, calls: int = 2000, seconds: float = 20.0) -> tuple[int, list[str]]:
+def run_threads(seed: int, threads: int = 4, calls: int = 2000, seconds: float = float("inf")) -> tuple[int, list[str]]:
     """The number of calls made by all threads, and what went wrong in any of them."""
     rng = random.Random(seed)
     works = [

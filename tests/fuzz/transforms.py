@@ -97,12 +97,12 @@ def jit(f: Function) -> Function:
     return nnx.jit(f)
 
 
-@transform(same, 3, outermost=True, compiled=True)
+@transform(same, 2, outermost=True, compiled=True)
 def jit_donating(f: Function) -> Function:
     return nnx.jit(f, donate_argnums=(0,))
 
 
-@transform(same, 3, outermost=True, compiled=True)
+@transform(same, 2, outermost=True, compiled=True)
 def jit_donating_both(f: Function) -> Function:
     return nnx.jit(f, donate_argnums=(0, 1))
 
