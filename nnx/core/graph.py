@@ -9,7 +9,7 @@ with the *plan* for building such a graph again. Nothing here recurses over Modu
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter, getitem
+from operator import attrgetter, getitem, is_
 from typing import Any, NamedTuple
 
 import jax
@@ -494,6 +494,15 @@ class Flat:
 
     def is_ready(self) -> bool:
         """Whether it is valid, watched static values included, and nothing sown has to be warned of."""
+        if self._stamp is STRUCTURE.stamp and not self._containers and not self.sown:
+            # Only watched values can have changed. Their comparison is written out: a call of a function would cost as
+            # much as the comparison of a small config.
+            for keys, names, values, held in self._watch:
+                if keys is None:
+                    return watched_unchanged(self._watch)
+                if [*keys] != names or not all(map(is_, values, held)):
+                    return False
+            return True
         return self.is_valid() and not self.sown
 
     def values(self) -> list[Any]:
