@@ -20,9 +20,19 @@ from nnx.core.filters import Filter, PathMatches
 from nnx.core.module import Module
 from nnx.core.state import State
 from nnx.core.variables import BatchStat, Param
-from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, cast, infer_dtype, promote_dtype, statistics_dtype
-from nnx.nn.initial_values import InitializerLike, default_scale_init, initial_value
 from nnx.nn.initializers import normal
+from nnx.nn.settings import (
+    InitializerLike,
+    PromoteDtype,
+    as_dtype,
+    as_optional_dtype,
+    cast,
+    default_scale_init,
+    infer_dtype,
+    initial_value,
+    promote_dtype,
+    statistics_dtype,
+)
 
 KERNELS = PathMatches("**/kernel")
 
