@@ -46,13 +46,7 @@ from jax.typing import DTypeLike
 
 from nnx.core.module import Module
 from nnx.core.variables import Param
-from nnx.nn.settings import (
-    PromoteDtype,
-    as_dtype,
-    as_optional_dtype,
-    compiled_body,
-    default_promote_dtype,
-)
+from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, compiled_body, default_promote_dtype
 
 
 def _reduce_by_name(function: Any) -> Any:

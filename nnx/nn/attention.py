@@ -21,20 +21,9 @@ from nnx.nn.dot_product import dot_product_attention
 from nnx.nn.kv_cache import KVCache
 from nnx.nn.linear import DotGeneral, LinearGeneral
 from nnx.nn.norm import LayerNorm, RMSNorm
+from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, default_bias_init, default_kernel_init
 from nnx.nn.rotary import RotaryEmbedding
-from nnx.nn.settings import (
-    NO_METADATA,
-    AxisNames,
-    InitializerLike,
-    PromoteDtype,
-    as_dtype,
-    as_optional_dtype,
-    cast,
-    default_bias_init,
-    default_kernel_init,
-    default_promote_dtype,
-    resolve_mode,
-)
+from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, cast, default_promote_dtype, resolve_mode
 
 HEADS_DO_NOT_DIVIDE = "MultiHeadAttention: expected qkv_features to be a multiple of num_heads={heads}, got {got}."
 KV_HEADS_DO_NOT_DIVIDE = "MultiHeadAttention: expected num_kv_heads to divide num_heads={heads}, got {got}."

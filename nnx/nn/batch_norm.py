@@ -12,16 +12,12 @@ from nnx.core.context import Context
 from nnx.core.variables import BatchStat
 from nnx.nn.initializers import ones, zeros
 from nnx.nn.norm_base import IndexGroups, NormBase, moments, rescale
+from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, default_bias_init, default_scale_init
 from nnx.nn.settings import (
-    NO_METADATA,
-    AxisNames,
-    InitializerLike,
     PromoteDtype,
     cast,
     compiled_body,
-    default_bias_init,
     default_promote_dtype,
-    default_scale_init,
     resolve_mode,
     result_dtype,
     statistics_dtype,

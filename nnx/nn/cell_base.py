@@ -19,16 +19,8 @@ from nnx.core.module import Module
 from nnx.nn.checks import check_last_axis
 from nnx.nn.initializers import orthogonal
 from nnx.nn.linear import Linear
-from nnx.nn.settings import (
-    NO_METADATA,
-    InitializerLike,
-    PromoteDtype,
-    as_dtype,
-    as_optional_dtype,
-    default_bias_init,
-    default_kernel_init,
-    default_promote_dtype,
-)
+from nnx.nn.parameters import NO_METADATA, InitializerLike, default_bias_init, default_kernel_init
+from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, default_promote_dtype
 
 Activation = Callable[..., Any]
 

@@ -27,18 +27,15 @@ from nnx.nn.checks import (
     spatial_tuple,
 )
 from nnx.nn.convolve import convolve, convolve_transposed
-from nnx.nn.settings import (
+from nnx.nn.parameters import (
     NO_METADATA,
     AxisNames,
     InitializerLike,
-    PromoteDtype,
-    as_dtype,
-    as_optional_dtype,
     default_bias_init,
     default_kernel_init,
-    default_promote_dtype,
     make_param,
 )
+from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, default_promote_dtype
 
 KernelMask = Callable[[jax.Array], jax.Array]
 
@@ -238,7 +235,8 @@ class Conv(_Convolution):
             kernel_metadata=kernel_metadata,
             bias_metadata=bias_metadata,
         )
-        self.input_dilation = per_dimension("Conv", "input_dilation", input_dilation, len(self.kernel_size))
+        dimensions = len(self.kernel_size)
+        self.input_dilation = per_dimension(type(self).__name__, "input_dilation", input_dilation, dimensions)
         self.feature_group_count = feature_group_count
         self.conv_general_dilated = conv_general_dilated
 

@@ -14,19 +14,21 @@ from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.nn.checks import check_last_axis
 from nnx.nn.initializers import lecun_normal
-from nnx.nn.settings import (
+from nnx.nn.parameters import (
     NO_METADATA,
     AxisNames,
     InitializerLike,
+    compiled_initializer,
+    default_bias_init,
+    default_kernel_init,
+    make_param,
+)
+from nnx.nn.settings import (
     PromoteDtype,
     as_dtype,
     as_optional_dtype,
     compiled_body,
-    compiled_initializer,
-    default_bias_init,
-    default_kernel_init,
     default_promote_dtype,
-    make_param,
     promote_dtype,
 )
 

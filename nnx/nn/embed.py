@@ -18,19 +18,8 @@ from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.nn.checks import check_last_axis
 from nnx.nn.initializers import normal, variance_scaling
-from nnx.nn.settings import (
-    NO_METADATA,
-    AxisNames,
-    InitializerLike,
-    PromoteDtype,
-    as_dtype,
-    as_optional_dtype,
-    cast,
-    compiled_initializer,
-    default_promote_dtype,
-    make_param,
-    promote_dtype,
-)
+from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, compiled_initializer, make_param
+from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, cast, default_promote_dtype, promote_dtype
 from nnx.sharding.explicit import result_sharding, split_like
 
 # A lookup selects one row instead of summing over the vocabulary, so the rows, not the features, are the output axis:

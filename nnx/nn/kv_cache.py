@@ -22,7 +22,7 @@ from nnx.core.module import Module
 from nnx.core.trace import is_tracer
 from nnx.core.variables import Cache
 from nnx.nn.masks import positions_visible
-from nnx.nn.settings import AxisNames
+from nnx.nn.parameters import AxisNames
 
 FULL = (
     "KVCache is full: it has room for max_length={max_length} tokens per row, {details}. Nothing was written. Make a "

@@ -16,20 +16,16 @@ from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.core.variables import ContainerMetadata, Param
 from nnx.nn.checks import as_tuple, check_last_axis, too_few_axes, wrong_features
-from nnx.nn.settings import (
+from nnx.nn.parameters import (
     NO_METADATA,
     AxisNames,
     InitializerLike,
-    PromoteDtype,
-    as_dtype,
-    as_optional_dtype,
-    compiled_body,
     default_bias_init,
     default_kernel_init,
-    default_promote_dtype,
     initial_value,
     make_param,
 )
+from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, compiled_body, default_promote_dtype
 from nnx.sharding.explicit import result_sharding, split_like
 
 DotGeneral = Callable[..., jax.Array]

@@ -20,19 +20,15 @@ from nnx.core.variables import Variable
 from nnx.nn.checks import check_last_axis
 from nnx.nn.initializers import he_uniform
 from nnx.nn.linear import Linear, LinearGeneral
-from nnx.nn.settings import (
+from nnx.nn.parameters import (
     NO_METADATA,
     AxisNames,
     InitializerLike,
-    PromoteDtype,
-    as_dtype,
-    as_optional_dtype,
-    compiled_body,
     compiled_initializer,
     default_bias_init,
-    default_promote_dtype,
     initial_value,
 )
+from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, compiled_body, default_promote_dtype
 from nnx.sharding.explicit import result_sharding
 
 NOTHING_MATCHES = (

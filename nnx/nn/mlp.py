@@ -14,7 +14,7 @@ from nnx.core.module import Module
 from nnx.nn.activations import relu
 from nnx.nn.checks import as_tuple, check_last_axis
 from nnx.nn.linear import Linear
-from nnx.nn.settings import AxisNames, InitializerLike, default_bias_init, default_kernel_init
+from nnx.nn.parameters import AxisNames, InitializerLike, default_bias_init, default_kernel_init
 from nnx.nn.stochastic import Dropout
 
 T = TypeVar("T")

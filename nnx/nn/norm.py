@@ -13,14 +13,8 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.nn.checks import as_tuple
 from nnx.nn.norm_base import Axes, IndexGroups, NormBase
-from nnx.nn.settings import (
-    NO_METADATA,
-    InitializerLike,
-    PromoteDtype,
-    default_bias_init,
-    default_promote_dtype,
-    default_scale_init,
-)
+from nnx.nn.parameters import NO_METADATA, InitializerLike, default_bias_init, default_scale_init
+from nnx.nn.settings import PromoteDtype, default_promote_dtype
 
 GROUPS_GIVEN = (
     "GroupNorm needs exactly one of `num_groups` and `group_size`, got num_groups={groups}, group_size={size}. "

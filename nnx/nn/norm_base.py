@@ -18,17 +18,14 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.nn.checks import check_last_axis, too_few_axes, wrong_features
+from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, make_param
 from nnx.nn.settings import (
-    NO_METADATA,
-    AxisNames,
-    InitializerLike,
     PromoteDtype,
     as_dtype,
     as_optional_dtype,
     cast,
     compiled_body,
     default_promote_dtype,
-    make_param,
     result_dtype,
     statistics_dtype,
 )

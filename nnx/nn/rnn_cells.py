@@ -17,15 +17,8 @@ from nnx.nn.cell_base import Activation, Cell, GatedCell, default_recurrent_kern
 from nnx.nn.checks import PaddingLike, check_last_axis
 from nnx.nn.conv import Conv
 from nnx.nn.linear import Linear
-from nnx.nn.settings import (
-    NO_METADATA,
-    InitializerLike,
-    PromoteDtype,
-    cast,
-    default_bias_init,
-    default_kernel_init,
-    default_promote_dtype,
-)
+from nnx.nn.parameters import NO_METADATA, InitializerLike, default_bias_init, default_kernel_init
+from nnx.nn.settings import PromoteDtype, cast, default_promote_dtype
 
 LSTMCarry = tuple[jax.Array, jax.Array]
 """The carry of an LSTM cell: memory and hidden state."""

@@ -1,4 +1,4 @@
-"""The settings most layers share: dtypes, initial values, metadata, the mode, and how their arithmetic is compiled.
+"""The settings most layers share: dtypes and modes, and how the arithmetic of a layer is compiled.
 
 A layer has up to three dtypes. The *parameter dtype* (`param_dtype`) is how parameters are stored. The *computation
 dtype* (`dtype`) is how the layer computes; `None` means the dtype that inputs and parameters promote to. Layers that
@@ -11,8 +11,7 @@ a user can replace, such as `dot_general` or `promote_dtype`.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -22,25 +21,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from nnx.core.context import Context
-from nnx.core.variables import Param
-from nnx.nn.initializers import Initializer, lecun_normal, ones, zeros
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-InitializerLike = Callable[..., Any]
-"""An initializer, or one wrapped by `nnx.with_metadata` or `nnx.with_partitioning`."""
 PromoteDtype = Callable[..., tuple[Any, ...]]
 """A replacement for `promote_dtype`."""
-AxisNames = Mapping[str, tuple[str | None, ...]]
-"""Default logical axis names: the path of a Variable within its layer, and one name (or `None`) per axis."""
 
-NO_METADATA: Mapping[str, Any] = MappingProxyType({})
-
-RANDOM_INIT_NEEDS_CONTEXT = (
-    "{layer} has an initializer that may draw random numbers, but no Context was passed. "
-    "Pass one to the constructor: `{layer}(..., ctx=nnx.context(0))`."
-)
 MODE_NOT_SET = (
     "{layer} does not know its mode: `{name}` is not set. Set it in one of three ways: "
     "in the call, `layer(x, {name}={example})`; "
@@ -119,49 +106,6 @@ def result_dtype(arrays: tuple[Any, ...], dtype: DTypeLike | None, promote: Prom
 def statistics_dtype(dtype: np.dtype) -> np.dtype:
     """Returns the dtype in which values of `dtype` are averaged: at least float32."""
     return dtype if dtype == _FLOAT32 else jnp.promote_types(dtype, jnp.float32)
-
-
-# Initial values
-
-
-def compiled_initializer(initializer: Initializer) -> Initializer:
-    """Compiles `initializer` as one call per shape and dtype; for the defaults of layers, which are made at import."""
-    return jax.jit(initializer, static_argnums=(1, 2))
-
-
-default_kernel_init: InitializerLike = compiled_initializer(lecun_normal())
-default_bias_init: InitializerLike = zeros()
-default_scale_init: InitializerLike = ones()
-
-_KEYLESS = (zeros, zeros(), ones, ones())
-
-
-def initial_value(
-    layer: object, initializer: InitializerLike, ctx: Context | None, shape: tuple[int, ...], dtype: DTypeLike
-) -> Any:
-    """Calls `initializer` for `shape` and `dtype`, with a key from the stream "params".
-
-    Zeros and ones draw no key, so that layers that only use those can be built without a Context.
-
-    Raises:
-        ValueError: if a key is needed and there is no Context.
-    """
-    if initializer in _KEYLESS:
-        return initializer(None, shape, dtype)
-    if ctx is None:
-        raise ValueError(RANDOM_INIT_NEEDS_CONTEXT.format(layer=type(layer).__name__))
-    return initializer(ctx.make_rng("params"), shape, dtype)
-
-
-def make_param(
-    layer: Any,
-    initializer: InitializerLike,
-    ctx: Context | None,
-    shape: tuple[int, ...],
-    metadata: Mapping[str, Any] = NO_METADATA,
-) -> jax.Array:
-    """Makes a `Param` for `layer`, stored in its `param_dtype`; to a type checker it is the array itself."""
-    return Param(initial_value(layer, initializer, ctx, shape, layer.param_dtype), **metadata)
 
 
 # Modes

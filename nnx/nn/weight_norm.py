@@ -21,15 +21,13 @@ from nnx.core.module import Module
 from nnx.core.state import State
 from nnx.core.variables import BatchStat, Param
 from nnx.nn.initializers import normal
+from nnx.nn.parameters import InitializerLike, default_scale_init, initial_value
 from nnx.nn.settings import (
-    InitializerLike,
     PromoteDtype,
     as_dtype,
     as_optional_dtype,
     cast,
-    default_scale_init,
     infer_dtype,
-    initial_value,
     promote_dtype,
     statistics_dtype,
 )
