@@ -1,4 +1,4 @@
-"""Initialisers: functions `(key, shape, dtype) -> array` that give a parameter its first value.
+"""Initializers: functions `(key, shape, dtype) -> array` that make the first value of a parameter.
 
 All of `jax.nn.initializers` is here. `zeros` and `ones` are factories like the others (`zeros()`), and may still be
 given uncalled, as in JAX (`bias_init=zeros`).
@@ -53,7 +53,7 @@ def zeros() -> Initializer: ...
 @overload
 def zeros(key: Any, shape: Sequence[int], dtype: Any = ..., out_sharding: Any = ...) -> Array: ...
 def zeros(*args: Any, **kwargs: Any) -> Any:
-    """The initialiser of zeros: `zeros()`, or `zeros` itself.
+    """The initializer of zeros: `zeros()`, or `zeros` itself.
 
     >>> zeros()(None, (2,), "float32").tolist()
     [0.0, 0.0]
@@ -66,7 +66,7 @@ def ones() -> Initializer: ...
 @overload
 def ones(key: Any, shape: Sequence[int], dtype: Any = ..., out_sharding: Any = ...) -> Array: ...
 def ones(*args: Any, **kwargs: Any) -> Any:
-    """The initialiser of ones: `ones()`, or `ones` itself.
+    """The initializer of ones: `ones()`, or `ones` itself.
 
     >>> ones()(None, (2,), "float32").tolist()
     [1.0, 1.0]

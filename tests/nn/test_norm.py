@@ -201,6 +201,6 @@ def test_weight_wrappers_reach_nested_weights_and_keep_other_changes():
     assert list(layer.scale) == ["layers.0.kernel"]
 
 
-def test_weight_wrappers_say_when_there_is_nothing_to_normalise():
-    with pytest.raises(ValueError, match="WeightNorm found no weights to normalise in LayerNorm.*bias, scale"):
+def test_weight_wrappers_say_when_there_is_nothing_to_normalize():
+    with pytest.raises(ValueError, match="WeightNorm found no weights to normalize in LayerNorm.*bias, scale"):
         nnx.WeightNorm(nnx.LayerNorm(3))
