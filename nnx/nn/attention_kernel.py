@@ -1,7 +1,7 @@
 """The choice of the kernel that computes dot-product attention: cuDNN's fused one where it can, else XLA."""
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +9,28 @@ from jax.lax import PrecisionLike
 
 Implementation = Literal["cudnn", "xla"]
 Window = int | tuple[int, int]
-ArrayLike = jax.Array | jax.ShapeDtypeStruct
+
+
+class Shaped(Protocol):
+    """An array or a `jax.ShapeDtypeStruct`: the choice of a kernel depends on shapes and dtypes alone."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype."""
+        ...
 
 
 def attention_implementation(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
+    bias: Shaped | None = None,
+    mask: Shaped | None = None,
     *,
     is_causal: bool = False,
     local_window_size: Window | None = None,

@@ -161,10 +161,10 @@ def compiled_body(body: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(body)
     def run(*arrays: Any, **settings: Any) -> Any:
         for name, default in hooks:
-            if settings.get(name, default) is not default:
+            hook = settings.pop(name, default)
+            if hook is not default:
+                settings[name] = hook  # the hooks popped before this one were the defaults that `body` has anyway
                 return body(*arrays, **settings)
-        for name, _ in hooks:
-            settings.pop(name, None)
         return compiled(*arrays, **settings)
 
     return run
