@@ -103,6 +103,7 @@ class Cell(RNNCellBase):
         param_dtype: DTypeLike,
         carry_init: InitializerLike | None,
     ) -> None:
+        """Stores the settings; not a constructor, because every cell makes its own submodules."""
         self.in_features = in_features
         self.hidden_features = hidden_features
         self.activation_fn = activation_fn
@@ -179,5 +180,4 @@ class GatedCell(Cell):
         )
 
     def _make_projections(self, from_input: Callable[..., Linear], from_hidden: Callable[..., Linear]) -> None:
-        """Sets the projections; each function takes the number of output features and `use_bias`."""
-        raise TypeError(NO_STEP.format(layer=type(self).__name__))
+        """Sets the projections of a subclass; each function takes the number of output features and `use_bias`."""

@@ -168,7 +168,17 @@ def _lstm_step(
     return (cast(new_memory, memory.dtype), cast(output, hidden.dtype)), cast(output, output_gate.dtype)
 
 
-class LSTMCell(GatedCell):
+class _LSTM(GatedCell):
+    """The carry that LSTM cells on vectors share."""
+
+    def initialize_carry(
+        self, input_shape: Sequence[int], ctx: Context | None = None, carry_init: InitializerLike | None = None
+    ) -> LSTMCarry:
+        shape = (*input_shape[:-1], self.hidden_features)
+        return self._initial(shape, ctx, carry_init), self._initial(shape, ctx, carry_init)
+
+
+class LSTMCell(_LSTM):
     """A long short-term memory cell.
 
         i = gate(x Wii + h Whi + bi)        f = gate(x Wif + h Whf + bf)
@@ -236,14 +246,8 @@ class LSTMCell(GatedCell):
         output_gate = self.io(inputs) + self.ho(hidden)
         return _lstm_step(self, carry, input_gate, forget_gate, update, output_gate)
 
-    def initialize_carry(
-        self, input_shape: Sequence[int], ctx: Context | None = None, carry_init: InitializerLike | None = None
-    ) -> LSTMCarry:
-        shape = (*input_shape[:-1], self.hidden_features)
-        return self._initial(shape, ctx, carry_init), self._initial(shape, ctx, carry_init)
 
-
-class OptimizedLSTMCell(GatedCell):
+class OptimizedLSTMCell(_LSTM):
     """`LSTMCell` with the projections of all four gates in one kernel each for input and hidden state.
 
     Arguments and equations are those of `LSTMCell`; the kernels are those of its gates i, f, g, o side by side.
@@ -270,8 +274,6 @@ class OptimizedLSTMCell(GatedCell):
         self._check(carry, inputs, inputs.shape[:-1])
         gates = self.dense_i(inputs) + self.dense_h(carry[1])
         return _lstm_step(self, carry, *lax.split(gates, [self.hidden_features] * 4, axis=gates.ndim - 1))
-
-    initialize_carry = LSTMCell.initialize_carry
 
 
 class ConvLSTMCell(Cell):
