@@ -136,10 +136,11 @@ from nnx.nn.activations import standardize as standardize
 from nnx.nn.activations import swish as swish
 from nnx.nn.activations import tanh as tanh
 from nnx.nn.attention import MultiHeadAttention as MultiHeadAttention
+from nnx.nn.attention_kernel import attention_implementation as attention_implementation
 from nnx.nn.batch_norm import BatchNorm as BatchNorm
+from nnx.nn.cell_base import RNNCellBase as RNNCellBase
 from nnx.nn.conv import Conv as Conv
-from nnx.nn.conv_transpose import ConvTranspose as ConvTranspose
-from nnx.nn.dot_product import attention_implementation as attention_implementation
+from nnx.nn.conv import ConvTranspose as ConvTranspose
 from nnx.nn.dot_product import dot_product_attention as dot_product_attention
 from nnx.nn.einsum import Bilinear as Bilinear
 from nnx.nn.einsum import Einsum as Einsum
@@ -147,8 +148,6 @@ from nnx.nn.embed import Embed as Embed
 from nnx.nn.embed import LearnedPositionEmbed as LearnedPositionEmbed
 from nnx.nn.embed import SinusoidalPositionEmbed as SinusoidalPositionEmbed
 from nnx.nn.embed import sinusoidal_positions as sinusoidal_positions
-from nnx.nn.group_norm import GroupNorm as GroupNorm
-from nnx.nn.group_norm import InstanceNorm as InstanceNorm
 from nnx.nn.kv_cache import KVCache as KVCache
 from nnx.nn.linear import Linear as Linear
 from nnx.nn.linear import LinearGeneral as LinearGeneral
@@ -158,9 +157,6 @@ from nnx.nn.lora import LoRALinearGeneral as LoRALinearGeneral
 from nnx.nn.lora import LoRAParam as LoRAParam
 from nnx.nn.lora import add_lora as add_lora
 from nnx.nn.lora import merge_lora as merge_lora
-from nnx.nn.lstm_cells import ConvLSTMCell as ConvLSTMCell
-from nnx.nn.lstm_cells import LSTMCell as LSTMCell
-from nnx.nn.lstm_cells import OptimizedLSTMCell as OptimizedLSTMCell
 from nnx.nn.masks import combine_masks as combine_masks
 from nnx.nn.masks import make_attention_mask as make_attention_mask
 from nnx.nn.masks import make_causal_mask as make_causal_mask
@@ -169,6 +165,8 @@ from nnx.nn.masks import make_segment_mask as make_segment_mask
 from nnx.nn.masks import make_sliding_window_mask as make_sliding_window_mask
 from nnx.nn.mlp import MLP as MLP
 from nnx.nn.mlp import Identity as Identity
+from nnx.nn.norm import GroupNorm as GroupNorm
+from nnx.nn.norm import InstanceNorm as InstanceNorm
 from nnx.nn.norm import LayerNorm as LayerNorm
 from nnx.nn.norm import RMSNorm as RMSNorm
 from nnx.nn.pool import AvgPool as AvgPool
@@ -189,8 +187,10 @@ from nnx.nn.resize import adaptive_avg_pool as adaptive_avg_pool
 from nnx.nn.resize import adaptive_max_pool as adaptive_max_pool
 from nnx.nn.resize import global_avg_pool as global_avg_pool
 from nnx.nn.resize import global_max_pool as global_max_pool
+from nnx.nn.rnn_cells import ConvLSTMCell as ConvLSTMCell
 from nnx.nn.rnn_cells import GRUCell as GRUCell
-from nnx.nn.rnn_cells import RNNCellBase as RNNCellBase
+from nnx.nn.rnn_cells import LSTMCell as LSTMCell
+from nnx.nn.rnn_cells import OptimizedLSTMCell as OptimizedLSTMCell
 from nnx.nn.rnn_cells import SimpleCell as SimpleCell
 from nnx.nn.rotary import LinearScaling as LinearScaling
 from nnx.nn.rotary import Llama3Scaling as Llama3Scaling

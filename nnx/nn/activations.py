@@ -1,13 +1,13 @@
-"""Activations: everything in `jax.nn` under its own name, and those that learn (`PReLU`)."""
+"""Activations: every function in `jax.nn` under its own name, and `PReLU`, which has a parameter."""
 
 import copyreg
 import sys
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
 from jax.nn import celu as celu
 from jax.nn import elu as elu
 from jax.nn import gelu as gelu
@@ -46,44 +46,47 @@ from jax.typing import DTypeLike
 
 from nnx.core.module import Module
 from nnx.core.variables import Param
-from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, promote_dtype
+from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, compiled_body, default_promote_dtype
 
 
 def _reduce_by_name(function: Any) -> Any:
-    """Lets pickle store a function that JAX has wrapped by its name, as it does with plain functions."""
+    """Lets pickle store a function that JAX has wrapped by its name, as it does for plain functions."""
     found = sys.modules.get(function.__module__)
     for name in function.__qualname__.split("."):
         found = getattr(found, name, None)
     return function.__qualname__ if found is function else function.__reduce_ex__(2)
 
 
-# Without this, a layer that holds `jax.nn.relu` or `jax.nn.silu` cannot be pickled; see the test.
+# `jax.nn.relu` is a `custom_jvp` object and `jax.nn.silu` a jitted function. Pickle stores neither by name, and would
+# refuse every layer that holds one.
 copyreg.pickle(jax.custom_jvp, _reduce_by_name)
 copyreg.pickle(type(silu), _reduce_by_name)
 
 
-def _prelu(x: Array, slope: Array, *, dtype: Any, promote: PromoteDtype = promote_dtype) -> Array:
+@compiled_body
+def _prelu(x: jax.Array, slope: jax.Array, *, dtype: Any, promote: PromoteDtype = default_promote_dtype) -> jax.Array:
     x, slope = promote((x, slope), dtype=dtype)
     return jnp.where(x >= 0, x, slope * x)
-
-
-_prelu_compiled = partial(jax.jit, static_argnames=("dtype",))(_prelu)
 
 
 class PReLU(Module):
     """Parametric ReLU: `x` where positive, a learned multiple of `x` elsewhere; shape `(...) -> (...)`.
 
     Args:
-        negative_slope_init: first value of the slope, one number for all features.
-        dtype: of the computation; by default that of input and slope.
-        param_dtype: in which the slope is stored.
-        promote_dtype: replaces the function that brings input and slope to one dtype.
+        negative_slope_init: the first value of the slope, one number for all features.
+        dtype: the computation dtype; by default, the dtype that input and slope promote to.
+        param_dtype: the dtype in which the slope is stored.
+        promote_dtype: a replacement for the function that converts input and slope to one dtype.
         negative_slope_metadata: metadata of the slope's Variable.
 
-    >>> import nnx, jax.numpy as jnp
     >>> nnx.PReLU(0.5)(jnp.array([-2.0, 3.0])).tolist()
     [-1.0, 3.0]
     """
+
+    dtype: np.dtype | None
+    param_dtype: np.dtype
+    promote_dtype: PromoteDtype
+    negative_slope: jax.Array
 
     def __init__(
         self,
@@ -91,16 +94,15 @@ class PReLU(Module):
         *,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
-        promote_dtype: PromoteDtype = promote_dtype,
-        negative_slope_metadata: dict[str, Any] | None = None,
-    ):
+        promote_dtype: PromoteDtype = default_promote_dtype,
+        negative_slope_metadata: Mapping[str, Any] | None = None,
+    ) -> None:
         self.dtype = as_optional_dtype(dtype)
         self.param_dtype = as_dtype(param_dtype)
         self.promote_dtype = promote_dtype
         slope = jnp.asarray(negative_slope_init, self.param_dtype)
         self.negative_slope = Param(slope, **(negative_slope_metadata or {}))
 
-    def __call__(self, inputs: Array) -> Array:
-        if self.promote_dtype is promote_dtype:
-            return _prelu_compiled(inputs, self.negative_slope, dtype=self.dtype)
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Applies the activation to an array of any shape."""
         return _prelu(inputs, self.negative_slope, dtype=self.dtype, promote=self.promote_dtype)

@@ -1,76 +1,100 @@
 """Multi-head attention.
 
-`MultiHeadAttention` projects queries, keys and values into heads, optionally normalises and rotates them, attends, and
-projects back. With `num_kv_heads` below `num_heads` several query heads share a key head (grouped-query attention). In
+`MultiHeadAttention` projects queries, keys and values into heads, optionally normalizes and rotates them, attends, and
+projects back. With `num_kv_heads` below `num_heads`, several query heads share a key head (grouped-query attention). In
 *decode* mode it appends the keys and values of its inputs to a `KVCache` and attends to all tokens so far.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
 
 from nnx.core.context import Context
 from nnx.core.module import Module
-from nnx.nn.dot_product import Implementation, dot_product_attention
-from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, cast, promote_dtype
-from nnx.nn.initial_values import InitializerLike, default_bias_init, default_kernel_init
+from nnx.nn.attention_kernel import Implementation
+from nnx.nn.dot_product import dot_product_attention
 from nnx.nn.kv_cache import KVCache
-from nnx.nn.linear import NO_METADATA, DotGeneral, LinearGeneral
-from nnx.nn.modes import resolve_mode
+from nnx.nn.linear import DotGeneral, LinearGeneral
 from nnx.nn.norm import LayerNorm, RMSNorm
+from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, default_bias_init, default_kernel_init
 from nnx.nn.rotary import RotaryEmbedding
+from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, cast, default_promote_dtype, resolve_mode
+
+HEADS_DO_NOT_DIVIDE = "MultiHeadAttention: expected qkv_features to be a multiple of num_heads={heads}, got {got}."
+KV_HEADS_DO_NOT_DIVIDE = "MultiHeadAttention: expected num_kv_heads to divide num_heads={heads}, got {got}."
+EMPTY_WINDOW = "MultiHeadAttention: sliding_window counts the token itself: expected at least 1, got {got}."
+WRONG_ROTARY = (
+    "MultiHeadAttention: expected a rotary embedding with head_dim={expected} (qkv_features // num_heads), got {got}."
+)
+WRONG_NORM = "MultiHeadAttention: expected normalize_qk to be True, False, 'layer' or 'rms', got {got!r}."
+VALUES_WITHOUT_KEYS = "MultiHeadAttention: inputs_v was given without inputs_k; pass both."
+WRONG_INPUT = "MultiHeadAttention: expected {name} of shape [batch..., length, {features}], got {got}."
+NO_CONTEXT = (
+    "MultiHeadAttention: dropout needs a key, and no Context was given: call the layer with ctx=ctx, or with "
+    "deterministic=True."
+)
+NO_CACHE = (
+    "MultiHeadAttention: decode mode needs a cache: call `layer.init_cache((batch, max_length, features))` first."
+)
+CACHE_SHAPE = "MultiHeadAttention.init_cache: expected the shape [batch..., max_length, features], got {got}."
+DECODE_IS_SELF_ATTENTION = (
+    "MultiHeadAttention: decode mode is for self-attention: expected as many keys as queries, got {keys} and "
+    "{queries}. Cross-attention needs no cache: call it with decode=False."
+)
+DECODE_MASK = (
+    "MultiHeadAttention: in decode mode a mask covers the slots of the cache: expected a last axis of "
+    "max_length={max_length}, got a mask of shape {got}. (Decoding is causal without one.)"
+)
 
 
 class MultiHeadAttention(Module):
     """Multi-head dot-product attention, of a sequence to itself or to another.
 
     Args:
-        num_heads: of the queries.
-        in_features: of the queries' input.
-        qkv_features: of all query heads together, a multiple of `num_heads`; `in_features` by default.
-        out_features: of the output; `in_features` by default.
-        num_kv_heads: heads of keys and values, a divisor of `num_heads`; as many by default.
-        in_kv_features: of the keys' and values' input; `in_features` by default.
-        dtype: of the computation; by default that of inputs and parameters, promoted.
-        param_dtype: of the parameters.
-        broadcast_dropout: drop the same attention weights in all batch rows and heads.
-        dropout_rate: share of attention weights dropped.
-        deterministic: no dropout. May also come with the call or as the Context flag of that name.
-        precision: of the matrix products.
-        kernel_init, bias_init: initialisers of the projections of queries, keys and values.
-        out_kernel_init, out_bias_init: those of the output projection; the former by default.
+        num_heads: the number of query heads.
+        in_features: the number of features of the queries' input.
+        qkv_features: the features of all query heads together, a multiple of `num_heads`; `in_features` by default.
+        out_features: the number of features of the output; `in_features` by default.
+        num_kv_heads: the number of heads of keys and values, a divisor of `num_heads`; `num_heads` by default.
+        in_kv_features: the number of features of the keys' and values' input; `in_features` by default.
+        dtype: the computation dtype; by default, the dtype that inputs and parameters promote to.
+        param_dtype: the dtype in which the parameters are stored.
+        broadcast_dropout: whether to drop the same attention weights in all batch rows and heads.
+        dropout_rate: the fraction of attention weights to drop.
+        deterministic: whether to skip dropout; can also be set by the call or the Context flag of that name.
+        precision: the precision of the matrix products, see `jax.lax.Precision`.
+        kernel_init, bias_init: the initializers of the projections of queries, keys and values.
+        out_kernel_init, out_bias_init: the initializers of the output projection; by default, the same.
         use_bias: whether the projections have biases.
-        attention_fn: called as `dot_product_attention` is.
-        decode: use the cache (see `init_cache`). May also come with the call.
-        normalize_qk: normalise queries and keys per head: `True` or "layer" by `LayerNorm` without bias, "rms" by
-            `RMSNorm`.
-        qkv_promote_dtype, out_promote_dtype, ln_promote_dtype: replace the function that brings arrays to one dtype,
-            in the projections and in the norms.
-        qkv_dot_general, out_dot_general: replace `jax.lax.dot_general` in the projections.
-        qkv_dot_general_cls, out_dot_general_cls: classes whose instances do.
-        rotary: rotates queries and keys by their positions; one instance may serve many layers.
-        sliding_window: how many tokens a query sees, itself included; causal calls look back only.
+        attention_fn: a function with the signature of `dot_product_attention`.
+        decode: whether to use the cache (see `init_cache`); can also be set by the call.
+        normalize_qk: how to normalize queries and keys per head: `True` or "layer" with `LayerNorm` without bias, "rms"
+            with `RMSNorm`, `False` not at all.
+        qkv_promote_dtype, out_promote_dtype, ln_promote_dtype: replacements for the function that converts arrays to
+            one dtype, in the projections and in the norms.
+        qkv_dot_general, out_dot_general: replacements for `jax.lax.dot_general` in the projections.
+        qkv_dot_general_cls, out_dot_general_cls: classes whose instances are used as such.
+        rotary: an embedding that rotates queries and keys by their positions; one instance can serve many layers.
+        sliding_window: the number of tokens a query sees, including itself; causal calls only look back.
         implementation: "cudnn" or "xla" for `dot_product_attention`; chosen automatically by default.
-        rng_collection: the Context's stream for dropout.
-        ctx: Context with the stream "params".
+        rng_collection: the name of the Context's stream for dropout.
+        ctx: the Context; its stream "params" initializes the parameters.
         kernel_metadata, bias_metadata: metadata of the Variables of the projections of queries, keys and values.
-        out_kernel_metadata, out_bias_metadata: those of the output projection; the former by default.
-        query_ln_scale_metadata, key_ln_scale_metadata: those of the norms' scales.
+        out_kernel_metadata, out_bias_metadata: metadata of those of the output projection; by default, the same.
+        query_ln_scale_metadata, key_ln_scale_metadata: metadata of the norms' scales.
 
     Attributes:
-        query: a `LinearGeneral`, with a kernel `[in_features, heads, head_dim]`.
-        key: likewise.
-        value: likewise.
-        out: a `LinearGeneral`, with a kernel `[heads, head_dim, out_features]`.
-        query_ln: the norm of the queries, or None.
-        key_ln: that of the keys, or None.
+        query: a `LinearGeneral` with a kernel `[in_features, heads, head_dim]`.
+        key, value: `LinearGeneral`s with kernels `[in_kv_features, kv_heads, head_dim]`.
+        out: a `LinearGeneral` with a kernel `[heads, head_dim, out_features]`.
+        query_ln, key_ln: the norms of queries and keys, or None.
         cache: the `KVCache`, or None before `init_cache`.
 
-    >>> import nnx, jax.numpy as jnp
     >>> layer = nnx.MultiHeadAttention(4, 16, num_kv_heads=2, rotary=nnx.RotaryEmbedding(4), ctx=nnx.context(0))
     >>> x = jnp.ones((2, 5, 16))  # batch, length, features
     >>> full = layer(x, is_causal=True)
@@ -83,12 +107,40 @@ class MultiHeadAttention(Module):
     True
     """
 
-    logical_axes = {
+    logical_axes: ClassVar[AxisNames] = {
         **dict.fromkeys(("query/kernel", "key/kernel", "value/kernel"), ("embed", "heads", "head_dim")),
         **dict.fromkeys(("query/bias", "key/bias", "value/bias"), ("heads", "head_dim")),
         "out/kernel": ("heads", "head_dim", "embed"),
         "out/bias": ("embed",),
     }
+
+    num_heads: int
+    num_kv_heads: int
+    in_features: int
+    in_kv_features: int
+    qkv_features: int
+    out_features: int
+    head_dim: int
+    dtype: np.dtype | None
+    param_dtype: np.dtype
+    broadcast_dropout: bool
+    dropout_rate: float
+    deterministic: bool | None
+    precision: PrecisionLike
+    use_bias: bool
+    attention_fn: Callable[..., jax.Array]
+    decode: bool | None
+    sliding_window: int | None
+    implementation: Implementation | None
+    rng_collection: str
+    query: LinearGeneral
+    key: LinearGeneral
+    value: LinearGeneral
+    out: LinearGeneral
+    query_ln: LayerNorm | RMSNorm | None
+    key_ln: LayerNorm | RMSNorm | None
+    rotary: RotaryEmbedding | None
+    cache: KVCache | None
 
     def __init__(
         self,
@@ -99,12 +151,12 @@ class MultiHeadAttention(Module):
         num_kv_heads: int | None = None,
         in_kv_features: int | None = None,
         *,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         broadcast_dropout: bool = True,
         dropout_rate: float = 0.0,
         deterministic: bool | None = None,
-        precision: Any = None,
+        precision: PrecisionLike = None,
         kernel_init: InitializerLike = default_kernel_init,
         out_kernel_init: InitializerLike | None = None,
         bias_init: InitializerLike = default_bias_init,
@@ -113,9 +165,9 @@ class MultiHeadAttention(Module):
         attention_fn: Callable[..., jax.Array] = dot_product_attention,
         decode: bool | None = None,
         normalize_qk: bool | Literal["layer", "rms"] = False,
-        qkv_promote_dtype: PromoteDtype = promote_dtype,
-        out_promote_dtype: PromoteDtype = promote_dtype,
-        ln_promote_dtype: PromoteDtype = promote_dtype,
+        qkv_promote_dtype: PromoteDtype = default_promote_dtype,
+        out_promote_dtype: PromoteDtype = default_promote_dtype,
+        ln_promote_dtype: PromoteDtype = default_promote_dtype,
         qkv_dot_general: DotGeneral | None = None,
         out_dot_general: DotGeneral | None = None,
         qkv_dot_general_cls: Callable[[], DotGeneral] | None = None,
@@ -131,31 +183,20 @@ class MultiHeadAttention(Module):
         out_bias_metadata: Mapping[str, Any] = NO_METADATA,
         query_ln_scale_metadata: Mapping[str, Any] = NO_METADATA,
         key_ln_scale_metadata: Mapping[str, Any] = NO_METADATA,
-    ):
+    ) -> None:
         qkv_features = in_features if qkv_features is None else qkv_features
         out_features = in_features if out_features is None else out_features
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         in_kv_features = in_features if in_kv_features is None else in_kv_features
         if qkv_features % num_heads:
-            raise ValueError(
-                f"MultiHeadAttention: expected qkv_features to be a multiple of num_heads={num_heads}, got "
-                f"{qkv_features}."
-            )
+            raise ValueError(HEADS_DO_NOT_DIVIDE.format(heads=num_heads, got=qkv_features))
         if num_heads % num_kv_heads:
-            raise ValueError(
-                f"MultiHeadAttention: expected num_kv_heads to divide num_heads={num_heads}, got {num_kv_heads}."
-            )
+            raise ValueError(KV_HEADS_DO_NOT_DIVIDE.format(heads=num_heads, got=num_kv_heads))
         if sliding_window is not None and sliding_window < 1:
-            raise ValueError(
-                "MultiHeadAttention: sliding_window counts the token itself: expected at least 1, got "
-                f"{sliding_window}."
-            )
+            raise ValueError(EMPTY_WINDOW.format(got=sliding_window))
         head_dim = qkv_features // num_heads
         if rotary is not None and rotary.head_dim != head_dim:
-            raise ValueError(
-                f"MultiHeadAttention: expected a rotary embedding with head_dim={head_dim} (qkv_features // "
-                f"num_heads), got {rotary.head_dim}."
-            )
+            raise ValueError(WRONG_ROTARY.format(expected=head_dim, got=rotary.head_dim))
 
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -224,7 +265,7 @@ class MultiHeadAttention(Module):
         self.query_ln = _head_norm(normalize_qk, head_dim, scale_metadata=query_ln_scale_metadata, **norm)
         self.key_ln = _head_norm(normalize_qk, head_dim, scale_metadata=key_ln_scale_metadata, **norm)
         self.rotary = rotary
-        self.cache: KVCache | None = None
+        self.cache = None
 
     def __call__(
         self,
@@ -248,31 +289,32 @@ class MultiHeadAttention(Module):
         """Attends from `inputs_q` to `inputs_k`.
 
         Args:
-            inputs_q: `[batch..., query_length, in_features]`; `batch` may be any number of axes, or none.
+            inputs_q: `[batch..., query_length, in_features]` with any number of batch axes, including none.
             inputs_k: `[batch..., key_length, in_kv_features]`; `inputs_q` by default.
-            inputs_v: like `inputs_k`, which is its default.
-            mask: true where a query may attend to a key; broadcasts to `[batch..., heads, query_length, key_length]`,
-                in decode mode with the cache's `max_length` for `key_length`.
-            deterministic: no dropout; overrides the instance's and the Context's.
-            ctx: Context with the stream "dropout", needed where there is dropout.
-            sow_weights: keep the attention weights as the `Intermediate` "attention_weights".
-            decode: append to the cache and attend to all of it; overrides the instance's. Always causal.
-            is_causal: query `i` sees the keys `0..i`.
-            out_sharding, qkv_sharding: of the results of the projections, see `jax.lax.dot_general`.
-            bias: added to the attention logits; of the shape of `mask`.
-            seq_lengths: `[batch...]`, real tokens in each row of the keys; they stand first, the others are hidden. In
-                decode mode,
-                how many of these tokens to append: ragged prompts are padded on the right.
-            positions: of the queries for the rotary embedding, `[batch..., query_length]` or `[query_length]`; counted
-                from 0, in decode mode from the row's index, by default.
-            key_positions: of the keys; those of the queries by default, in cross-attention counted from 0.
+            inputs_v: an array like `inputs_k`, which is its default.
+            mask: an array that is true where a query may attend to a key; broadcasts to `[batch..., heads,
+                query_length, key_length]`. In decode mode, `key_length` is the cache's `max_length`.
+            deterministic: whether to skip dropout; overrides the instance's and the Context's.
+            ctx: the Context, with the stream "dropout"; needed only for dropout.
+            sow_weights: whether to record the attention weights as the `Intermediate` "attention_weights".
+            decode: whether to append to the cache and attend to all of it, always causally; overrides the instance's.
+            is_causal: whether query `i` sees only the keys `0..i`.
+            out_sharding, qkv_sharding: the shardings of the results of the projections, see `jax.lax.dot_general`.
+            bias: an array to add to the attention logits; broadcasts like `mask`.
+            seq_lengths: `[batch...]`, the number of real tokens in each row of the keys; they come first, and the
+                others are hidden. In decode mode, how many of these tokens to append: ragged prompts are padded on the
+                right.
+            positions: the positions of the queries for the rotary embedding, `[batch..., query_length]` or
+                `[query_length]`; by default counted from 0, in decode mode from the row's index.
+            key_positions: the positions of the keys; by default those of the queries, in cross-attention counted
+                from 0.
 
         Returns:
-            `[batch..., query_length, out_features]`.
+            An array of shape `[batch..., query_length, out_features]`.
         """
         if inputs_k is None:
             if inputs_v is not None:
-                raise ValueError("MultiHeadAttention: inputs_v was given without inputs_k; pass both.")
+                raise ValueError(VALUES_WITHOUT_KEYS)
             inputs_k = inputs_q
         if inputs_v is None:
             inputs_v = inputs_k
@@ -284,9 +326,7 @@ class MultiHeadAttention(Module):
             ("inputs_v", inputs_v, self.in_kv_features),
         ):
             if inputs.ndim < 2 or inputs.shape[-1] != expected:
-                raise ValueError(
-                    f"MultiHeadAttention: expected {name} of shape [batch..., length, {expected}], got {inputs.shape}."
-                )
+                raise ValueError(WRONG_INPUT.format(name=name, features=expected, got=inputs.shape))
 
         query = self.query(inputs_q, qkv_sharding)  # [batch..., query_length, heads, head_dim]
         key = self.key(inputs_k, qkv_sharding)  # [batch..., key_length, kv_heads, head_dim]
@@ -295,6 +335,7 @@ class MultiHeadAttention(Module):
             query, key = self.query_ln(query), self.key_ln(key)
 
         decode = self.decode if decode is None else decode
+        # Options are passed only when set: a user's `attention_fn` need not know all of them.
         options: dict[str, Any] = {"mask": mask, "is_causal": is_causal}
         if bias is not None:
             options["bias"] = bias
@@ -314,7 +355,7 @@ class MultiHeadAttention(Module):
             deterministic = resolve_mode(self, "deterministic", deterministic, ctx)
             if not deterministic:
                 if ctx is None:
-                    raise ValueError(_NO_CONTEXT)
+                    raise ValueError(NO_CONTEXT)
                 options["dropout_rng"] = ctx.make_rng(self.rng_collection)
         else:
             deterministic = True
@@ -332,18 +373,15 @@ class MultiHeadAttention(Module):
         )
         return self.out(attended, out_sharding)
 
-    def init_cache(self, input_shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
-        """Makes an empty cache, or replaces the present one.
+    def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> None:
+        """Makes an empty cache, replacing any earlier one.
 
         Args:
-            input_shape: `[batch..., max_length, features]`: that of an input as long as the longest text to come.
-            dtype: in which keys and values are stored.
+            input_shape: the shape `[batch..., max_length, features]` of an input as long as the longest text to come.
+            dtype: the dtype in which keys and values are stored.
         """
         if len(input_shape) < 2:
-            raise ValueError(
-                "MultiHeadAttention.init_cache: expected the shape [batch..., max_length, features], got "
-                f"{tuple(input_shape)}."
-            )
+            raise ValueError(CACHE_SHAPE.format(got=tuple(input_shape)))
         *batch, max_length, _ = input_shape
         self.cache = KVCache(tuple(batch), max_length, self.num_kv_heads, self.head_dim, dtype=dtype)
 
@@ -364,44 +402,34 @@ class MultiHeadAttention(Module):
         key_positions: jax.Array | None,
         options: dict[str, Any],
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The new queries with the keys and values of all tokens so far; says in `options` which of them each sees."""
+        """Returns the new queries with the keys and values of all tokens so far.
+
+        Changes `options` so that every query sees only the tokens up to its own.
+        """
         cache = self.cache
         if cache is None:
-            raise ValueError(_NO_CACHE)
+            raise ValueError(NO_CACHE)
         length = query.shape[-3]
         if key.shape[-3] != length:
-            raise ValueError(
-                "MultiHeadAttention: decode mode is for self-attention: expected as many keys as queries, got "
-                f"{key.shape[-3]} and {length}. Cross-attention needs no cache: call it with decode=False."
-            )
+            raise ValueError(DECODE_IS_SELF_ATTENTION.format(keys=key.shape[-3], queries=length))
         mask = options["mask"]
         if mask is not None and mask.shape[-1] not in (1, cache.max_length):
-            raise ValueError(
-                f"MultiHeadAttention: in decode mode a mask speaks of the cache's slots: expected a last axis of "
-                f"max_length={cache.max_length}, got a mask of shape {mask.shape}. (Decoding is causal without one.)"
-            )
+            raise ValueError(DECODE_MASK.format(max_length=cache.max_length, got=mask.shape))
         slots = cache.positions(length)
         positions = slots if positions is None else positions
         query, key = self._rotated(query, key, positions, positions if key_positions is None else key_positions)
         key, value = cache.append(key, value, seq_lengths)
         key, value = cast(key, query.dtype), cast(value, query.dtype)
 
-        options["is_causal"] = False  # counted from the first slot, it would not be about these queries
+        # `is_causal` would compare queries with slots as if the first query were in slot 0. For a single token, the
+        # number of filled slots says it all, and a fused kernel skips the rest; otherwise a mask does.
+        options["is_causal"] = False
         if length == 1 and mask is None and self.sliding_window is None:
             options["key_value_seq_lengths"] = jnp.minimum(slots[..., 0] + 1, cache.max_length)
         else:
             visible = cache.mask(slots, self.sliding_window)
             options["mask"] = visible if mask is None else visible & mask.astype(bool)
         return query, key, value
-
-
-_NO_CONTEXT = (
-    "MultiHeadAttention: dropout needs a key, and no Context was given: call the layer with ctx=ctx, or with "
-    "deterministic=True."
-)
-_NO_CACHE = (
-    "MultiHeadAttention: decode mode needs a cache: call `layer.init_cache((batch, max_length, features))` first."
-)
 
 
 def _head_norm(kind: bool | Literal["layer", "rms"], head_dim: int, **options: Any) -> LayerNorm | RMSNorm | None:
@@ -411,4 +439,4 @@ def _head_norm(kind: bool | Literal["layer", "rms"], head_dim: int, **options: A
         return RMSNorm(head_dim, **options)
     if kind is True or kind == "layer":
         return LayerNorm(head_dim, use_bias=False, **options)
-    raise ValueError(f"MultiHeadAttention: expected normalize_qk to be True, False, 'layer' or 'rms', got {kind!r}.")
+    raise ValueError(WRONG_NORM.format(got=kind))

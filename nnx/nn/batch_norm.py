@@ -1,43 +1,49 @@
-"""Batch normalisation, the layer whose statistics cross examples and live on as running averages."""
+"""Batch normalization: the layer whose moments span examples and are kept as running averages."""
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 from jax.typing import DTypeLike
 
 from nnx.core.context import Context
-from nnx.core.module import Module
 from nnx.core.variables import BatchStat
-from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, cast, promote_dtype, statistics_dtype
-from nnx.nn.initial_values import InitializerLike, default_bias_init, default_scale_init
 from nnx.nn.initializers import ones, zeros
-from nnx.nn.linear import NO_METADATA
-from nnx.nn.modes import resolve_mode
-from nnx.nn.moments import as_groups, check_features, check_mask, make_scale_and_bias, moments, rescale, result_dtype
+from nnx.nn.norm_base import IndexGroups, NormBase, moments, rescale
+from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, default_bias_init, default_scale_init
+from nnx.nn.settings import (
+    PromoteDtype,
+    cast,
+    compiled_body,
+    default_promote_dtype,
+    resolve_mode,
+    result_dtype,
+    statistics_dtype,
+)
 
 NO_BATCH_AXIS = (
     "BatchNorm expected a batch to average over, got an input of shape {shape}, whose only axis holds the features. "
-    "Pass a batch, `x[None]`; or `use_running_average=True`; or, under `vmap`, give the layer the `axis_name`."
+    "Pass a batch, `x[None]`; or `use_running_average=True`; or, under `vmap`, build the layer with `axis_name`."
 )
 
 
-def _normalize(
-    x: Array,
-    mean: Array,
-    var: Array,
-    scale: Array | None,
-    bias: Array | None,
+@compiled_body
+def _normalize_by(
+    x: jax.Array,
+    mean: jax.Array,
+    var: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
     *,
     axis: int,
     epsilon: float,
     dtype: Any,
-    promote: PromoteDtype = promote_dtype,
-) -> Array:
-    out_dtype = result_dtype(x, scale, bias, dtype, promote)
+    promote: PromoteDtype = default_promote_dtype,
+) -> jax.Array:
+    """Normalizes `x` by moments from elsewhere, with one entry per feature."""
+    out_dtype = result_dtype((x, scale, bias), dtype, promote)
     layout = [1] * x.ndim
     layout[axis] = x.shape[axis]
     x = cast(x, statistics_dtype(x.dtype))
@@ -45,10 +51,11 @@ def _normalize(
     return cast(y, out_dtype)
 
 
-@partial(jax.jit, static_argnames=("axis", "fast", "axis_name", "axis_index_groups"))
+@compiled_body
 def _batch_moments(
-    x: Array, mask: Array | None, *, axis: int, fast: bool, axis_name: Any, axis_index_groups: Any
-) -> tuple[Array, Array]:
+    x: jax.Array, mask: jax.Array | None, *, axis: int, fast: bool, axis_name: Any, axis_index_groups: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns mean and variance over all axes but `axis`, with one entry per feature."""
     x = cast(x, statistics_dtype(x.dtype))
     axes = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
     mean, var = moments(x, mask, axes, center=True, fast=fast, axis_name=axis_name, axis_index_groups=axis_index_groups)
@@ -56,49 +63,53 @@ def _batch_moments(
     return jnp.reshape(mean, (-1,)), jnp.reshape(var, (-1,))
 
 
-@partial(jax.jit, static_argnames=("momentum",))
-def _running(old: Array, new: Array, *, momentum: float) -> Array:
+@compiled_body
+def _running_average(old: jax.Array, new: jax.Array, *, momentum: float) -> jax.Array:
+    """Returns `old` moved toward `new`, in the dtype of `old`."""
+    # The statistics of earlier batches are data, not a function of the parameters: no gradient flows through them.
     return cast(momentum * old + (1.0 - momentum) * lax.stop_gradient(new), old.dtype)
 
 
-_normalize_compiled = partial(jax.jit, static_argnames=("axis", "epsilon", "dtype"))(_normalize)
+class BatchNorm(NormBase):
+    """Batch normalization: mean 0 and variance 1 over all axes but the features; shape `(batch, ..., num_features)`.
 
-
-class BatchNorm(Module):
-    """Batch normalisation: mean 0 and variance 1 over all axes but the features; shape `(batch, ..., num_features)`.
-
-    In training the moments of the batch are used, and enter the running averages `mean` and `var` (`BatchStat`); with
-    `use_running_average` those are used instead. The mode is taken from the call, else the instance, else the Context's
-    flag `use_running_average`.
+    In training, the layer uses the moments of the batch and moves the running averages `mean` and `var` (`BatchStat`)
+    toward them; with `use_running_average`, it uses the running averages instead. The mode comes from the call, else
+    the instance, else the Context's flag `use_running_average`.
 
     Args:
-        num_features: number of features.
-        use_running_average: the instance's mode; `None` to decide in the call or by the Context.
+        num_features: the number of features.
+        use_running_average: the mode of the instance; `None` to decide in the call or by the Context.
         axis: the feature axis.
-        momentum: weight of the old value in the running averages.
-        epsilon: added to the variance.
-        dtype: of the result; by default that of input and parameters.
-        param_dtype: in which the parameters are stored; the running averages are stored in at least float32.
+        momentum: the weight of the old value in the running averages.
+        epsilon: a small number added to the variance.
+        dtype: the dtype of the result; by default, the dtype that input and parameters promote to.
+        param_dtype: the dtype in which the parameters are stored; the running averages use at least float32.
         use_bias: whether to add a learned bias.
         use_scale: whether to multiply by a learned scale.
-        bias_init: initialiser of the bias.
-        scale_init: initialiser of the scale.
-        axis_name: name of a mapped axis over which the moments are averaged as well.
+        bias_init: the initializer of the bias.
+        scale_init: the initializer of the scale.
+        axis_name: the name of a mapped axis over which the moments are averaged as well.
         axis_index_groups: groups of indices along that axis to average within, see `jax.lax.pmean`.
         use_fast_variance: whether to compute the variance as `E[x²] - E[x]²`, in one pass over the input.
-        promote_dtype: replaces the function that decides the dtype of the result.
-        ctx: only needed for initialisers that draw random numbers.
+        promote_dtype: a replacement for the function that decides the dtype of the result.
+        ctx: the Context; needed only for initializers that draw random numbers.
         bias_metadata: metadata of the bias's Variable.
         scale_metadata: metadata of the scale's Variable.
 
-    >>> import nnx, jax.numpy as jnp
     >>> layer = nnx.BatchNorm(3, momentum=0.9, ctx=nnx.context(0))
     >>> y = layer(jnp.full((4, 3), 10.0), use_running_average=False)
     >>> [round(m, 3) for m in layer.mean.tolist()]
     [1.0, 1.0, 1.0]
     """
 
-    logical_axes = dict.fromkeys(("scale", "bias", "mean", "var"), ("norm",))
+    logical_axes: ClassVar[AxisNames] = dict.fromkeys(("scale", "bias", "mean", "var"), ("norm",))
+
+    use_running_average: bool | None
+    axis: int
+    momentum: float
+    mean: jax.Array
+    var: jax.Array
 
     def __init__(
         self,
@@ -115,51 +126,55 @@ class BatchNorm(Module):
         bias_init: InitializerLike = default_bias_init,
         scale_init: InitializerLike = default_scale_init,
         axis_name: str | None = None,
-        axis_index_groups: Any = None,
+        axis_index_groups: IndexGroups = None,
         use_fast_variance: bool = True,
-        promote_dtype: PromoteDtype = promote_dtype,
+        promote_dtype: PromoteDtype = default_promote_dtype,
         ctx: Context | None = None,
         bias_metadata: Mapping[str, Any] = NO_METADATA,
         scale_metadata: Mapping[str, Any] = NO_METADATA,
-    ):
-        self.num_features = num_features
+    ) -> None:
+        super().__init__(
+            num_features,
+            epsilon=epsilon,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            scale_init=scale_init if use_scale else None,
+            bias_init=bias_init if use_bias else None,
+            axis_name=axis_name,
+            axis_index_groups=axis_index_groups,
+            use_fast_variance=use_fast_variance,
+            promote_dtype=promote_dtype,
+            ctx=ctx,
+            scale_metadata=scale_metadata,
+            bias_metadata=bias_metadata,
+        )
         self.use_running_average = use_running_average
         self.axis = axis
         self.momentum = momentum
-        self.epsilon = epsilon
-        self.dtype = as_optional_dtype(dtype)
-        self.param_dtype = as_dtype(param_dtype)
-        self.use_bias = use_bias
-        self.use_scale = use_scale
-        self.axis_name = axis_name
-        self.axis_index_groups = as_groups(axis_index_groups)
-        self.use_fast_variance = use_fast_variance
-        self.promote_dtype = promote_dtype
         stat_dtype = statistics_dtype(self.param_dtype)
         self.mean = BatchStat(zeros(None, (num_features,), stat_dtype))
         self.var = BatchStat(ones(None, (num_features,), stat_dtype))
-        self.scale: Array | None
-        self.bias: Array | None
-        make_scale_and_bias(
-            self,
-            num_features,
-            ctx,
-            scale_init if use_scale else None,
-            scale_metadata,
-            bias_init if use_bias else None,
-            bias_metadata,
-        )
 
     def __call__(
         self,
-        x: Array,
+        x: jax.Array,
         use_running_average: bool | None = None,
         *,
-        mask: Array | None = None,
+        mask: jax.Array | None = None,
         ctx: Context | None = None,
-    ) -> Array:
-        check_features(self, x, self.num_features, (self.axis,))
-        check_mask(self, x, mask)
+    ) -> jax.Array:
+        """Normalizes `x`.
+
+        Args:
+            x: an array of shape `(batch, ..., num_features)`.
+            use_running_average: the mode of this call; overrides the instance's and the Context's.
+            mask: an array that is true for the entries that count toward the moments.
+            ctx: the Context, for its flag `use_running_average`.
+
+        Returns:
+            An array of the same shape.
+        """
+        self._check(x, mask, (self.axis,))
         if resolve_mode(self, "use_running_average", use_running_average, ctx):
             mean, var = self.mean, self.var
         else:
@@ -173,9 +188,16 @@ class BatchNorm(Module):
                 axis_name=self.axis_name,
                 axis_index_groups=self.axis_index_groups,
             )
-            self.mean = _running(self.mean, mean, momentum=self.momentum)
-            self.var = _running(self.var, var, momentum=self.momentum)
-        settings = {"axis": self.axis, "epsilon": self.epsilon, "dtype": self.dtype}
-        if self.promote_dtype is promote_dtype:
-            return _normalize_compiled(x, mean, var, self.scale, self.bias, **settings)
-        return _normalize(x, mean, var, self.scale, self.bias, **settings, promote=self.promote_dtype)
+            self.mean = _running_average(self.mean, mean, momentum=self.momentum)
+            self.var = _running_average(self.var, var, momentum=self.momentum)
+        return _normalize_by(
+            x,
+            mean,
+            var,
+            self.scale,
+            self.bias,
+            axis=self.axis,
+            epsilon=self.epsilon,
+            dtype=self.dtype,
+            promote=self.promote_dtype,
+        )

@@ -1,10 +1,19 @@
-"""Errors that layers share: an input of the wrong size, a number where a tuple is meant."""
+"""Checks of what users pass to layers: the shape of an input, and arguments with one entry per spatial dimension.
 
-from collections.abc import Sequence
+Spatial arguments are brought to one form in the constructor. A *padding* is a name ("SAME", "VALID", …), an int for all
+sides, or one entry per spatial dimension, each an int for both sides or a pair `(low, high)`; it becomes a name or a
+tuple of pairs.
+"""
+
+from collections.abc import Collection, Sequence
 from numbers import Number
 from typing import Any
 
 import numpy as np
+
+PaddingLike = str | int | Sequence[int | tuple[int, int]]
+Padding = str | tuple[tuple[int, int], ...]
+Strides = int | Sequence[int] | None
 
 WRONG_FEATURES = (
     "{layer} expected {expected} features {where}, got {got}: the input has shape {shape}. "
@@ -18,12 +27,24 @@ TUPLE_NOT_INT = (
 WRONG_LENGTH = (
     "{layer}: `{argument}` must be an int or have {expected} entries, one per spatial dimension, got {got!r}."
 )
+UNKNOWN_PADDING = (
+    "{layer}: unknown padding {got!r}. Use one of {names}, an int, or one int or (low, high) pair per spatial "
+    "dimension ({dimensions} here)."
+)
+
+
+def as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns one int or several as a tuple."""
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+# Inputs
 
 
 def wrong_features(
     layer: object, expected: int, got: int, shape: Sequence[int], argument: str, where: str = "on the last axis"
 ) -> ValueError:
-    """The error for an input with another number of features than the layer was built for."""
+    """Makes the error for an input whose number of features is not the one the layer was built for."""
     return ValueError(
         WRONG_FEATURES.format(
             layer=type(layer).__name__, expected=expected, got=got, shape=tuple(shape), argument=argument, where=where
@@ -31,24 +52,44 @@ def wrong_features(
     )
 
 
+def too_few_axes(layer: str, expected: str, shape: Sequence[int]) -> ValueError:
+    """Makes the error for an input with too few axes; `expected` describes the shape it should have."""
+    return ValueError(TOO_FEW_AXES.format(layer=layer, expected=expected, shape=tuple(shape)))
+
+
 def check_last_axis(layer: object, x: Any, expected: int, argument: str) -> None:
-    """Raises unless the last axis of `x` has `expected` entries."""
+    """Raises `ValueError` unless the last axis of `x` has `expected` entries."""
     shape = x.shape
     if not shape:
-        raise ValueError(TOO_FEW_AXES.format(layer=type(layer).__name__, expected=f"(..., {expected})", shape=shape))
+        raise too_few_axes(type(layer).__name__, f"(..., {expected})", shape)
     if shape[-1] != expected:
         raise wrong_features(layer, expected, shape[-1], shape, argument)
 
 
+def check_spatial_axes(layer: str, x: Any, dimensions: int, features: int | str = "features") -> None:
+    """Raises `ValueError` unless `x` has `dimensions` spatial axes and a feature axis."""
+    if x.ndim < dimensions + 1:
+        spatial = ", ".join(f"d{i}" for i in range(dimensions))
+        raise too_few_axes(layer, f"(..., {spatial}, {features})", x.shape)
+
+
+# Spatial arguments
+
+
 def spatial_tuple(layer: str, argument: str, value: Any) -> tuple[Any, ...]:
-    """`value` as a tuple; a bare number is a `TypeError` that shows the tuple to write."""
+    """Returns `value` as a tuple.
+
+    Raises:
+        TypeError: for a bare number, because it does not say how many spatial dimensions there are; the message shows
+            the tuple to write.
+    """
     if isinstance(value, Number):
         raise TypeError(TUPLE_NOT_INT.format(layer=layer, argument=argument, got=value))
     return tuple(value)
 
 
-def per_dimension(layer: str, argument: str, value: int | Sequence[int] | None, dimensions: int) -> tuple[int, ...]:
-    """One int per spatial dimension from an int, a sequence, or `None` (ones)."""
+def per_dimension(layer: str, argument: str, value: Strides, dimensions: int) -> tuple[int, ...]:
+    """Returns one int per spatial dimension from an int, a sequence, or `None` (ones)."""
     if value is None:
         return (1,) * dimensions
     if isinstance(value, int | np.integer):
@@ -57,3 +98,31 @@ def per_dimension(layer: str, argument: str, value: int | Sequence[int] | None, 
     if len(entries) != dimensions:
         raise ValueError(WRONG_LENGTH.format(layer=layer, argument=argument, expected=dimensions, got=value))
     return entries
+
+
+def normalize_padding(layer: str, padding: PaddingLike, dimensions: int, names: Collection[str]) -> Padding:
+    """Returns `padding` as one of `names` or as one `(low, high)` pair per dimension.
+
+    >>> normalize_padding("Conv", (1, (0, 2)), 2, ("SAME",))
+    ((1, 1), (0, 2))
+    """
+    error = ValueError(
+        UNKNOWN_PADDING.format(
+            layer=layer, got=padding, names=", ".join(repr(name) for name in names), dimensions=dimensions
+        )
+    )
+    if isinstance(padding, str):
+        if padding.upper() not in names:
+            raise error
+        return padding.upper()
+    if isinstance(padding, int | np.integer):
+        return ((int(padding), int(padding)),) * dimensions
+    if len(padding) != dimensions:
+        raise error
+    pairs = []
+    for entry in padding:
+        pair = (entry, entry) if isinstance(entry, int | np.integer) else tuple(entry)
+        if len(pair) != 2 or not all(isinstance(side, int | np.integer) for side in pair):
+            raise error
+        pairs.append((int(pair[0]), int(pair[1])))
+    return tuple(pairs)

@@ -1,53 +1,58 @@
-"""Embeddings: vectors looked up by token, and by position.
+"""Embeddings: vectors looked up by token and by position.
 
-`Embed` holds one vector per token. Positions are either learned (`LearnedPositionEmbed`, one vector each, a fixed
-number of them) or computed (`SinusoidalPositionEmbed`, any number); both add them to their input. Rotary positions are
-in `rotary.py`.
+`Embed` holds one vector per token. Positions are either learned (`LearnedPositionEmbed`, a fixed number of them, one
+vector each) or computed (`SinusoidalPositionEmbed`, any number); both add them to their input. Rotary positions are in
+`rotary`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from nnx.core.context import Context
 from nnx.core.module import Module
-from nnx.core.variables import Param
 from nnx.nn.checks import check_last_axis
-from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, cast, promote_dtype
-from nnx.nn.initial_values import InitializerLike, compiled, initial_value
 from nnx.nn.initializers import normal, variance_scaling
-from nnx.nn.linear import NO_METADATA
+from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, compiled_initializer, make_param
+from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, cast, default_promote_dtype, promote_dtype
 from nnx.sharding.explicit import result_sharding, split_like
 
-default_embedding_init = compiled(variance_scaling(1.0, "fan_in", "normal", out_axis=0))
-default_position_init = compiled(normal(0.02))
+# A lookup selects one row instead of summing over the vocabulary, so the rows, not the features, are the output axis:
+# the fan-in is then `features`, and each vector has a norm of about 1.
+default_embedding_init: InitializerLike = compiled_initializer(variance_scaling(1.0, "fan_in", "normal", out_axis=0))
+default_position_init: InitializerLike = compiled_initializer(normal(0.02))
 
 NOT_INTEGERS = "{layer} looks vectors up by number: expected an array of integers, got dtype {dtype}, shape {shape}."
+NO_LENGTH = "{layer}: expected an input of shape [batch..., length, features], got {shape}."
+WRONG_POSITIONS = "{layer}: expected positions of shape {tokens} or {length} for an input of shape {shape}, got {got}."
+TOO_LONG = (
+    "LearnedPositionEmbed has vectors for max_length={max_length} positions, got an input of length {length} "
+    "(shape {shape}). Build it with a greater `max_length`, or shorten the input."
+)
+ODD_FEATURES = "Sinusoidal positions are pairs of sine and cosine: expected an even number of features, got {got}."
 
 
 class Embed(Module):
     """A table of vectors, one per token.
 
     Args:
-        num_embeddings: size of the vocabulary.
-        features: of each vector.
-        dtype: of the result; that of the table by default.
-        param_dtype: of the table.
-        embedding_init: initialiser of the table.
-        promote_dtype: replaces the function that brings query and table to one dtype.
-        ctx: Context with the stream "params".
+        num_embeddings: the size of the vocabulary.
+        features: the number of features of each vector.
+        dtype: the dtype of the result; by default, that of the table.
+        param_dtype: the dtype of the table.
+        embedding_init: the initializer of the table.
+        promote_dtype: a replacement for the function that converts query and table to one dtype.
+        ctx: the Context; its stream "params" initializes the table.
         embedding_metadata: metadata of the table's Variable.
 
     Attributes:
         embedding: the table, `[num_embeddings, features]`.
 
-    >>> import nnx, jax.numpy as jnp
     >>> layer = nnx.Embed(10, 4, ctx=nnx.context(0))
     >>> x = layer(jnp.array([[1, 2, 3]]))
     >>> x.shape
@@ -56,53 +61,58 @@ class Embed(Module):
     (1, 3, 10)
     """
 
-    logical_axes = {"embedding": ("vocab", "embed")}
+    logical_axes: ClassVar[AxisNames] = {"embedding": ("vocab", "embed")}
+
+    num_embeddings: int
+    features: int
+    dtype: np.dtype | None
+    param_dtype: np.dtype
+    promote_dtype: PromoteDtype
+    embedding: jax.Array
 
     def __init__(
         self,
         num_embeddings: int,
         features: int,
         *,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         embedding_init: InitializerLike = default_embedding_init,
-        promote_dtype: PromoteDtype = promote_dtype,
+        promote_dtype: PromoteDtype = default_promote_dtype,
         ctx: Context,
         embedding_metadata: Mapping[str, Any] = NO_METADATA,
-    ):
+    ) -> None:
         self.num_embeddings = num_embeddings
         self.features = features
         self.dtype = as_optional_dtype(dtype)
         self.param_dtype = as_dtype(param_dtype)
         self.promote_dtype = promote_dtype
-        table = initial_value(self, embedding_init, ctx, (num_embeddings, features), self.param_dtype)
-        self.embedding = Param(table, **embedding_metadata)
+        self.embedding = make_param(self, embedding_init, ctx, (num_embeddings, features), embedding_metadata)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Looks tokens up.
 
         Args:
-            inputs: integers of any shape, within `0..num_embeddings - 1`; negative ones count from the end, and those
-                outside give NaN, never a wrong vector.
-            out_sharding: of the result, see `jax.Array.at`.
+            inputs: integers of any shape, within `0..num_embeddings - 1`. Negative ones count from the end; those
+                outside the table return NaN, never a wrong vector.
+            out_sharding: the sharding of the result on explicit mesh axes, see `jax.Array.at`.
 
         Returns:
-            `[*inputs.shape, features]`.
+            An array of shape `[*inputs.shape, features]`.
         """
         vectors = _looked_up(self, self.embedding, inputs, out_sharding)
         (vectors,) = self.promote_dtype((vectors,), dtype=self.dtype)
         return vectors
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """The product of `query` with every vector: logits over the vocabulary, when the table also serves as the last
-        layer.
+        """Multiplies `query` with every vector: logits over the vocabulary, when the table is also the last layer.
 
         Args:
-            query: `[..., features]`.
-            out_sharding: of the result, see `jax.lax.dot_general`.
+            query: an array of shape `[..., features]`.
+            out_sharding: the sharding of the result on explicit mesh axes, see `jax.lax.dot_general`.
 
         Returns:
-            `[..., num_embeddings]`.
+            An array of shape `[..., num_embeddings]`.
         """
         check_last_axis(self, query, self.features, "features")
         query, table = self.promote_dtype((query, self.embedding), dtype=self.dtype)
@@ -116,18 +126,17 @@ class LearnedPositionEmbed(Module):
     """Adds a learned vector per position.
 
     Args:
-        max_length: how many positions there are.
-        features: of the input.
-        dtype: of the result; by default what input and table promote to.
-        param_dtype: of the table.
-        embedding_init: initialiser of the table.
-        ctx: Context with the stream "params".
+        max_length: the number of positions.
+        features: the number of features of the input.
+        dtype: the dtype of the result; by default, the dtype that input and table promote to.
+        param_dtype: the dtype of the table.
+        embedding_init: the initializer of the table.
+        ctx: the Context; its stream "params" initializes the table.
         embedding_metadata: metadata of the table's Variable.
 
     Attributes:
         embedding: the table, `[max_length, features]`.
 
-    >>> import nnx, jax.numpy as jnp
     >>> layer = nnx.LearnedPositionEmbed(16, 4, ctx=nnx.context(0))
     >>> layer(jnp.zeros((2, 5, 4))).shape
     (2, 5, 4)
@@ -135,43 +144,45 @@ class LearnedPositionEmbed(Module):
     (2, 1, 4)
     """
 
-    logical_axes = {"embedding": (None, "embed")}
+    logical_axes: ClassVar[AxisNames] = {"embedding": (None, "embed")}
+
+    max_length: int
+    features: int
+    dtype: np.dtype | None
+    param_dtype: np.dtype
+    embedding: jax.Array
 
     def __init__(
         self,
         max_length: int,
         features: int,
         *,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         embedding_init: InitializerLike = default_position_init,
         ctx: Context,
         embedding_metadata: Mapping[str, Any] = NO_METADATA,
-    ):
+    ) -> None:
         self.max_length = max_length
         self.features = features
         self.dtype = as_optional_dtype(dtype)
         self.param_dtype = as_dtype(param_dtype)
-        table = initial_value(self, embedding_init, ctx, (max_length, features), self.param_dtype)
-        self.embedding = Param(table, **embedding_metadata)
+        self.embedding = make_param(self, embedding_init, ctx, (max_length, features), embedding_metadata)
 
     def __call__(self, inputs: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Adds the vectors of the positions.
 
         Args:
-            inputs: `[batch..., length, features]`.
-            positions: `[batch..., length]` or `[length]`; 0, 1, 2 … by default. One outside of the table gives NaN.
+            inputs: an array of shape `[batch..., length, features]`.
+            positions: `[batch..., length]` or `[length]`; 0, 1, 2 … by default. Positions outside the table return NaN.
 
         Returns:
-            An array of the shape of `inputs`.
+            An array with the shape of `inputs`.
         """
         length = _checked_length(self, inputs, positions)
         if positions is None:
             if length > self.max_length:
-                raise ValueError(
-                    f"LearnedPositionEmbed has vectors for max_length={self.max_length} positions, got an input of "
-                    f"length {length} (shape {inputs.shape})."
-                )
+                raise ValueError(TOO_LONG.format(max_length=self.max_length, length=length, shape=inputs.shape))
             vectors = lax.slice_in_dim(self.embedding, 0, length)
         else:
             vectors = _looked_up(self, self.embedding, positions)
@@ -180,19 +191,22 @@ class LearnedPositionEmbed(Module):
 
 
 class SinusoidalPositionEmbed(Module):
-    """Adds sines and cosines of the position; has no parameters and no greatest length.
+    """Adds sines and cosines of the position; it has no parameters and no maximum length.
 
     Args:
-        features: of the input, an even number.
-        max_timescale: the longest wavelength is `2 pi` times this.
-        dtype: of the result; that of the input by default.
+        features: the number of features of the input, which must be even.
+        max_timescale: the longest wavelength, divided by `2 pi`.
+        dtype: the dtype of the result; by default, that of the input.
 
-    >>> import nnx, jax.numpy as jnp
     >>> nnx.SinusoidalPositionEmbed(4)(jnp.zeros((2, 5, 4))).shape
     (2, 5, 4)
     """
 
-    def __init__(self, features: int, *, max_timescale: float = 10000.0, dtype: Any = None):
+    features: int
+    max_timescale: float
+    dtype: np.dtype | None
+
+    def __init__(self, features: int, *, max_timescale: float = 10000.0, dtype: DTypeLike | None = None) -> None:
         _check_even(features)
         self.features = features
         self.max_timescale = float(max_timescale)
@@ -202,11 +216,11 @@ class SinusoidalPositionEmbed(Module):
         """Adds the vectors of the positions.
 
         Args:
-            inputs: `[batch..., length, features]`.
+            inputs: an array of shape `[batch..., length, features]`.
             positions: `[batch..., length]` or `[length]`; 0, 1, 2 … by default.
 
         Returns:
-            An array of the shape of `inputs`.
+            An array with the shape of `inputs`.
         """
         length = _checked_length(self, inputs, positions)
         if positions is None:
@@ -217,19 +231,16 @@ class SinusoidalPositionEmbed(Module):
 
 
 def sinusoidal_positions(positions: jax.Array, features: int, *, max_timescale: float = 10000.0) -> jax.Array:
-    """Sines (even features) and cosines (odd ones) of each position; the function of `SinusoidalPositionEmbed`.
-
-    As in "Attention Is All You Need".
+    """Computes sines (even features) and cosines (odd ones) of each position, as in "Attention Is All You Need".
 
     Args:
-        positions: of any shape.
-        features: an even number.
-        max_timescale: the longest wavelength is `2 pi` times this.
+        positions: an array of any shape.
+        features: the number of features, which must be even.
+        max_timescale: the longest wavelength, divided by `2 pi`.
 
     Returns:
-        float32 `[*positions.shape, features]`.
+        A float32 array of shape `[*positions.shape, features]`.
 
-    >>> import nnx, jax.numpy as jnp
     >>> nnx.sinusoidal_positions(jnp.arange(2), 4)[0].tolist()
     [0.0, 1.0, 0.0, 1.0]
     """
@@ -244,28 +255,26 @@ def _looked_up(layer: Module, table: jax.Array, indices: jax.Array, out_sharding
         raise ValueError(NOT_INTEGERS.format(layer=type(layer).__name__, dtype=indices.dtype, shape=indices.shape))
     if out_sharding is None:
         out_sharding = result_sharding((indices, range(indices.ndim)), (table, (1,)))
+    # "fill" returns NaN outside the table. `table[indices]` would clamp, and return the last vector for a wrong token.
     if out_sharding is not None:
         return table.at[indices].get(mode="fill", out_sharding=out_sharding)
     return jnp.take(table, indices, axis=0, mode="fill")
 
 
 def _checked_length(layer: Any, inputs: jax.Array, positions: jax.Array | None) -> int:
+    """Returns the length of `inputs`, after checking it and that there is one position per token."""
     check_last_axis(layer, inputs, layer.features, "features")
+    name, shape = type(layer).__name__, inputs.shape
     if inputs.ndim < 2:
-        raise ValueError(
-            f"{type(layer).__name__}: expected an input of shape [batch..., length, features], got {inputs.shape}."
-        )
-    tokens = inputs.shape[:-1]
+        raise ValueError(NO_LENGTH.format(layer=name, shape=shape))
+    tokens = shape[:-1]
     if positions is not None and positions.shape not in (tokens, tokens[-1:]):
         raise ValueError(
-            f"{type(layer).__name__}: expected positions of shape {tokens} or {tokens[-1:]} for an input of shape "
-            f"{inputs.shape}, got {positions.shape}."
+            WRONG_POSITIONS.format(layer=name, tokens=tokens, length=tokens[-1:], shape=shape, got=positions.shape)
         )
     return tokens[-1]
 
 
 def _check_even(features: int) -> None:
     if features % 2:
-        raise ValueError(
-            f"Sinusoidal positions are pairs of sine and cosine: expected an even number of features, got {features}."
-        )
+        raise ValueError(ODD_FEATURES.format(got=features))

@@ -1,17 +1,16 @@
-"""Low-rank adaptation: a trained product of two thin matrices added to a linear layer that is left alone.
+"""Low-rank adaptation: a trained product of two thin matrices, added to a linear layer whose weights stay fixed.
 
-`lora_a` and `lora_b` are `LoRAParam`s, so that `wrt=nnx.LoRAParam` trains them and nothing else. `add_lora` puts them
-into the linear layers of an existing model; `merge_lora` multiplies them out again.
+`lora_a` and `lora_b` are `LoRAParam`s, so `wrt=nnx.LoRAParam` trains them and nothing else. `add_lora` adds them to the
+linear layers of an existing model; `merge_lora` multiplies them into the kernels.
 """
 
 import math
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
 from jax.typing import DTypeLike
 
 from nnx.core.context import Context
@@ -19,25 +18,35 @@ from nnx.core.filters import Filter, PathMatches, to_predicate
 from nnx.core.module import Module
 from nnx.core.variables import Variable
 from nnx.nn.checks import check_last_axis
-from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, promote_dtype
-from nnx.nn.initial_values import InitializerLike, compiled, default_bias_init, initial_value
 from nnx.nn.initializers import he_uniform
-from nnx.nn.linear import NO_METADATA, Linear, LinearGeneral
+from nnx.nn.linear import Linear, LinearGeneral
+from nnx.nn.parameters import (
+    NO_METADATA,
+    AxisNames,
+    InitializerLike,
+    compiled_initializer,
+    default_bias_init,
+    initial_value,
+)
+from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, compiled_body, default_promote_dtype
 from nnx.sharding.explicit import result_sharding
 
 NOTHING_MATCHES = (
-    "add_lora: `where` matches no linear layer, so that nothing would be trained. "
+    "add_lora: `where` matches no linear layer, so nothing would be trained. "
     "The linear layers of this {model} are: {paths}."
 )
 NOT_CALLABLE = "LoRA: `base_module` must be callable, got {got}."
-BATCHED_KERNEL = "add_lora: the LinearGeneral at {path!r} has batch axes, for which there is no low-rank form here."
+BATCHED_KERNEL = (
+    "add_lora: the LinearGeneral at {path!r} has batch axes, for which low-rank adaptation is not defined here. "
+    "Leave it out with `where=`."
+)
 
-default_a_init = compiled(he_uniform())
-default_b_init = default_bias_init
+default_a_init: InitializerLike = compiled_initializer(he_uniform())
+default_b_init: InitializerLike = default_bias_init
 
 
 class LoRAParam(Variable):
-    """A parameter of a low-rank adaptation; no `nnx.Param`, so that the two train apart.
+    """A parameter of a low-rank adaptation; it is not an `nnx.Param`, so the two are trained separately.
 
     >>> model = nnx.LoRA(4, 2, 4, ctx=nnx.context(0))
     >>> list(model.filter(nnx.LoRAParam))
@@ -47,47 +56,62 @@ class LoRAParam(Variable):
     collection = "lora_params"
 
 
+@compiled_body
 def _low_rank(
-    x: Array, a: Array, b: Array, *, scale: float, dtype: Any, promote: PromoteDtype = promote_dtype
-) -> Array:
+    x: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    scale: float,
+    dtype: Any,
+    promote: PromoteDtype = default_promote_dtype,
+) -> jax.Array:
     x, a, b = promote((x, a, b), dtype=dtype)
-    for matrix in (a, b):
+    for matrix in (a, b):  # (x @ a) @ b never forms the full matrix
         x = jnp.matmul(x, matrix, out_sharding=result_sharding((x, range(x.ndim - 1)), (matrix, (1,))))
     return x if scale == 1.0 else x * scale
 
 
-_low_rank_compiled = partial(jax.jit, static_argnames=("scale", "dtype"))(_low_rank)
-
-
 class LoRA(Module):
-    """`y = scale * x @ lora_a @ lora_b`, plus the output of `base_module` if there is one.
+    """Computes `y = scale * x @ lora_a @ lora_b`, plus the output of `base_module` if there is one.
 
     Shape: `(..., in_features) -> (..., out_features)`.
 
     Args:
-        in_features: size of the input's last axis.
+        in_features: the size of the input's last axis.
         lora_rank: the rank.
-        out_features: size of the output's last axis.
-        base_module: a module whose output is added.
-        alpha: the product is scaled by `alpha / lora_rank`; by default not at all.
-        dtype: of the computation; by default that of input and parameters.
-        param_dtype: in which the parameters are stored.
-        a_initializer: initialiser of `lora_a`, of shape `(in_features, lora_rank)`.
-        b_initializer: initialiser of `lora_b`, of shape `(lora_rank, out_features)`; zeros, to change nothing at first.
-        lora_param_type: Variable type of the two.
-        promote_dtype: replaces the function that brings input and parameters to one dtype.
-        ctx: draws the parameters from its stream "params".
+        out_features: the size of the output's last axis.
+        base_module: a Module whose output is added.
+        alpha: the numerator of the scale, `alpha / lora_rank`; by default, the scale is 1.
+        dtype: the computation dtype; by default, the dtype that input and parameters promote to.
+        param_dtype: the dtype in which the parameters are stored.
+        a_initializer: the initializer of `lora_a`, of shape `(in_features, lora_rank)`.
+        b_initializer: the initializer of `lora_b`, of shape `(lora_rank, out_features)`; by default zeros, so that the
+            adaptation changes nothing at first.
+        lora_param_type: the Variable type of the two.
+        promote_dtype: a replacement for the function that converts input and parameters to one dtype.
+        ctx: the Context; its stream "params" initializes the parameters.
         a_metadata: metadata of `lora_a`.
         b_metadata: metadata of `lora_b`.
 
-    >>> import nnx, jax.numpy as jnp
     >>> ctx = nnx.context(0)
     >>> layer = nnx.LoRA(3, 2, 4, base_module=nnx.Linear(3, 4, ctx=ctx), ctx=ctx)
     >>> layer(jnp.ones((16, 3))).shape
     (16, 4)
     """
 
-    logical_axes = {"lora_a": ("in", None), "lora_b": (None, "out")}
+    logical_axes: ClassVar[AxisNames] = {"lora_a": ("in", None), "lora_b": (None, "out")}
+
+    in_features: int
+    out_features: int
+    lora_rank: int
+    scale: float
+    base_module: Module | None
+    dtype: np.dtype | None
+    param_dtype: np.dtype
+    promote_dtype: PromoteDtype
+    lora_a: jax.Array
+    lora_b: jax.Array
 
     def __init__(
         self,
@@ -102,11 +126,11 @@ class LoRA(Module):
         a_initializer: InitializerLike = default_a_init,
         b_initializer: InitializerLike = default_b_init,
         lora_param_type: type[Variable] = LoRAParam,
-        promote_dtype: PromoteDtype = promote_dtype,
+        promote_dtype: PromoteDtype = default_promote_dtype,
         ctx: Context,
         a_metadata: Mapping[str, Any] = NO_METADATA,
         b_metadata: Mapping[str, Any] = NO_METADATA,
-    ):
+    ) -> None:
         if base_module is not None and not callable(base_module):
             raise TypeError(NOT_CALLABLE.format(got=type(base_module).__name__))
         self.in_features = in_features
@@ -115,47 +139,47 @@ class LoRA(Module):
         self.scale = 1.0 if alpha is None else alpha / lora_rank
         self.base_module = base_module
         self.dtype = as_optional_dtype(dtype)
-        self.param_dtype = param_dtype = as_dtype(param_dtype)
+        self.param_dtype = as_dtype(param_dtype)
         self.promote_dtype = promote_dtype
-        a = initial_value(self, a_initializer, ctx, (in_features, lora_rank), param_dtype)
-        b = initial_value(self, b_initializer, ctx, (lora_rank, out_features), param_dtype)
+        a = initial_value(self, a_initializer, ctx, (in_features, lora_rank), self.param_dtype)
+        b = initial_value(self, b_initializer, ctx, (lora_rank, out_features), self.param_dtype)
         make: Any = lora_param_type
-        self.lora_a: Array = make(a, **a_metadata)
-        self.lora_b: Array = make(b, **b_metadata)
+        self.lora_a = make(a, **a_metadata)
+        self.lora_b = make(b, **b_metadata)
 
-    def __call__(self, x: Array, **kwargs: Any) -> Array:
+    def __call__(self, x: jax.Array, **kwargs: Any) -> jax.Array:
+        """Applies the adaptation to `x`, of shape `(..., in_features)`; `kwargs` are passed to `base_module`."""
         check_last_axis(self, x, self.in_features, "in_features")
-        if self.promote_dtype is promote_dtype:
-            y = _low_rank_compiled(x, self.lora_a, self.lora_b, scale=self.scale, dtype=self.dtype)
-        else:
-            y = _low_rank(x, self.lora_a, self.lora_b, scale=self.scale, dtype=self.dtype, promote=self.promote_dtype)
-        return y if self.base_module is None else y + self.base_module(x, **kwargs)
+        y = _low_rank(x, self.lora_a, self.lora_b, scale=self.scale, dtype=self.dtype, promote=self.promote_dtype)
+        base: Any = self.base_module
+        return y if base is None else y + base(x, **kwargs)
 
 
 class LoRALinear(Linear):
-    """A `Linear` plus a `LoRA`, with the paths of a `Linear`: its weights load as they are.
+    """A `Linear` plus a `LoRA`; the paths are those of a `Linear`, so the weights of one load unchanged.
 
     Args:
-        in_features: size of the input's last axis.
-        out_features: size of the output's last axis.
+        in_features: the size of the input's last axis.
+        out_features: the size of the output's last axis.
         lora_rank: the rank.
-        lora_alpha: the low-rank part is scaled by `lora_alpha / lora_rank`; by default not at all.
-        lora_dtype: of the low-rank computation.
-        lora_param_dtype: in which the low-rank parameters are stored.
-        a_initializer: initialiser of `lora.lora_a`.
-        b_initializer: initialiser of `lora.lora_b`.
-        lora_param_type: Variable type of the two.
-        lora_promote_dtype: as `promote_dtype`, for the low-rank part.
-        ctx: draws the parameters from its stream "params".
+        lora_alpha: the numerator of the scale, `lora_alpha / lora_rank`; by default, the scale is 1.
+        lora_dtype: the dtype of the low-rank computation.
+        lora_param_dtype: the dtype in which the low-rank parameters are stored.
+        a_initializer: the initializer of `lora.lora_a`.
+        b_initializer: the initializer of `lora.lora_b`.
+        lora_param_type: the Variable type of the two.
+        lora_promote_dtype: the `promote_dtype` of the low-rank part.
+        ctx: the Context; its stream "params" initializes the parameters.
         a_metadata: metadata of `lora.lora_a`.
         b_metadata: metadata of `lora.lora_b`.
         **kwargs: the other arguments of `Linear`.
 
-    >>> import nnx, jax.numpy as jnp
     >>> layer = nnx.LoRALinear(3, 4, lora_rank=2, ctx=nnx.context(0))
     >>> list(layer.get_state())
     ['bias', 'kernel', 'lora/lora_a', 'lora/lora_b']
     """
+
+    lora: LoRA
 
     def __init__(
         self,
@@ -169,12 +193,12 @@ class LoRALinear(Linear):
         a_initializer: InitializerLike = default_a_init,
         b_initializer: InitializerLike = default_b_init,
         lora_param_type: type[Variable] = LoRAParam,
-        lora_promote_dtype: PromoteDtype = promote_dtype,
+        lora_promote_dtype: PromoteDtype = default_promote_dtype,
         ctx: Context,
         a_metadata: Mapping[str, Any] = NO_METADATA,
         b_metadata: Mapping[str, Any] = NO_METADATA,
         **kwargs: Any,
-    ):
+    ) -> None:
         super().__init__(in_features, out_features, ctx=ctx, **kwargs)
         self.lora = LoRA(
             in_features,
@@ -192,7 +216,8 @@ class LoRALinear(Linear):
             b_metadata=b_metadata,
         )
 
-    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Applies the layer and its adaptation; the arguments are those of `Linear`."""
         return super().__call__(inputs, out_sharding) + self.lora(inputs)
 
 
@@ -201,7 +226,8 @@ class LoRALinearGeneral(LinearGeneral):
 
     lora: LoRA
 
-    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Applies the layer and its adaptation; the arguments are those of `LinearGeneral`."""
         y = super().__call__(inputs, out_sharding)
         last = tuple(range(inputs.ndim - len(self.axis), inputs.ndim))
         x = jnp.moveaxis(inputs, self.axis, last)  # (*others, *in_features)
@@ -229,29 +255,28 @@ def add_lora(
 ) -> list[str]:
     """Adds a low-rank adaptation to linear layers of a model, in place.
 
-    The layers stay the objects they are, in every place they are used, with their weights, metadata and paths; they
-    gain a submodule `lora`, and become `LoRALinear` (or `LoRALinearGeneral`).
+    The layers remain the same objects wherever they are used, with their weights, metadata and paths. They gain a
+    submodule `lora` and become `LoRALinear` (or `LoRALinearGeneral`).
 
     Args:
         model: the model.
-        rank: of the adaptation.
-        where: which layers, by a filter over the paths and Modules of the model; a string is a glob over paths, such as
-            `"**/attention/query"`. By default all `Linear` and `LinearGeneral`.
-        alpha: the low-rank part is scaled by `alpha / rank`; by default not at all.
-        dtype: of the low-rank computation.
-        param_dtype: in which its parameters are stored.
-        a_initializer: initialiser of `lora_a`.
-        b_initializer: initialiser of `lora_b`.
-        lora_param_type: Variable type of the two.
-        ctx: draws the parameters from its stream "params".
+        rank: the rank of the adaptation.
+        where: a filter over the paths and Modules of the model; a string is a glob over paths, such as
+            `"**/attention/query"`. By default, it matches every `Linear` and `LinearGeneral`.
+        alpha: the numerator of the scale, `alpha / rank`; by default, the scale is 1.
+        dtype: the dtype of the low-rank computation; by default, that of the layer.
+        param_dtype: the dtype in which the low-rank parameters are stored.
+        a_initializer: the initializer of `lora_a`.
+        b_initializer: the initializer of `lora_b`.
+        lora_param_type: the Variable type of the two.
+        ctx: the Context; its stream "params" initializes the parameters.
 
     Returns:
-        The paths of the layers that were changed.
+        The paths of the changed layers.
 
     Raises:
         ValueError: if `where` matches no linear layer.
 
-    >>> import nnx, jax.numpy as jnp
     >>> ctx = nnx.context(0)
     >>> model = nnx.MLP(3, 8, 2, ctx=ctx)
     >>> nnx.add_lora(model, 2, where="layers/0", ctx=ctx)
@@ -287,19 +312,19 @@ def add_lora(
             lora_param_type=lora_param_type,
             ctx=ctx,
         )
-        # The attribute first: it is what the checks of the trace level guard, and what counts as a change of structure.
+        # The attribute comes first: its assignment checks the trace level, and makes the library notice the change of
+        # structure. `object.__setattr__` on `__class__` does neither.
         module.lora = adaptation
         object.__setattr__(module, "__class__", _ADAPTED[type(module)])
     return list(chosen)
 
 
 def merge_lora(model: Module) -> list[str]:
-    """Adds every low-rank adaptation of a model to the kernel it belongs to, and takes it out, in place.
+    """Adds every low-rank adaptation of a model to the kernel it belongs to, and removes it, in place.
 
     Returns:
-        The paths of the layers that were changed, now plain `Linear` or `LinearGeneral` again.
+        The paths of the changed layers, which are plain `Linear` or `LinearGeneral` again.
 
-    >>> import nnx
     >>> ctx = nnx.context(0)
     >>> model = nnx.MLP(3, 8, 2, ctx=ctx)
     >>> paths = nnx.add_lora(model, 2, ctx=ctx)

@@ -1,10 +1,10 @@
-"""Plain compositions: `MLP`, and `Identity` as the layer that is not there."""
+"""Plain compositions: `MLP`, and `Identity` as a placeholder for a layer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
@@ -12,23 +12,23 @@ from nnx.core.containers import Sequence as Layers
 from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.nn.activations import relu
-from nnx.nn.checks import check_last_axis
-from nnx.nn.initial_values import InitializerLike, default_bias_init, default_kernel_init
+from nnx.nn.checks import as_tuple, check_last_axis
 from nnx.nn.linear import Linear
+from nnx.nn.parameters import AxisNames, InitializerLike, default_bias_init, default_kernel_init
 from nnx.nn.stochastic import Dropout
 
 T = TypeVar("T")
 
 
 class Identity(Module):
-    """Returns its input; call options meant for the layer it stands for are ignored.
+    """Returns its input; call options meant for the layer it replaces are ignored.
 
-    >>> import nnx
     >>> nnx.Identity()(3, deterministic=True)
     3
     """
 
     def __call__(self, x: T, **_: Any) -> T:
+        """Returns `x`."""
         return x
 
 
@@ -36,25 +36,31 @@ class MLP(Module):
     """Linear layers with an activation between them; shape `(..., in_features) -> (..., out_features)`.
 
     Args:
-        in_features: size of the input's last axis.
-        hidden_features: sizes of the hidden layers; an int for one hidden layer, `()` for none.
-        out_features: size of the output's last axis.
-        activation: applied after every hidden layer.
+        in_features: the size of the input's last axis.
+        hidden_features: the sizes of the hidden layers; an int for one hidden layer, `()` for none.
+        out_features: the size of the output's last axis.
+        activation: the activation after every hidden layer.
         activate_final: whether to apply activation and dropout after the last layer as well.
-        dropout_rate: of the dropout after each activation; with the default, 0, no mode and no Context are needed.
+        dropout_rate: the rate of the dropout after each activation; 0, the default, needs neither mode nor Context.
         use_bias: whether the layers add biases.
-        dtype: of the computation; by default that of input and parameters.
-        param_dtype: in which the parameters are stored.
-        precision: of the products, see `jax.lax.Precision`.
-        kernel_init: initialiser of the kernels.
-        bias_init: initialiser of the biases.
-        ctx: draws the parameters from its stream "params".
+        dtype: the computation dtype; by default, the dtype that input and parameters promote to.
+        param_dtype: the dtype in which the parameters are stored.
+        precision: the precision of the products, see `jax.lax.Precision`.
+        kernel_init: the initializer of the kernels.
+        bias_init: the initializer of the biases.
+        ctx: the Context; its stream "params" initializes the parameters.
 
-    >>> import nnx, jax.numpy as jnp
     >>> model = nnx.MLP(3, (16, 16), 2, activation=nnx.gelu, ctx=nnx.context(0))
     >>> model(jnp.ones((5, 3))).shape
     (5, 2)
     """
+
+    in_features: int
+    out_features: int
+    activation: Callable[[jax.Array], jax.Array]
+    activate_final: bool
+    layers: Layers
+    dropout: Dropout
 
     def __init__(
         self,
@@ -62,7 +68,7 @@ class MLP(Module):
         hidden_features: int | Sequence[int],
         out_features: int,
         *,
-        activation: Callable[[Array], Array] = relu,
+        activation: Callable[[jax.Array], jax.Array] = relu,
         activate_final: bool = False,
         dropout_rate: float = 0.0,
         use_bias: bool = True,
@@ -72,9 +78,8 @@ class MLP(Module):
         kernel_init: InitializerLike = default_kernel_init,
         bias_init: InitializerLike = default_bias_init,
         ctx: Context,
-    ):
-        hidden = (hidden_features,) if isinstance(hidden_features, int) else tuple(hidden_features)
-        sizes = (in_features, *hidden, out_features)
+    ) -> None:
+        sizes = (in_features, *as_tuple(hidden_features), out_features)
         self.in_features = in_features
         self.out_features = out_features
         self.activation = activation
@@ -96,14 +101,25 @@ class MLP(Module):
         self.dropout = Dropout(dropout_rate)
 
     @property
-    def logical_axes(self) -> dict[str, tuple[str, ...]]:
-        axes = {}
+    def logical_axes(self) -> AxisNames:
+        """The default names of the parameters' axes, "embed" and "mlp" in turn."""
+        axes: dict[str, tuple[str | None, ...]] = {}
         for i in range(len(self.layers)):
             before, after = ("embed", "mlp") if i % 2 == 0 else ("mlp", "embed")
             axes |= {f"layers/{i}/kernel": (before, after), f"layers/{i}/bias": (after,)}
         return axes
 
-    def __call__(self, x: Array, *, deterministic: bool | None = None, ctx: Context | None = None) -> Array:
+    def __call__(self, x: jax.Array, *, deterministic: bool | None = None, ctx: Context | None = None) -> jax.Array:
+        """Applies the layers.
+
+        Args:
+            x: an array of shape `(..., in_features)`.
+            deterministic: the mode of the dropout; overrides the instance's and the Context's.
+            ctx: the Context; needed only for dropout.
+
+        Returns:
+            An array of shape `(..., out_features)`.
+        """
         check_last_axis(self, x, self.in_features, "in_features")
         for i, layer in enumerate(self.layers):
             x = layer(x)

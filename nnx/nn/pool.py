@@ -1,50 +1,62 @@
-"""Pooling over windows: `max_pool`, `avg_pool`, `min_pool`, and the same as modules.
+"""Pooling over windows: `max_pool`, `avg_pool`, `min_pool`, and the same as Modules.
 
-An input has shape `(*batch, *spatial, features)` with any number of batch axes, none included; the number of spatial
-axes is the length of `window_shape`. Strides are 1 unless given, as in Flax (and unlike PyTorch, where they are the
-window's shape).
+An input has shape `(*batch, *spatial, features)` with any number of batch axes, including none; the number of spatial
+axes is the length of `window_shape`. Strides are 1 by default, as in Flax (in PyTorch they default to the shape of the
+window).
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from nnx.core.module import Module
-from nnx.nn.checks import TOO_FEW_AXES, per_dimension, spatial_tuple
-from nnx.nn.dtypes import cast, statistics_dtype
-from nnx.nn.padding import Padding, PaddingLike, normalize_padding
+from nnx.nn.checks import (
+    Padding,
+    PaddingLike,
+    Strides,
+    check_spatial_axes,
+    normalize_padding,
+    per_dimension,
+    spatial_tuple,
+)
+from nnx.nn.settings import cast, compiled_body, statistics_dtype
 
 POOL_PADDINGS = ("SAME", "VALID")
 
-_Window = tuple[tuple[int, ...], tuple[int, ...], Padding]
+
+class _Window(NamedTuple):
+    """A window as the reductions take it; it is hashable, so it can be a static setting."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: Padding
 
 
-def _window(
-    layer: str, window_shape: Sequence[int], strides: int | Sequence[int] | None, padding: PaddingLike
-) -> _Window:
-    """Window, strides and padding as given by a user, checked and brought to one form."""
-    window = spatial_tuple(layer, "window_shape", window_shape)
-    dimensions = len(window)
-    return (
-        window,
+def _as_window(layer: str, window_shape: Sequence[int], strides: Strides, padding: PaddingLike) -> _Window:
+    """Checks what a user passed and brings it to one form."""
+    shape = spatial_tuple(layer, "window_shape", window_shape)
+    dimensions = len(shape)
+    return _Window(
+        shape,
         per_dimension(layer, "strides", strides, dimensions),
         normalize_padding(layer, padding, dimensions, POOL_PADDINGS),
     )
 
 
-def check_spatial_axes(layer: str, x: Array, dimensions: int) -> None:
-    """Raises unless `x` has `dimensions` spatial axes and one of features."""
-    if x.ndim < dimensions + 1:
-        spatial = ", ".join(f"d{i}" for i in range(dimensions))
-        raise ValueError(TOO_FEW_AXES.format(layer=layer, expected=f"(..., {spatial}, features)", shape=x.shape))
+def _window_for(
+    layer: str, inputs: jax.Array, window_shape: Sequence[int], strides: Strides, padding: PaddingLike
+) -> _Window:
+    """Like `_as_window`, and checks that `inputs` has enough axes for the window."""
+    window = _as_window(layer, window_shape, strides, padding)
+    check_spatial_axes(layer, inputs, len(window.shape))
+    return window
 
 
-def _reduce_windows(x: Array, init: Any, reduce_fn: Callable[..., Any], window: _Window) -> Array:
+def _reduce_windows(x: jax.Array, init: Any, reduce_fn: Callable[..., Any], window: _Window) -> jax.Array:
     shape, strides, padding = window
     batch_axes = x.ndim - len(shape) - 1
     around = (1,) * batch_axes
@@ -53,191 +65,182 @@ def _reduce_windows(x: Array, init: Any, reduce_fn: Callable[..., Any], window: 
     return lax.reduce_window(x, init, reduce_fn, (*around, *shape, 1), (*around, *strides, 1), padding)
 
 
-def pool(
-    inputs: Array,
-    init: Any,
-    reduce_fn: Callable[..., Any],
-    window_shape: Sequence[int],
-    strides: int | Sequence[int] | None,
-    padding: PaddingLike,
-) -> Array:
-    """Reduces windows with any function.
-
-    Args:
-        inputs: of shape `(*batch, *spatial, features)`.
-        init: the value the reduction starts from.
-        reduce_fn: an associative function of two arrays.
-        window_shape: one entry per spatial dimension, as a tuple.
-        strides: an int, or one per spatial dimension; `None` for ones.
-        padding: "SAME", "VALID", an int, or one int or `(low, high)` pair per spatial dimension.
-
-    >>> import nnx, jax, jax.numpy as jnp
-    >>> nnx.pool(jnp.arange(4.0)[:, None], 0.0, jax.lax.add, (2,), 2, "VALID").ravel().tolist()
-    [1.0, 5.0]
-    """
-    window = _window("pool", window_shape, strides, padding)
-    check_spatial_axes("pool", inputs, len(window[0]))
-    return _reduce_windows(inputs, init, reduce_fn, window)
-
-
-def lowest(dtype: Any) -> Any:
-    """The identity of `max` for `dtype`."""
+def lowest(dtype: Any) -> np.ndarray:
+    """Returns the identity of `max` for `dtype`."""
     return np.array(-np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min, dtype)
 
 
-def highest(dtype: Any) -> Any:
-    """The identity of `min` for `dtype`."""
+def highest(dtype: Any) -> np.ndarray:
+    """Returns the identity of `min` for `dtype`."""
     return np.array(np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max, dtype)
 
 
-@partial(jax.jit, static_argnames=("window",))
-def _max(x: Array, *, window: _Window) -> Array:
+def cast_back(averages: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns averages of `x` in the dtype of `x`; averages of integers stay floats."""
+    return cast(averages, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else averages
+
+
+@compiled_body
+def _max(x: jax.Array, *, window: _Window) -> jax.Array:
     return _reduce_windows(x, lowest(x.dtype), lax.max, window)
 
 
-@partial(jax.jit, static_argnames=("window",))
-def _min(x: Array, *, window: _Window) -> Array:
+@compiled_body
+def _min(x: jax.Array, *, window: _Window) -> jax.Array:
     return _reduce_windows(x, highest(x.dtype), lax.min, window)
 
 
-@partial(jax.jit, static_argnames=("window", "count_include_pad"))
-def _avg(x: Array, *, window: _Window, count_include_pad: bool) -> Array:
+@compiled_body
+def _avg(x: jax.Array, *, window: _Window, count_include_pad: bool) -> jax.Array:
     wide = cast(x, statistics_dtype(x.dtype))
     zero = np.array(0, wide.dtype)
     sums = _reduce_windows(wide, zero, lax.add, window)
     if count_include_pad:
-        averages = sums / np.prod(window[0])
-    else:
-        spatial = (1,) * (x.ndim - len(window[0]) - 1) + x.shape[x.ndim - len(window[0]) - 1 : -1] + (1,)
-        averages = sums / _reduce_windows(jnp.ones(spatial, wide.dtype), zero, lax.add, window)
-    return cast(averages, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else averages
+        return cast_back(sums / np.prod(window.shape), x)
+    # Pooling an image of ones counts the real entries in each window. The count depends on neither batch nor feature.
+    first = x.ndim - len(window.shape) - 1
+    image = (1,) * first + x.shape[first:-1] + (1,)
+    return cast_back(sums / _reduce_windows(jnp.ones(image, wide.dtype), zero, lax.add, window), x)
 
 
-def max_pool(
-    inputs: Array,
+def pool(
+    inputs: jax.Array,
+    init: Any,
+    reduce_fn: Callable[..., Any],
     window_shape: Sequence[int],
-    strides: int | Sequence[int] | None = None,
-    padding: PaddingLike = "VALID",
-) -> Array:
-    """The maximum of each window.
+    strides: Strides,
+    padding: PaddingLike,
+) -> jax.Array:
+    """Reduces windows with any function.
 
     Args:
-        inputs: of shape `(*batch, *spatial, features)`.
-        window_shape: one entry per spatial dimension, as a tuple.
+        inputs: an array of shape `(*batch, *spatial, features)`.
+        init: the value the reduction starts from.
+        reduce_fn: an associative function of two arrays.
+        window_shape: a tuple with one entry per spatial dimension.
         strides: an int, or one per spatial dimension; `None` for ones.
         padding: "SAME", "VALID", an int, or one int or `(low, high)` pair per spatial dimension.
 
-    >>> import nnx, jax.numpy as jnp
+    >>> nnx.pool(jnp.arange(4.0)[:, None], 0.0, jax.lax.add, (2,), 2, "VALID").ravel().tolist()
+    [1.0, 5.0]
+    """
+    return _reduce_windows(inputs, init, reduce_fn, _window_for("pool", inputs, window_shape, strides, padding))
+
+
+def max_pool(
+    inputs: jax.Array, window_shape: Sequence[int], strides: Strides = None, padding: PaddingLike = "VALID"
+) -> jax.Array:
+    """Returns the maximum of each window.
+
+    Args:
+        inputs: an array of shape `(*batch, *spatial, features)`.
+        window_shape: a tuple with one entry per spatial dimension.
+        strides: an int, or one per spatial dimension; `None` for ones.
+        padding: "SAME", "VALID", an int, or one int or `(low, high)` pair per spatial dimension.
+
     >>> nnx.max_pool(jnp.arange(4.0)[:, None], (2,), strides=(2,)).ravel().tolist()
     [1.0, 3.0]
     """
-    window = _window("max_pool", window_shape, strides, padding)
-    check_spatial_axes("max_pool", inputs, len(window[0]))
-    return _max(inputs, window=window)
+    return _max(inputs, window=_window_for("max_pool", inputs, window_shape, strides, padding))
 
 
 def min_pool(
-    inputs: Array,
-    window_shape: Sequence[int],
-    strides: int | Sequence[int] | None = None,
-    padding: PaddingLike = "VALID",
-) -> Array:
-    """The minimum of each window; arguments as for `max_pool`.
+    inputs: jax.Array, window_shape: Sequence[int], strides: Strides = None, padding: PaddingLike = "VALID"
+) -> jax.Array:
+    """Returns the minimum of each window; the arguments are those of `max_pool`.
 
-    >>> import nnx, jax.numpy as jnp
     >>> nnx.min_pool(jnp.arange(4.0)[:, None], (2,), strides=(2,)).ravel().tolist()
     [0.0, 2.0]
     """
-    window = _window("min_pool", window_shape, strides, padding)
-    check_spatial_axes("min_pool", inputs, len(window[0]))
-    return _min(inputs, window=window)
+    return _min(inputs, window=_window_for("min_pool", inputs, window_shape, strides, padding))
 
 
 def avg_pool(
-    inputs: Array,
+    inputs: jax.Array,
     window_shape: Sequence[int],
-    strides: int | Sequence[int] | None = None,
+    strides: Strides = None,
     padding: PaddingLike = "VALID",
     count_include_pad: bool = True,
-) -> Array:
-    """The average of each window; arguments as for `max_pool`.
+) -> jax.Array:
+    """Returns the average of each window; the other arguments are those of `max_pool`.
 
     Args:
-        count_include_pad: whether padding counts as zeros, or does not count.
+        count_include_pad: whether padding counts as zeros (the default) or is left out of the average.
 
-    >>> import nnx, jax.numpy as jnp
     >>> nnx.avg_pool(jnp.arange(4.0)[:, None], (2,), strides=(2,)).ravel().tolist()
     [0.5, 2.5]
     """
-    window = _window("avg_pool", window_shape, strides, padding)
-    check_spatial_axes("avg_pool", inputs, len(window[0]))
+    window = _window_for("avg_pool", inputs, window_shape, strides, padding)
     return _avg(inputs, window=window, count_include_pad=count_include_pad)
 
 
 class _WindowPool(Module):
-    def __init__(
-        self,
-        window_shape: Sequence[int],
-        strides: int | Sequence[int] | None = None,
-        padding: PaddingLike = "VALID",
-    ):
-        window = _window(type(self).__name__, window_shape, strides, padding)
+    """The window that all pooling Modules have."""
+
+    window_shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: Padding
+
+    def __init__(self, window_shape: Sequence[int], strides: Strides = None, padding: PaddingLike = "VALID") -> None:
+        window = _as_window(type(self).__name__, window_shape, strides, padding)
         self.window_shape, self.strides, self.padding = window
 
-    def _checked_window(self, inputs: Array) -> _Window:
+    def _checked_window(self, inputs: jax.Array) -> _Window:
         check_spatial_axes(type(self).__name__, inputs, len(self.window_shape))
-        return self.window_shape, self.strides, self.padding
+        return _Window(self.window_shape, self.strides, self.padding)
 
 
 class MaxPool(_WindowPool):
-    """`max_pool` as a module; shape `(*batch, *spatial, features) -> (*batch, *spatial', features)`.
+    """`max_pool` as a Module; shape `(*batch, *spatial, features) -> (*batch, *spatial', features)`.
 
     Args:
-        window_shape: one entry per spatial dimension, as a tuple.
+        window_shape: a tuple with one entry per spatial dimension.
         strides: an int, or one per spatial dimension; `None` for ones.
         padding: "SAME", "VALID", an int, or one int or `(low, high)` pair per spatial dimension.
 
-    >>> import nnx, jax.numpy as jnp
     >>> nnx.MaxPool((2, 2), strides=2)(jnp.ones((5, 8, 8, 3))).shape
     (5, 4, 4, 3)
     """
 
-    def __call__(self, inputs: Array) -> Array:
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Returns the maximum of each window."""
         return _max(inputs, window=self._checked_window(inputs))
 
 
 class MinPool(_WindowPool):
-    """`min_pool` as a module; arguments and shapes as for `MaxPool`.
+    """`min_pool` as a Module; arguments and shapes are those of `MaxPool`.
 
-    >>> import nnx, jax.numpy as jnp
     >>> nnx.MinPool((2, 2), strides=2)(jnp.ones((5, 8, 8, 3))).shape
     (5, 4, 4, 3)
     """
 
-    def __call__(self, inputs: Array) -> Array:
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Returns the minimum of each window."""
         return _min(inputs, window=self._checked_window(inputs))
 
 
 class AvgPool(_WindowPool):
-    """`avg_pool` as a module; arguments and shapes as for `MaxPool`.
+    """`avg_pool` as a Module; shapes and the other arguments are those of `MaxPool`.
 
     Args:
-        count_include_pad: whether padding counts as zeros, or does not count.
+        count_include_pad: whether padding counts as zeros (the default) or is left out of the average.
 
-    >>> import nnx, jax.numpy as jnp
     >>> nnx.AvgPool((2, 2), strides=2)(jnp.ones((5, 8, 8, 3))).shape
     (5, 4, 4, 3)
     """
 
+    count_include_pad: bool
+
     def __init__(
         self,
         window_shape: Sequence[int],
-        strides: int | Sequence[int] | None = None,
+        strides: Strides = None,
         padding: PaddingLike = "VALID",
         count_include_pad: bool = True,
-    ):
+    ) -> None:
         super().__init__(window_shape, strides, padding)
         self.count_include_pad = count_include_pad
 
-    def __call__(self, inputs: Array) -> Array:
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Returns the average of each window."""
         return _avg(inputs, window=self._checked_window(inputs), count_include_pad=self.count_include_pad)

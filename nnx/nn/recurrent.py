@@ -1,10 +1,8 @@
 """Recurrent networks: cells run over sequences.
 
-`RNN` scans a cell (see `rnn_cells.py`) along time; `Bidirectional` runs one network forwards and another backwards. A
+`RNN` scans a cell (see `rnn_cells`) along time; `Bidirectional` runs one network forward and another backward. A
 sequence is `[batch..., time, *features]`, or `[time, batch..., *features]` when `time_major`.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,31 +15,55 @@ from nnx.core.containers import accepts_ctx
 from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.core.variables import Param
-from nnx.nn.rnn_cells import RNNCellBase
+from nnx.nn.cell_base import RNNCellBase
 from nnx.transforms.loops import scan
+
+NO_TIME_AXIS = (
+    "RNN: expected an input with a time axis and {axes} axes of features for {cell}, got shape {shape}. "
+    "Write `x[None]` for a sequence of one step."
+)
+WRONG_LENGTHS = "RNN: expected seq_lengths of shape {expected}, one per row of inputs {inputs}, got {got}."
+SAME_NETWORK = (
+    "Bidirectional: forward_rnn and backward_rnn are the same object, so both directions would have the same weights. "
+    "Make two."
+)
+MISALIGNED = (
+    "Bidirectional: keep_order=False would merge the first step of one direction with the last of the other. "
+    "Leave it out."
+)
 
 
 class RNN(Module):
-    """A cell run over a sequence.
+    """Runs a cell over a sequence.
 
     Args:
-        cell: any `RNNCellBase`. It may hold Variables that change from step to step, and take `ctx`.
-        time_major: inputs and outputs have time first instead of after the batch axes.
-        return_carry: return `(carry, outputs)` instead of the outputs alone.
-        reverse: go from the last step to the first; outputs then come in the order they were made.
-        keep_order: with `reverse`, put the outputs back into the order of the inputs.
-        unroll: steps per iteration of the compiled loop.
-        variable_axes, variable_broadcast, variable_carry, split_rngs: what becomes of the cell's Variables and of the
-            Context's streams from step to step, as in `scan`. By default parameters are read only, other Variables are
-            handed on, and every step draws keys of its own.
+        cell: any `RNNCellBase`. It can hold Variables that change from step to step, and its call can take `ctx`.
+        time_major: whether inputs and outputs have time first instead of after the batch axes.
+        return_carry: whether to return `(carry, outputs)` instead of the outputs alone.
+        reverse: whether to go from the last step to the first; outputs then come in the order they were made.
+        keep_order: whether to put the outputs of `reverse` back into the order of the inputs.
+        unroll: the number of steps per iteration of the compiled loop.
+        variable_axes, variable_broadcast, variable_carry, split_rngs: what happens to the cell's Variables and the
+            Context's streams from step to step, as in `scan`. By default, parameters are read only, other Variables are
+            carried on, and every step draws different keys.
 
-    >>> import nnx, jax.numpy as jnp
     >>> rnn = nnx.RNN(nnx.GRUCell(3, 4, ctx=nnx.context(0)), return_carry=True)
     >>> x = jnp.ones((2, 5, 3))  # batch, time, features
     >>> carry, y = rnn(x, seq_lengths=jnp.array([5, 2]))
     >>> carry.shape, y.shape
     ((2, 4), (2, 5, 4))
     """
+
+    cell: RNNCellBase
+    time_major: bool
+    return_carry: bool
+    reverse: bool
+    keep_order: bool
+    unroll: int
+    variable_axes: Mapping[Any, int] | None
+    variable_broadcast: Any
+    variable_carry: Any
+    split_rngs: Any
 
     def __init__(
         self,
@@ -56,7 +78,7 @@ class RNN(Module):
         variable_broadcast: Any = Param,
         variable_carry: Any = ...,
         split_rngs: Any = ...,
-    ):
+    ) -> None:
         self.cell = cell
         self.time_major = time_major
         self.return_carry = return_carry
@@ -80,15 +102,15 @@ class RNN(Module):
         keep_order: bool | None = None,
         ctx: Context | None = None,
     ) -> Any:
-        """Runs the cell.
+        """Runs the cell over a sequence.
 
         Args:
-            inputs: `[batch..., time, *features]`; any number of batch axes, none included.
-            initial_carry: the carry to start with; by default the cell's `initialize_carry`.
-            seq_lengths: `[batch...]`, real steps in each row; they stand first. The carry stops at a row's last real
-                step (`reverse` starts there); outputs past it mean nothing.
+            inputs: `[batch..., time, *features]` with any number of batch axes, including none.
+            initial_carry: the carry to start with; by default, the cell's `initialize_carry`.
+            seq_lengths: `[batch...]`, the number of real steps in each row; they come first. The carry stops at a row's
+                last real step (with `reverse` it starts there); outputs past it are meaningless.
             return_carry, time_major, reverse, keep_order: override those of the instance.
-            ctx: given to a cell that takes it, with different keys in every step.
+            ctx: the Context, passed to a cell that takes it, with different keys in every step.
 
         Returns:
             The outputs, `[batch..., time, *output_features]`, or `(carry, outputs)`.
@@ -101,18 +123,13 @@ class RNN(Module):
         feature_axes = self.cell.num_feature_axes
         batch_axes = inputs.ndim - feature_axes - 1
         if batch_axes < 0:
-            raise ValueError(
-                f"RNN: expected an input with a time axis and {feature_axes} axes of features for "
-                f"{type(self.cell).__name__}, got shape {inputs.shape}."
-            )
+            cell = type(self.cell).__name__
+            raise ValueError(NO_TIME_AXIS.format(axes=feature_axes, cell=cell, shape=inputs.shape))
         time_axis = 0 if time_major else batch_axes
         steps = jnp.moveaxis(inputs, time_axis, 0) if time_axis else inputs  # [time, batch..., *features]
         batch = steps.shape[1 : 1 + batch_axes]
         if seq_lengths is not None and seq_lengths.shape != batch:
-            raise ValueError(
-                f"RNN: expected seq_lengths of shape {batch}, one per row of inputs {inputs.shape}, got "
-                f"{seq_lengths.shape}."
-            )
+            raise ValueError(WRONG_LENGTHS.format(expected=batch, inputs=inputs.shape, got=seq_lengths.shape))
         carry = self.cell.initialize_carry(steps.shape[1:], ctx) if initial_carry is None else initial_carry
 
         run = scan(
@@ -128,6 +145,7 @@ class RNN(Module):
         numbers = None if seq_lengths is None else jnp.arange(steps.shape[0])
         carry, outputs = run(self.cell, carry, (steps, numbers), seq_lengths, ctx)
 
+        # A reversed scan returns outputs in the order of its inputs; flipping them restores the order of the steps.
         if reverse and not keep_order:
             outputs = jax.tree.map(lambda y: _flipped(y, seq_lengths), outputs)
         if time_axis:
@@ -142,7 +160,7 @@ def _step(
     seq_lengths: jax.Array | None,
     ctx: Context | None,
 ) -> tuple[Any, Any]:
-    """One step of a scan; rows that have ended keep their carry."""
+    """Runs one step of the scan; rows that have ended keep their carry."""
     x, number = step
     new_carry, y = cell(carry, x) if ctx is None or not accepts_ctx(cell) else cell(carry, x, ctx=ctx)
     if number is not None and seq_lengths is not None:
@@ -152,20 +170,25 @@ def _step(
 
 
 class Bidirectional(Module):
-    """Two networks, one forwards and one backwards in time, and their outputs merged.
+    """Runs two networks, one forward and one backward in time, and merges their outputs.
 
     Args:
-        forward_rnn, backward_rnn: the networks; they must not be one object.
-        merge_fn: `(forward, backward) -> output`; joins the features by default.
-        time_major: inputs and outputs have time first.
-        return_carry: return `((forward_carry, backward_carry), outputs)`.
+        forward_rnn, backward_rnn: the networks; they must be two objects.
+        merge_fn: a function `(forward, backward) -> output`; by default, it concatenates the features.
+        time_major: whether inputs and outputs have time first.
+        return_carry: whether to return `((forward_carry, backward_carry), outputs)`.
 
-    >>> import nnx, jax.numpy as jnp
     >>> ctx = nnx.context(0)
     >>> layer = nnx.Bidirectional(nnx.RNN(nnx.GRUCell(3, 4, ctx=ctx)), nnx.RNN(nnx.GRUCell(3, 4, ctx=ctx)))
     >>> layer(jnp.ones((2, 5, 3))).shape
     (2, 5, 8)
     """
+
+    forward_rnn: RNN
+    backward_rnn: RNN
+    merge_fn: Callable[[Any, Any], Any]
+    time_major: bool
+    return_carry: bool
 
     def __init__(
         self,
@@ -175,12 +198,9 @@ class Bidirectional(Module):
         merge_fn: Callable[[Any, Any], Any] | None = None,
         time_major: bool = False,
         return_carry: bool = False,
-    ):
+    ) -> None:
         if forward_rnn is backward_rnn:
-            raise ValueError(
-                "Bidirectional: forward_rnn and backward_rnn are the same object, so both directions would have the "
-                "same weights. Make two."
-            )
+            raise ValueError(SAME_NETWORK)
         self.forward_rnn = forward_rnn
         self.backward_rnn = backward_rnn
         self.merge_fn = merge_features if merge_fn is None else merge_fn
@@ -204,30 +224,26 @@ class Bidirectional(Module):
         Args:
             inputs: `[batch..., time, *features]`.
             initial_carry: the carries to start with, forward and backward.
-            ctx: given to cells that take it.
-            seq_lengths: `[batch...]`, real steps in each row.
+            ctx: the Context, passed to cells that take it.
+            seq_lengths: `[batch...]`, the number of real steps in each row.
             return_carry, time_major: override those of the instance.
-            reverse: swap the directions of the two networks.
-            keep_order: must not be False: the directions are aligned before they are merged.
+            reverse: whether to swap the directions of the two networks.
+            keep_order: must not be False, because the directions are aligned before they are merged.
 
         Returns:
             The merged outputs, `[batch..., time, *output_features]`, or `((forward_carry, backward_carry), outputs)`.
         """
         if keep_order is False:
-            raise ValueError(
-                "Bidirectional: keep_order=False would merge the first step of one direction with the last of the "
-                "other."
-            )
+            raise ValueError(MISALIGNED)
         return_carry = self.return_carry if return_carry is None else return_carry
-        time_major = self.time_major if time_major is None else time_major
         forward_carry, backward_carry = (None, None) if initial_carry is None else initial_carry
         options: dict[str, Any] = {
             "seq_lengths": seq_lengths,
             "return_carry": True,
-            "time_major": time_major,
+            "time_major": self.time_major if time_major is None else time_major,
+            "keep_order": True,
             "ctx": ctx,
         }
-        options["keep_order"] = True
         forward_carry, forward = self.forward_rnn(inputs, initial_carry=forward_carry, reverse=bool(reverse), **options)
         backward_carry, backward = self.backward_rnn(
             inputs, initial_carry=backward_carry, reverse=not reverse, **options
@@ -237,17 +253,17 @@ class Bidirectional(Module):
 
 
 def merge_features(forward: jax.Array, backward: jax.Array) -> jax.Array:
-    """The features of both directions side by side."""
+    """Concatenates the features of both directions."""
     return lax.concatenate((forward, backward), forward.ndim - 1)
 
 
 def _aligned(rows: jax.Array, like: jax.Array) -> jax.Array:
-    """One value per row, with axes of size one for the rest of `like`."""
+    """Returns one value per row, with axes of size 1 for the remaining axes of `like`."""
     return rows.reshape(rows.shape + (1,) * (like.ndim - rows.ndim))
 
 
 def _flipped(outputs: jax.Array, seq_lengths: jax.Array | None) -> jax.Array:
-    """`[time, batch..., …]` with the real steps of each row in reverse order and the padding where it was."""
+    """Reverses the real steps of each row of `[time, batch..., …]`, and leaves the padding at the end."""
     if seq_lengths is None:
         return lax.rev(outputs, (0,))
     numbers = jnp.arange(outputs.shape[0]).reshape((-1,) + (1,) * seq_lengths.ndim)

@@ -1,201 +1,148 @@
-"""Recurrent cells: one step of a recurrent network.
+"""Recurrent cells: `SimpleCell`, `GRUCell`, `LSTMCell`, `OptimizedLSTMCell`, `ConvLSTMCell`.
 
-A cell maps `(carry, input)` to `(carry, output)`. The *carry* is what it remembers: an array or a tuple of them. It
-keeps the dtype it was made with (`param_dtype`), while outputs have the dtype of the computation. Here are what all
-cells have in common and the cells with one array; `lstm_cells.py` has those with a memory, and `RNN` in `recurrent.py`
-runs a cell over a sequence.
+The carry of an LSTM cell is the pair `(memory, hidden)`, that of the others is the hidden state. What cells share is in
+`cell_base`; `RNN` in `recurrent` runs a cell over a sequence.
 """
 
-from __future__ import annotations
-
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from nnx.core.context import Context
-from nnx.core.module import Module
-from nnx.nn.checks import check_last_axis
-from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, cast, promote_dtype
-from nnx.nn.initial_values import InitializerLike, default_bias_init, default_kernel_init
-from nnx.nn.initializers import orthogonal
-from nnx.nn.linear import NO_METADATA, Linear
+from nnx.nn.cell_base import Activation, Cell, GatedCell, default_recurrent_kernel_init
+from nnx.nn.checks import PaddingLike, check_last_axis
+from nnx.nn.conv import Conv
+from nnx.nn.linear import Linear
+from nnx.nn.parameters import NO_METADATA, InitializerLike, default_bias_init, default_kernel_init
+from nnx.nn.settings import PromoteDtype, cast, default_promote_dtype
+
+LSTMCarry = tuple[jax.Array, jax.Array]
+"""The carry of an LSTM cell: memory and hidden state."""
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def default_recurrent_kernel_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    """Orthogonal in any dtype; the decomposition behind it exists from float32 up."""
-    return orthogonal()(key, shape, jnp.promote_types(dtype, jnp.float32)).astype(dtype)
-
-
-WRONG_CARRY = (
-    "{layer} expected a carry of shape {expected} for an input of shape {shape}, got {got}. "
-    "Make it with `cell.initialize_carry(inputs.shape)`."
-)
-CARRY_NEEDS_CONTEXT = (
-    "{layer}: `carry_init` draws random numbers and needs a Context: pass ctx=ctx to `initialize_carry`, or to the "
-    "RNN's call."
-)
-
-
-class RNNCellBase(Module):
-    """What every cell has; subclass it to write your own.
-
-    A subclass defines `__call__(carry, inputs)` and `initialize_carry`, and may take `ctx` in its call (for dropout)
-    and hold Variables that change from step to step.
-
-    >>> import nnx, jax.numpy as jnp
-    >>> class Sum(nnx.RNNCellBase):
-    ...     def __call__(self, carry, inputs):
-    ...         return carry + inputs, carry + inputs
-    ...
-    ...     def initialize_carry(self, input_shape, ctx=None, carry_init=None):
-    ...         return jnp.zeros(input_shape)
-    >>> nnx.RNN(Sum())(jnp.ones((3, 1)))[:, 0].tolist()
-    [1.0, 2.0, 3.0]
-    """
-
-    def __call__(self, carry: Any, inputs: jax.Array) -> tuple[Any, jax.Array]:
-        """One step: the new carry and the output."""
-        raise TypeError(
-            f"{type(self).__name__} is a recurrent cell without a step: define `__call__(self, carry, inputs)`."
-        )
-
-    def initialize_carry(
-        self, input_shape: Sequence[int], ctx: Context | None = None, carry_init: InitializerLike | None = None
-    ) -> Any:
-        """The carry before the first step.
-
-        Args:
-            input_shape: of the input of one step, `[batch..., *features]`.
-            ctx: Context with the stream "carry" or "params"; only needed for a `carry_init` that draws random numbers.
-            carry_init: initialiser of the carry; the instance's by default, and zeros without one.
-        """
-        raise TypeError(
-            f"{type(self).__name__} does not say what it starts with: define `initialize_carry(self, input_shape, "
-            "ctx=None, carry_init=None)`, or pass `initial_carry`."
-        )
-
-    @property
-    def num_feature_axes(self) -> int:
-        """How many trailing axes of an input belong to one step; those before are batch axes."""
-        return 1
-
-    def _initial(
-        self, shape: tuple[int, ...], dtype: Any, ctx: Context | None, carry_init: InitializerLike | None
-    ) -> jax.Array:
-        carry_init = getattr(self, "carry_init", None) if carry_init is None else carry_init
-        if carry_init is None:
-            return jnp.zeros(shape, dtype)
-        if ctx is None:
-            raise ValueError(CARRY_NEEDS_CONTEXT.format(layer=type(self).__name__))
-        return carry_init(ctx.make_rng("carry" if ctx.has_rng("carry") else "params"), shape, dtype)
-
-    def _check(self, carry: Any, inputs: jax.Array, in_features: int, carry_shape: tuple[int, ...]) -> None:
-        check_last_axis(self, inputs, in_features, "in_features")
-        for held in jax.tree.leaves(carry):
-            if held.shape != carry_shape:
-                raise ValueError(
-                    WRONG_CARRY.format(
-                        layer=type(self).__name__, expected=carry_shape, shape=inputs.shape, got=held.shape
-                    )
-                )
-
-
-class GRUCell(RNNCellBase):
-    """A gated recurrent unit.
-
-        r = gate(x Wir + bir + h Whr)       z = gate(x Wiz + biz + h Whz)
-        n = act(x Win + bin + r (h Whn))    h' = (1 - z) n + z h
+class SimpleCell(Cell):
+    """The plain recurrent cell: `h' = act(x Wi + bi + h Wh)`, plus `h` inside when `residual`.
 
     Args:
-        in_features: of the input.
-        hidden_features: of the carry and output.
-        gate_fn: activation of the gates.
-        activation_fn: activation of the update.
-        kernel_init: initialiser of the kernel on the input.
-        recurrent_kernel_init: initialiser of the kernel on the hidden state.
-        bias_init: initialiser of the biases.
-        dtype: of the computation; by default that of inputs and parameters, promoted.
-        param_dtype: of the parameters and of the carry.
-        carry_init: initialiser of the carry; zeros by default.
-        promote_dtype: replaces the function that brings arrays to one dtype.
-        ctx: Context with the stream "params".
+        in_features: the number of features of the input.
+        hidden_features: the number of features of carry and output.
+        dtype: the computation dtype; `None` for the dtype that inputs and parameters promote to.
+        param_dtype: the dtype of the parameters and of the carry.
+        carry_init: the initializer of the carry; zeros by default.
+        residual: whether to add the hidden state before the activation.
+        activation_fn: the activation.
+        kernel_init: the initializer of the kernel on the input.
+        recurrent_kernel_init: the initializer of the kernel on the hidden state.
+        bias_init: the initializer of the bias.
+        promote_dtype: a replacement for the function that converts arrays to one dtype.
+        ctx: the Context; its stream "params" initializes the parameters.
         kernel_metadata, recurrent_kernel_metadata, bias_metadata: metadata of these Variables.
 
     Attributes:
-        dense_i: from the input, kernel `[in_features, 3 * hidden_features]` for r, z, n, with the biases.
-        dense_h: from the hidden state, kernel `[hidden_features, 3 * hidden_features]`.
+        dense_i: the projection of the input, with the bias.
+        dense_h: the projection of the hidden state.
 
-    >>> import nnx, jax.numpy as jnp
-    >>> cell = nnx.GRUCell(3, 4, ctx=nnx.context(0))
+    >>> cell = nnx.SimpleCell(3, 4, ctx=nnx.context(0))
     >>> carry, y = cell(cell.initialize_carry((2, 3)), jnp.ones((2, 3)))
     >>> y.shape
     (2, 4)
     """
+
+    residual: bool
+    dense_i: Linear
+    dense_h: Linear
 
     def __init__(
         self,
         in_features: int,
         hidden_features: int,
         *,
-        gate_fn: Callable[..., Any] = lax.logistic,
-        activation_fn: Callable[..., Any] = lax.tanh,
+        dtype: DTypeLike | None = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        carry_init: InitializerLike | None = None,
+        residual: bool = False,
+        activation_fn: Activation = lax.tanh,
         kernel_init: InitializerLike = default_kernel_init,
         recurrent_kernel_init: InitializerLike = default_recurrent_kernel_init,
         bias_init: InitializerLike = default_bias_init,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        carry_init: InitializerLike | None = None,
-        promote_dtype: PromoteDtype = promote_dtype,
+        promote_dtype: PromoteDtype = default_promote_dtype,
         ctx: Context,
         kernel_metadata: Mapping[str, Any] = NO_METADATA,
         recurrent_kernel_metadata: Mapping[str, Any] = NO_METADATA,
         bias_metadata: Mapping[str, Any] = NO_METADATA,
-    ):
-        self.in_features = in_features
-        self.hidden_features = hidden_features
-        self.gate_fn = gate_fn
-        self.activation_fn = activation_fn
-        self.dtype = as_optional_dtype(dtype)
-        self.param_dtype = as_dtype(param_dtype)
-        self.carry_init = carry_init
+    ) -> None:
+        self._set_up(in_features, hidden_features, activation_fn, dtype, param_dtype, carry_init)
+        self.residual = residual
         dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "promote_dtype": promote_dtype}
-        gates = 3 * hidden_features
-        self.dense_i = Linear(
-            in_features,
-            gates,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            kernel_metadata=kernel_metadata,
-            bias_metadata=bias_metadata,
-            ctx=ctx,
-            **dtypes,
-        )
-        self.dense_h = Linear(
-            hidden_features,
-            gates,
-            use_bias=False,
-            kernel_init=recurrent_kernel_init,
-            kernel_metadata=recurrent_kernel_metadata,
-            ctx=ctx,
-            **dtypes,
-        )
+        bias: dict[str, Any] = {"bias_init": bias_init, "bias_metadata": bias_metadata}
+        kernel: dict[str, Any] = {"kernel_init": kernel_init, "kernel_metadata": kernel_metadata}
+        self.dense_i = Linear(in_features, hidden_features, ctx=ctx, **kernel, **bias, **dtypes)
+        kernel = {"kernel_init": recurrent_kernel_init, "kernel_metadata": recurrent_kernel_metadata}
+        self.dense_h = Linear(hidden_features, hidden_features, use_bias=False, ctx=ctx, **kernel, **dtypes)
 
     def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """One step.
+        """Runs one step.
 
         Args:
-            carry: hidden state, `[batch..., hidden_features]`.
-            inputs: `[batch..., in_features]`.
+            carry: the hidden state, `[batch..., hidden_features]`.
+            inputs: an array of shape `[batch..., in_features]`.
 
         Returns:
             The new carry, and the output `[batch..., hidden_features]`.
         """
-        self._check(carry, inputs, self.in_features, (*inputs.shape[:-1], self.hidden_features))
+        self._check(carry, inputs, inputs.shape[:-1])
+        hidden = self.dense_i(inputs) + self.dense_h(carry)
+        if self.residual:
+            hidden = hidden + cast(carry, hidden.dtype)
+        hidden = self.activation_fn(hidden)
+        return cast(hidden, carry.dtype), hidden
+
+
+class GRUCell(GatedCell):
+    """A gated recurrent unit.
+
+        r = gate(x Wir + bir + h Whr)       z = gate(x Wiz + biz + h Whz)
+        n = act(x Win + bin + r (h Whn))    h' = (1 - z) n + z h
+
+    Args:
+        in_features: the number of features of the input.
+        hidden_features: the number of features of carry and output.
+        gate_fn: the activation of the gates.
+        activation_fn: the activation of the update.
+        kernel_init: the initializer of the kernel on the input.
+        recurrent_kernel_init: the initializer of the kernel on the hidden state.
+        bias_init: the initializer of the biases.
+        dtype: the computation dtype; by default, the dtype that inputs and parameters promote to.
+        param_dtype: the dtype of the parameters and of the carry.
+        carry_init: the initializer of the carry; zeros by default.
+        promote_dtype: a replacement for the function that converts arrays to one dtype.
+        ctx: the Context; its stream "params" initializes the parameters.
+        kernel_metadata, recurrent_kernel_metadata, bias_metadata: metadata of these Variables.
+
+    Attributes:
+        dense_i: the projection of the input, kernel `[in_features, 3 * hidden_features]` for r, z, n, with the biases.
+        dense_h: the projection of the hidden state, kernel `[hidden_features, 3 * hidden_features]`.
+
+    >>> cell = nnx.GRUCell(3, 4, ctx=nnx.context(0))
+    >>> carry, y = cell(cell.initialize_carry((2, 3)), jnp.ones((2, 3)))
+    >>> y.shape
+    (2, 4)
+    """
+
+    dense_i: Linear
+    dense_h: Linear
+
+    def _make_projections(self, from_input: Callable[..., Linear], from_hidden: Callable[..., Linear]) -> None:
+        self.dense_i = from_input(3 * self.hidden_features)
+        self.dense_h = from_hidden(3 * self.hidden_features, use_bias=False)
+
+    def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Runs one step, with shapes as in `SimpleCell`."""
+        self._check(carry, inputs, inputs.shape[:-1])
         sizes, axis = [self.hidden_features] * 3, inputs.ndim - 1
         input_r, input_z, input_n = lax.split(self.dense_i(inputs), sizes, axis=axis)
         hidden_r, hidden_z, hidden_n = lax.split(self.dense_h(carry), sizes, axis=axis)
@@ -205,94 +152,235 @@ class GRUCell(RNNCellBase):
         hidden = (1.0 - keep) * update + keep * carry
         return cast(hidden, carry.dtype), cast(hidden, update.dtype)
 
+
+def _lstm_step(
+    cell: Any,
+    carry: LSTMCarry,
+    input_gate: jax.Array,
+    forget_gate: jax.Array,
+    update: jax.Array,
+    output_gate: jax.Array,
+) -> tuple[LSTMCarry, jax.Array]:
+    """Returns the new carry and the output, from the gates before their activations."""
+    memory, hidden = carry
+    new_memory = cell.gate_fn(forget_gate) * memory + cell.gate_fn(input_gate) * cell.activation_fn(update)
+    output = cell.gate_fn(output_gate) * cell.activation_fn(new_memory)
+    return (cast(new_memory, memory.dtype), cast(output, hidden.dtype)), cast(output, output_gate.dtype)
+
+
+class _LSTM(GatedCell):
+    """The carry that LSTM cells on vectors share."""
+
     def initialize_carry(
         self, input_shape: Sequence[int], ctx: Context | None = None, carry_init: InitializerLike | None = None
-    ) -> jax.Array:
-        return self._initial((*input_shape[:-1], self.hidden_features), self.param_dtype, ctx, carry_init)
+    ) -> LSTMCarry:
+        shape = (*input_shape[:-1], self.hidden_features)
+        return self._initial(shape, ctx, carry_init), self._initial(shape, ctx, carry_init)
 
 
-class SimpleCell(RNNCellBase):
-    """The plain recurrent cell: `h' = act(x Wi + bi + h Wh)`, plus `h` inside when `residual`.
+class LSTMCell(_LSTM):
+    """A long short-term memory cell.
+
+        i = gate(x Wii + h Whi + bi)        f = gate(x Wif + h Whf + bf)
+        g = act(x Wig + h Whg + bg)         o = gate(x Wio + h Who + bo)
+        c' = f c + i g                      h' = o act(c')
+
+    Each gate has its own projections; `OptimizedLSTMCell` computes the same with two.
 
     Args:
-        in_features: of the input.
-        hidden_features: of the carry and output.
-        dtype: of the computation; `None` for that of inputs and parameters, promoted.
-        param_dtype: of the parameters and of the carry.
-        carry_init: initialiser of the carry; zeros by default.
-        residual: add the hidden state before the activation.
-        activation_fn: the activation.
-        kernel_init: initialiser of the kernel on the input.
-        recurrent_kernel_init: initialiser of the kernel on the hidden state.
-        bias_init: initialiser of the bias.
-        promote_dtype: replaces the function that brings arrays to one dtype.
-        ctx: Context with the stream "params".
+        in_features: the number of features of the input.
+        hidden_features: the number of features of memory and output.
+        gate_fn: the activation of the gates.
+        activation_fn: the activation of update and output.
+        kernel_init: the initializer of the kernels on the input.
+        recurrent_kernel_init: the initializer of the kernels on the hidden state.
+        bias_init: the initializer of the biases.
+        dtype: the computation dtype; by default, the dtype that inputs and parameters promote to.
+        param_dtype: the dtype of the parameters and of the carry.
+        carry_init: the initializer of the carry; zeros by default.
+        promote_dtype: a replacement for the function that converts arrays to one dtype.
+        ctx: the Context; its stream "params" initializes the parameters.
         kernel_metadata, recurrent_kernel_metadata, bias_metadata: metadata of these Variables.
 
-    >>> import nnx, jax.numpy as jnp
-    >>> cell = nnx.SimpleCell(3, 4, ctx=nnx.context(0))
+    Attributes:
+        ii, if_, ig, io: the projections of the input, one per gate.
+        hi, hf, hg, ho: the projections of the hidden state, one per gate, with the biases.
+
+    >>> cell = nnx.LSTMCell(3, 4, ctx=nnx.context(0))
+    >>> x = jnp.ones((2, 3))
+    >>> carry = cell.initialize_carry(x.shape)
+    >>> carry, y = cell(carry, x)
+    >>> y.shape
+    (2, 4)
+    """
+
+    ii: Linear
+    if_: Linear
+    ig: Linear
+    io: Linear
+    hi: Linear
+    hf: Linear
+    hg: Linear
+    ho: Linear
+
+    def _make_projections(self, from_input: Callable[..., Linear], from_hidden: Callable[..., Linear]) -> None:
+        n = self.hidden_features
+        self.ii, self.if_, self.ig, self.io = (from_input(n, use_bias=False) for _ in range(4))
+        self.hi, self.hf, self.hg, self.ho = (from_hidden(n) for _ in range(4))
+
+    def __call__(self, carry: LSTMCarry, inputs: jax.Array) -> tuple[LSTMCarry, jax.Array]:
+        """Runs one step.
+
+        Args:
+            carry: memory and hidden state, `[batch..., hidden_features]` each.
+            inputs: an array of shape `[batch..., in_features]`.
+
+        Returns:
+            The new carry, and the output `[batch..., hidden_features]`.
+        """
+        self._check(carry, inputs, inputs.shape[:-1])
+        hidden = carry[1]
+        input_gate = self.ii(inputs) + self.hi(hidden)
+        forget_gate = self.if_(inputs) + self.hf(hidden)
+        update = self.ig(inputs) + self.hg(hidden)
+        output_gate = self.io(inputs) + self.ho(hidden)
+        return _lstm_step(self, carry, input_gate, forget_gate, update, output_gate)
+
+
+class OptimizedLSTMCell(_LSTM):
+    """`LSTMCell` with the projections of all four gates in one kernel each for input and hidden state.
+
+    Arguments and equations are those of `LSTMCell`; the kernels are those of its gates i, f, g, o side by side.
+
+    Attributes:
+        dense_i: the projection of the input, kernel `[in_features, 4 * hidden_features]`.
+        dense_h: the projection of the hidden state, kernel `[hidden_features, 4 * hidden_features]`, with the biases.
+
+    >>> cell = nnx.OptimizedLSTMCell(3, 4, ctx=nnx.context(0))
     >>> carry, y = cell(cell.initialize_carry((2, 3)), jnp.ones((2, 3)))
     >>> y.shape
     (2, 4)
     """
 
+    dense_i: Linear
+    dense_h: Linear
+
+    def _make_projections(self, from_input: Callable[..., Linear], from_hidden: Callable[..., Linear]) -> None:
+        self.dense_i = from_input(4 * self.hidden_features, use_bias=False)
+        self.dense_h = from_hidden(4 * self.hidden_features)
+
+    def __call__(self, carry: LSTMCarry, inputs: jax.Array) -> tuple[LSTMCarry, jax.Array]:
+        """Runs one step, as in `LSTMCell`."""
+        self._check(carry, inputs, inputs.shape[:-1])
+        gates = self.dense_i(inputs) + self.dense_h(carry[1])
+        return _lstm_step(self, carry, *lax.split(gates, [self.hidden_features] * 4, axis=gates.ndim - 1))
+
+
+class ConvLSTMCell(Cell):
+    """An LSTM cell on images: the projections are convolutions, and the carry is a pair of images.
+
+    The equations are those of `LSTMCell` with 1 added to the forget gate before its activation.
+
+    Args:
+        in_features: the number of channels of the input.
+        hidden_features: the number of channels of memory and output.
+        kernel_size: the size of the convolutions, one entry per spatial dimension.
+        strides: the strides of the convolution on the input.
+        padding: the padding of the convolution on the input, as in `Conv`; the one on the hidden state keeps its size.
+        use_bias: whether the convolutions have biases.
+        dtype: the computation dtype; by default, the dtype that inputs and parameters promote to.
+        param_dtype: the dtype of the parameters and of the carry.
+        carry_init: the initializer of the carry; zeros by default.
+        gate_fn: the activation of the gates.
+        activation_fn: the activation of update and output.
+        kernel_init, recurrent_kernel_init: the initializers of the kernels on input and hidden state.
+        bias_init: the initializer of the biases.
+        promote_dtype: a replacement for the function that converts arrays to one dtype.
+        ctx: the Context; its stream "params" initializes the parameters.
+        kernel_metadata, recurrent_kernel_metadata, bias_metadata: metadata of these Variables.
+
+    Attributes:
+        ih: the `Conv` from the input to the gates i, g, f, o.
+        hh: the `Conv` from the hidden state to the same gates.
+
+    >>> cell = nnx.ConvLSTMCell(3, 4, kernel_size=(3, 3), ctx=nnx.context(0))
+    >>> x = jnp.ones((2, 8, 8, 3))  # batch, height, width, channels
+    >>> carry, y = cell(cell.initialize_carry(x.shape), x)
+    >>> y.shape
+    (2, 8, 8, 4)
+    """
+
+    kernel_size: tuple[int, ...]
+    gate_fn: Activation
+    ih: Conv
+    hh: Conv
+
     def __init__(
         self,
         in_features: int,
         hidden_features: int,
+        kernel_size: Sequence[int],
+        strides: int | Sequence[int] = 1,
         *,
-        dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
+        padding: PaddingLike = "SAME",
+        use_bias: bool = True,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         carry_init: InitializerLike | None = None,
-        residual: bool = False,
-        activation_fn: Callable[..., Any] = lax.tanh,
+        gate_fn: Activation = lax.logistic,
+        activation_fn: Activation = lax.tanh,
         kernel_init: InitializerLike = default_kernel_init,
-        recurrent_kernel_init: InitializerLike = default_recurrent_kernel_init,
+        recurrent_kernel_init: InitializerLike = default_kernel_init,
         bias_init: InitializerLike = default_bias_init,
-        promote_dtype: PromoteDtype = promote_dtype,
+        promote_dtype: PromoteDtype = default_promote_dtype,
         ctx: Context,
         kernel_metadata: Mapping[str, Any] = NO_METADATA,
         recurrent_kernel_metadata: Mapping[str, Any] = NO_METADATA,
         bias_metadata: Mapping[str, Any] = NO_METADATA,
-    ):
-        self.in_features = in_features
-        self.hidden_features = hidden_features
-        self.dtype = as_optional_dtype(dtype)
-        self.param_dtype = as_dtype(param_dtype)
-        self.carry_init = carry_init
-        self.residual = residual
-        self.activation_fn = activation_fn
-        dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "promote_dtype": promote_dtype}
-        self.dense_i = Linear(
-            in_features,
-            hidden_features,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            kernel_metadata=kernel_metadata,
-            bias_metadata=bias_metadata,
-            ctx=ctx,
-            **dtypes,
-        )
-        self.dense_h = Linear(
-            hidden_features,
-            hidden_features,
-            use_bias=False,
-            kernel_init=recurrent_kernel_init,
-            kernel_metadata=recurrent_kernel_metadata,
-            ctx=ctx,
-            **dtypes,
-        )
+    ) -> None:
+        self._set_up(in_features, hidden_features, activation_fn, dtype, param_dtype, carry_init)
+        options: dict[str, Any] = {
+            "use_bias": use_bias,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "bias_init": bias_init,
+            "bias_metadata": bias_metadata,
+            "promote_dtype": promote_dtype,
+            "ctx": ctx,
+        }
+        gates = 4 * hidden_features
+        kernel: dict[str, Any] = {"kernel_init": kernel_init, "kernel_metadata": kernel_metadata}
+        self.ih = Conv(in_features, gates, kernel_size, strides, padding=padding, **kernel, **options)
+        kernel = {"kernel_init": recurrent_kernel_init, "kernel_metadata": recurrent_kernel_metadata}
+        self.hh = Conv(hidden_features, gates, kernel_size, **kernel, **options)
+        self.kernel_size = self.ih.kernel_size
+        self.gate_fn = gate_fn
 
-    def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """One step, with shapes as in `GRUCell`."""
-        self._check(carry, inputs, self.in_features, (*inputs.shape[:-1], self.hidden_features))
-        hidden = self.dense_i(inputs) + self.dense_h(carry)
-        if self.residual:
-            hidden = hidden + cast(carry, hidden.dtype)
-        hidden = self.activation_fn(hidden)
-        return cast(hidden, carry.dtype), hidden
+    def __call__(self, carry: LSTMCarry, inputs: jax.Array) -> tuple[LSTMCarry, jax.Array]:
+        """Runs one step.
+
+        Args:
+            carry: memory and hidden state, `[batch..., *spatial, hidden_features]` each.
+            inputs: an array of shape `[batch..., *spatial, in_features]`.
+
+        Returns:
+            The new carry, and the output `[batch..., *spatial, hidden_features]`.
+        """
+        check_last_axis(self, inputs, self.in_features, "in_features")
+        from_input = self.ih(inputs)
+        self._check(carry, inputs, from_input.shape[:-1])
+        gates = from_input + self.hh(carry[1])
+        input_gate, update, forget_gate, output_gate = lax.split(gates, [self.hidden_features] * 4, axis=gates.ndim - 1)
+        return _lstm_step(self, carry, input_gate, forget_gate + 1.0, update, output_gate)
 
     def initialize_carry(
         self, input_shape: Sequence[int], ctx: Context | None = None, carry_init: InitializerLike | None = None
-    ) -> jax.Array:
-        return self._initial((*input_shape[:-1], self.hidden_features), self.param_dtype, ctx, carry_init)
+    ) -> LSTMCarry:
+        # Strides and padding change the size of the image, so the convolution itself is asked.
+        gates = jax.eval_shape(self.ih, jax.ShapeDtypeStruct(tuple(input_shape), self.param_dtype))
+        shape = (*gates.shape[:-1], self.hidden_features)
+        return self._initial(shape, ctx, carry_init), self._initial(shape, ctx, carry_init)
+
+    @property
+    def num_feature_axes(self) -> int:
+        return len(self.kernel_size) + 1

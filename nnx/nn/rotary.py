@@ -1,18 +1,15 @@
-"""Rotary position embeddings: a query or key is turned by an angle that grows with its position.
+"""Rotary position embeddings: each query and key is rotated by an angle that grows with its position.
 
 Each pair of features rotates at its own *frequency*, `base ** (-2i / dim)`. A model trained on short texts meets
-unseen angles in long ones; a *scaling* changes the frequencies so that they stay familiar:
+unseen angles in long ones; a *scaling* changes the frequencies so that the angles stay familiar:
 
-- `LinearScaling`: every frequency divided by the factor (position interpolation).
-- `NTKScaling`: a larger base, which slows low frequencies most and leaves the highest (NTK-aware).
-- `YaRNScaling`: high frequencies kept, low ones divided, a ramp between them, and slightly sharper attention (YaRN).
-- `Llama3Scaling`: the same idea with the bands of Llama 3.1, chosen by wavelength.
+- `LinearScaling` divides every frequency by the factor (position interpolation).
+- `NTKScaling` uses a larger base, which slows low frequencies most and leaves the highest alone (NTK-aware).
+- `YaRNScaling` keeps high frequencies, divides low ones, ramps between them, and sharpens attention slightly (YaRN).
+- `Llama3Scaling` is the same idea with the bands of Llama 3.1, chosen by wavelength.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import functools
 import math
 
 import jax
@@ -20,22 +17,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.module import Module
+from nnx.nn.settings import compiled_body
+
+ODD_ROTARY_DIM = (
+    "RotaryEmbedding rotates pairs of features: expected rotary_dim to be even and within 2..head_dim={head_dim}, "
+    "got {got}."
+)
+WRONG_HEADS = "RotaryEmbedding: expected an input of shape [batch..., length, heads, head_dim={head_dim}], got {got}."
+NO_HEADS = "apply_rotary: expected x of shape [batch..., length, heads, head_dim], got {got}."
+WRONG_POSITIONS = (
+    "apply_rotary: expected positions of shape {tokens} (batch..., length) or {length} (length,) for x of shape "
+    "{shape}, got {got}."
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class RotaryScaling:
-    """How frequencies are changed for contexts longer than those trained on; the base class leaves them alone.
+    """A change of frequencies for contexts longer than those trained on; the base class leaves them alone.
 
-    Subclass it to write your own, as a frozen dataclass: a scaling is a static value.
+    Subclass it as a frozen dataclass to write your own: a scaling is a static value.
     """
 
     def frequencies(self, dim: int, base: float) -> np.ndarray:
-        """The `dim // 2` angular frequencies, in radians per token, fastest first."""
+        """Returns the `dim // 2` angular frequencies, in radians per token, fastest first."""
         return base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
 
     @property
     def amplitude(self) -> float:
-        """What rotated queries and keys are multiplied by."""
+        """The number by which rotated queries and keys are multiplied."""
         return 1.0
 
 
@@ -44,7 +53,7 @@ class LinearScaling(RotaryScaling):
     """Position interpolation: positions shrink by `factor`.
 
     Args:
-        factor: new context length over the old.
+        factor: the new context length divided by the old.
 
     >>> nnx.LinearScaling(2.0).frequencies(4, base=10000.0).tolist()
     [0.5, 0.005]
@@ -60,10 +69,10 @@ class LinearScaling(RotaryScaling):
 class NTKScaling(RotaryScaling):
     """NTK-aware scaling: the base grows to `base * factor ** (dim / (dim - 2))`.
 
-    The slowest frequency is then divided by `factor`, and the fastest is left alone.
+    The slowest frequency is then divided by `factor`, and the fastest does not change.
 
     Args:
-        factor: new context length over the old.
+        factor: the new context length divided by the old.
 
     >>> nnx.NTKScaling(2.0).frequencies(4, base=10000.0).tolist()
     [1.0, 0.005]
@@ -79,14 +88,14 @@ class NTKScaling(RotaryScaling):
 
 @dataclasses.dataclass(frozen=True)
 class YaRNScaling(RotaryScaling):
-    """YaRN: interpolates only what turns rarely within the trained context.
+    """YaRN: interpolates only the features that turn rarely within the trained context.
 
     Args:
-        factor: new context length over the old.
+        factor: the new context length divided by the old.
         original_max_length: the context length of training.
-        beta_fast: features with more turns than this within the trained context keep their frequency.
-        beta_slow: features with fewer turns than this have it divided by `factor`.
-        attention_factor: multiplies rotated queries and keys; `0.1 * ln(factor) + 1` by default.
+        beta_fast: a number of turns within the trained context; features with more keep their frequency.
+        beta_slow: a number of turns; features with fewer have their frequency divided by `factor`.
+        attention_factor: the factor on rotated queries and keys; `0.1 * ln(factor) + 1` by default.
     """
 
     factor: float
@@ -98,11 +107,13 @@ class YaRNScaling(RotaryScaling):
     def frequencies(self, dim: int, base: float) -> np.ndarray:
         plain = super().frequencies(dim, base)
 
+        # Feature i turns `original_max_length * base ** (-2i / dim) / 2 pi` times; this solves it for i.
         def index_with(turns: float) -> float:
             return dim * math.log(self.original_max_length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
         first = max(math.floor(index_with(self.beta_fast)), 0)
         last = min(math.ceil(index_with(self.beta_slow)), dim - 1)
+        # 1e-3 keeps the ramp finite where it would have no width.
         divided = np.clip((np.arange(dim // 2) - first) / max(last - first, 1e-3), 0, 1)
         return plain * (1 - divided) + plain / self.factor * divided
 
@@ -118,10 +129,10 @@ class Llama3Scaling(RotaryScaling):
     """The scaling of Llama 3.1 and later.
 
     Args:
-        factor: divides the frequencies of long wavelengths.
-        low_freq_factor: wavelengths above `original_max_length / low_freq_factor` are scaled fully.
-        high_freq_factor: wavelengths below `original_max_length / high_freq_factor` are left alone; between the two, a
-            ramp.
+        factor: the number by which the frequencies of long wavelengths are divided.
+        low_freq_factor: a bound; wavelengths above `original_max_length / low_freq_factor` are scaled fully.
+        high_freq_factor: a bound; wavelengths below `original_max_length / high_freq_factor` are left alone. Between
+            the two is a ramp.
         original_max_length: the context length of training.
     """
 
@@ -138,19 +149,18 @@ class Llama3Scaling(RotaryScaling):
 
 
 class RotaryEmbedding(Module):
-    """Rotary position embedding of queries or keys.
+    """A rotary position embedding of queries or keys.
 
-    It has no parameters; one instance may serve all layers of a model.
+    It has no parameters, so one instance can serve all layers of a model.
 
     Args:
-        head_dim: features per head.
-        base: of the geometric series of frequencies.
-        rotary_dim: how many leading features rotate, `head_dim` by default; the rest pass through.
-        interleaved: rotate the pairs (0, 1), (2, 3), … as GPT-J does, instead of (0, d/2), (1, d/2 + 1), … as Llama
-            does.
+        head_dim: the number of features per head.
+        base: the base of the geometric series of frequencies.
+        rotary_dim: the number of leading features that rotate, `head_dim` by default; the rest pass through.
+        interleaved: whether to rotate the pairs (0, 1), (2, 3), … as GPT-J does, instead of (0, d/2), (1, d/2 + 1), …
+            as Llama does.
         scaling: a `RotaryScaling` for contexts longer than those trained on.
 
-    >>> import nnx, jax.numpy as jnp
     >>> rotary = nnx.RotaryEmbedding(8, scaling=nnx.LinearScaling(2.0))
     >>> query = jnp.ones((2, 5, 4, 8))  # batch, length, heads, head_dim
     >>> rotary(query).shape
@@ -160,6 +170,12 @@ class RotaryEmbedding(Module):
     True
     """
 
+    head_dim: int
+    base: float
+    rotary_dim: int
+    interleaved: bool
+    scaling: RotaryScaling | None
+
     def __init__(
         self,
         head_dim: int,
@@ -168,13 +184,10 @@ class RotaryEmbedding(Module):
         rotary_dim: int | None = None,
         interleaved: bool = False,
         scaling: RotaryScaling | None = None,
-    ):
+    ) -> None:
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-            raise ValueError(
-                "RotaryEmbedding rotates pairs of features: expected rotary_dim to be even and within "
-                f"2..head_dim={head_dim}, got {rotary_dim}."
-            )
+            raise ValueError(ODD_ROTARY_DIM.format(head_dim=head_dim, got=rotary_dim))
         self.head_dim = head_dim
         self.base = float(base)
         self.rotary_dim = rotary_dim
@@ -185,17 +198,14 @@ class RotaryEmbedding(Module):
         """Rotates `x`.
 
         Args:
-            x: `[batch..., length, heads, head_dim]`.
-            positions: of the tokens, `[batch..., length]` or `[length]`; 0, 1, 2 … by default.
+            x: an array of shape `[batch..., length, heads, head_dim]`.
+            positions: the positions of the tokens, `[batch..., length]` or `[length]`; 0, 1, 2 … by default.
 
         Returns:
-            An array like `x`; angles are computed in float32.
+            An array with the shape and dtype of `x`; angles are computed in float32.
         """
         if x.ndim < 3 or x.shape[-1] != self.head_dim:
-            raise ValueError(
-                f"RotaryEmbedding: expected an input of shape [batch..., length, heads, head_dim={self.head_dim}], got "
-                f"{x.shape}."
-            )
+            raise ValueError(WRONG_HEADS.format(head_dim=self.head_dim, got=x.shape))
         return apply_rotary(
             x,
             positions,
@@ -215,43 +225,48 @@ def apply_rotary(
     interleaved: bool = False,
     scaling: RotaryScaling | None = None,
 ) -> jax.Array:
-    """The function form of `RotaryEmbedding`: rotates `x` by its positions.
+    """Rotates `x` by its positions; the function form of `RotaryEmbedding`.
 
     Args:
-        x: `[batch..., length, heads, head_dim]`.
-        positions: of the tokens, `[batch..., length]` or `[length]`; 0, 1, 2 … by default.
-        base, rotary_dim, interleaved, scaling: as in `RotaryEmbedding`.
+        x: an array of shape `[batch..., length, heads, head_dim]`.
+        positions: the positions of the tokens, `[batch..., length]` or `[length]`; 0, 1, 2 … by default.
+        base, rotary_dim, interleaved, scaling: the settings of `RotaryEmbedding`.
 
-    >>> import nnx, jax.numpy as jnp
     >>> x = jnp.ones((3, 1, 4))  # length, heads, head_dim
     >>> bool((nnx.apply_rotary(x)[0] == x[0]).all())  # position 0 is not turned
     True
     """
     if x.ndim < 3:
-        raise ValueError(f"apply_rotary: expected x of shape [batch..., length, heads, head_dim], got {x.shape}.")
+        raise ValueError(NO_HEADS.format(got=x.shape))
     if positions is None:
         positions = jnp.arange(x.shape[-3], dtype=jnp.int32)
     elif not _one_per_token(positions.shape, x.shape[:-2]):
         raise ValueError(
-            f"apply_rotary: expected positions of shape {x.shape[:-2]} (batch..., length) or {x.shape[-3:-2]} "
-            f"(length,) for x of shape {x.shape}, got {positions.shape}."
+            WRONG_POSITIONS.format(tokens=x.shape[:-2], length=x.shape[-3:-2], shape=x.shape, got=positions.shape)
         )
-    return _rotate(x, positions, base, x.shape[-1] if rotary_dim is None else rotary_dim, interleaved, scaling)
+    rotary_dim = x.shape[-1] if rotary_dim is None else rotary_dim
+    return _rotate(x, positions, base=base, rotary_dim=rotary_dim, interleaved=interleaved, scaling=scaling)
 
 
 def _one_per_token(positions: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
-    """Whether positions of one shape broadcast to tokens of another, with a position for each along the length."""
+    """Returns whether positions of one shape broadcast to tokens of another, with one per token along the length."""
     if not 0 < len(positions) <= len(tokens) or positions[-1] != tokens[-1]:
         return False
     return all(have in (1, want) for have, want in zip(reversed(positions), reversed(tokens), strict=False))
 
 
-# Compiled as one function, so that the layers of a model share one trace of it.
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+@compiled_body
 def _rotate(
-    x: jax.Array, positions: jax.Array, base: float, rotary_dim: int, interleaved: bool, scaling: RotaryScaling | None
+    x: jax.Array,
+    positions: jax.Array,
+    *,
+    base: float,
+    rotary_dim: int,
+    interleaved: bool,
+    scaling: RotaryScaling | None,
 ) -> jax.Array:
     scaling = RotaryScaling() if scaling is None else scaling
+    # Computed in float64 on the host, then rounded once: an error in a frequency grows with the position.
     frequencies = scaling.frequencies(rotary_dim, base).astype(np.float32)
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies  # [batch..., length, 1, rotary_dim / 2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)

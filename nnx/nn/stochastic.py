@@ -1,19 +1,17 @@
-"""Layers that add randomness in training and nothing otherwise: `Dropout`, `DropPath`, `GaussianNoise`.
+"""Layers that add randomness in training and do nothing otherwise: `Dropout`, `DropPath`, `GaussianNoise`.
 
-Each takes its mode, `deterministic`, from the call, else the instance, else the Context's flag; and its random numbers
-from the Context given to the call.
+Each takes its mode, `deterministic`, from the call, else the instance, else the Context's flag, and its random numbers
+from the Context passed to the call.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from nnx.core.context import Context
 from nnx.core.module import Module
-from nnx.nn.modes import resolve_mode
+from nnx.nn.settings import compiled_body, resolve_mode
 from nnx.sharding.explicit import result_sharding
 
 RATE_OUT_OF_RANGE = "{layer}: `rate` is the probability of dropping, a number from 0 to 1, got {got!r}."
@@ -21,25 +19,33 @@ NEEDS_CONTEXT = (
     "{layer} draws random numbers when `deterministic` is False, but the call got no Context. "
     "Write `layer(x, ctx=ctx)` with `ctx = nnx.context(0, {stream}=1)`, or `deterministic=True`."
 )
+TOO_FEW_BATCH_AXES = (
+    "DropPath expected an input with at least batch_dims={batch_dims} axes, got shape {shape}. "
+    "For an unbatched input write `nnx.DropPath(rate, batch_dims=0)`."
+)
+NEGATIVE_STDDEV = "GaussianNoise: `stddev` must not be negative, got {got!r}."
+NOT_FLOATS = (
+    "GaussianNoise expected floating point numbers, got {got}. Convert the input first: `x.astype(jnp.float32)`."
+)
 
 
-def _check_rate(layer: Module, rate: float) -> float:
+def _checked_rate(layer: Module, rate: float) -> float:
     if not 0 <= rate <= 1:
         raise ValueError(RATE_OUT_OF_RANGE.format(layer=type(layer).__name__, got=rate))
     return rate
 
 
-def _key(layer: Module, stream: str, ctx: Context | None) -> Array:
+def _key(layer: Module, stream: str, ctx: Context | None) -> jax.Array:
     if ctx is None:
         raise ValueError(NEEDS_CONTEXT.format(layer=type(layer).__name__, stream=stream))
     return ctx.make_rng(stream)
 
 
-@partial(jax.jit, static_argnames=("rate", "mask_shape", "rescale"))
-def _drop(x: Array, key: Array, *, rate: float, mask_shape: tuple[int, ...], rescale: bool) -> Array:
+@compiled_body
+def _drop(x: jax.Array, key: jax.Array, *, rate: float, mask_shape: tuple[int, ...], rescale: bool) -> jax.Array:
     keep = 1.0 - rate
     if keep == 0.0:
-        return jnp.zeros_like(x)
+        return jnp.zeros_like(x)  # also avoids a division by zero below, whose gradient would be NaN
     split = result_sharding((x, range(x.ndim)))
     mask = jax.random.bernoulli(key, keep, mask_shape, out_sharding=split if mask_shape == x.shape else None)
     mask = jnp.broadcast_to(mask, x.shape)
@@ -52,12 +58,11 @@ class Dropout(Module):
     """Sets entries to zero with probability `rate` and scales the others by `1 / (1 - rate)`; shape `(...) -> (...)`.
 
     Args:
-        rate: probability of dropping an entry.
-        broadcast_dims: axes along which entries are dropped together.
-        deterministic: if true, the input is returned as it is; `None` to decide in the call or by the Context.
-        rng_collection: name of the Context's stream to draw from.
+        rate: the probability of dropping an entry.
+        broadcast_dims: the axes along which entries are dropped together.
+        deterministic: whether to return the input unchanged; `None` to decide in the call or by the Context.
+        rng_collection: the name of the Context's stream to draw from.
 
-    >>> import nnx, jax.numpy as jnp
     >>> layer = nnx.Dropout(0.5)
     >>> ctx = nnx.context(dropout=0, flags={"deterministic": False})
     >>> y = layer(jnp.ones((4, 8)), ctx=ctx)
@@ -67,19 +72,33 @@ class Dropout(Module):
     True
     """
 
+    rate: float
+    broadcast_dims: tuple[int, ...]
+    deterministic: bool | None
+    rng_collection: str
+
     def __init__(
         self,
         rate: float,
         broadcast_dims: Sequence[int] = (),
         deterministic: bool | None = None,
         rng_collection: str = "dropout",
-    ):
-        self.rate = _check_rate(self, rate)
+    ) -> None:
+        self.rate = _checked_rate(self, rate)
         self.broadcast_dims = tuple(broadcast_dims)
         self.deterministic = deterministic
         self.rng_collection = rng_collection
 
-    def __call__(self, inputs: Array, *, deterministic: bool | None = None, ctx: Context | None = None) -> Array:
+    def __call__(
+        self, inputs: jax.Array, *, deterministic: bool | None = None, ctx: Context | None = None
+    ) -> jax.Array:
+        """Drops entries of `inputs`.
+
+        Args:
+            inputs: an array of any shape.
+            deterministic: the mode of this call; overrides the instance's and the Context's.
+            ctx: the Context to draw from; its flag `deterministic` sets the mode when nothing else does.
+        """
         if self.rate == 0.0 or resolve_mode(self, "deterministic", deterministic, ctx):
             return inputs
         mask_shape = list(inputs.shape)
@@ -93,18 +112,23 @@ class DropPath(Module):
     """Stochastic depth: drops whole examples of a residual branch; shape `(batch, ...) -> (batch, ...)`.
 
     Args:
-        rate: probability of dropping an example.
-        deterministic: if true, the input is returned as it is; `None` to decide in the call or by the Context.
-        rng_collection: name of the Context's stream to draw from.
-        batch_dims: number of leading axes that are examples; 0 drops an unbatched input as a whole.
-        rescale: whether what is kept is scaled by `1 / (1 - rate)`.
+        rate: the probability of dropping an example.
+        deterministic: whether to return the input unchanged; `None` to decide in the call or by the Context.
+        rng_collection: the name of the Context's stream to draw from.
+        batch_dims: the number of leading axes that are examples; 0 drops an unbatched input as a whole.
+        rescale: whether to scale what is kept by `1 / (1 - rate)`.
 
-    >>> import nnx, jax.numpy as jnp
     >>> layer = nnx.DropPath(0.5, deterministic=False)
     >>> y = layer(jnp.ones((6, 3)), ctx=nnx.context(dropout=0))
     >>> bool((y == y[:, :1]).all())
     True
     """
+
+    rate: float
+    deterministic: bool | None
+    rng_collection: str
+    batch_dims: int
+    rescale: bool
 
     def __init__(
         self,
@@ -114,55 +138,62 @@ class DropPath(Module):
         *,
         batch_dims: int = 1,
         rescale: bool = True,
-    ):
-        self.rate = _check_rate(self, rate)
+    ) -> None:
+        self.rate = _checked_rate(self, rate)
         self.deterministic = deterministic
         self.rng_collection = rng_collection
         self.batch_dims = batch_dims
         self.rescale = rescale
 
-    def __call__(self, inputs: Array, *, deterministic: bool | None = None, ctx: Context | None = None) -> Array:
+    def __call__(
+        self, inputs: jax.Array, *, deterministic: bool | None = None, ctx: Context | None = None
+    ) -> jax.Array:
+        """Drops examples of `inputs`; the arguments are those of `Dropout`."""
         if self.rate == 0.0 or resolve_mode(self, "deterministic", deterministic, ctx):
             return inputs
         if inputs.ndim < self.batch_dims:
-            raise ValueError(
-                f"DropPath expected an input with at least batch_dims={self.batch_dims} axes, got shape "
-                f"{inputs.shape}. For an unbatched input write `nnx.DropPath(rate, batch_dims=0)`."
-            )
+            raise ValueError(TOO_FEW_BATCH_AXES.format(batch_dims=self.batch_dims, shape=inputs.shape))
         mask_shape = inputs.shape[: self.batch_dims] + (1,) * (inputs.ndim - self.batch_dims)
         key = _key(self, self.rng_collection, ctx)
         return _drop(inputs, key, rate=self.rate, mask_shape=mask_shape, rescale=self.rescale)
 
 
+# `stddev` is an argument, not a setting: changing the noise level during training does not recompile.
 @jax.jit
-def _add_noise(x: Array, key: Array, stddev: float) -> Array:
+def _add_noise(x: jax.Array, key: jax.Array, stddev: float) -> jax.Array:
     return x + jnp.asarray(stddev, x.dtype) * jax.random.normal(key, x.shape, x.dtype)
 
 
 class GaussianNoise(Module):
-    """Adds normal noise of standard deviation `stddev`; shape `(...) -> (...)`.
+    """Adds normal noise with standard deviation `stddev`; shape `(...) -> (...)`.
 
     Args:
-        stddev: standard deviation of the noise.
-        deterministic: if true, the input is returned as it is; `None` to decide in the call or by the Context.
-        rng_collection: name of the Context's stream to draw from.
+        stddev: the standard deviation of the noise.
+        deterministic: whether to return the input unchanged; `None` to decide in the call or by the Context.
+        rng_collection: the name of the Context's stream to draw from.
 
-    >>> import nnx, jax.numpy as jnp
     >>> layer = nnx.GaussianNoise(0.1)
     >>> layer(jnp.zeros((2, 3)), deterministic=False, ctx=nnx.context(dropout=0)).shape
     (2, 3)
     """
 
-    def __init__(self, stddev: float, deterministic: bool | None = None, rng_collection: str = "dropout"):
+    stddev: float
+    deterministic: bool | None
+    rng_collection: str
+
+    def __init__(self, stddev: float, deterministic: bool | None = None, rng_collection: str = "dropout") -> None:
         if stddev < 0:
-            raise ValueError(f"GaussianNoise: `stddev` must not be negative, got {stddev!r}.")
+            raise ValueError(NEGATIVE_STDDEV.format(got=stddev))
         self.stddev = stddev
         self.deterministic = deterministic
         self.rng_collection = rng_collection
 
-    def __call__(self, inputs: Array, *, deterministic: bool | None = None, ctx: Context | None = None) -> Array:
+    def __call__(
+        self, inputs: jax.Array, *, deterministic: bool | None = None, ctx: Context | None = None
+    ) -> jax.Array:
+        """Adds noise to `inputs`; the arguments are those of `Dropout`."""
         if self.stddev == 0.0 or resolve_mode(self, "deterministic", deterministic, ctx):
             return inputs
         if not jnp.issubdtype(inputs.dtype, jnp.inexact):
-            raise ValueError(f"GaussianNoise expected floating point numbers, got {inputs.dtype}.")
+            raise ValueError(NOT_FLOATS.format(got=inputs.dtype))
         return _add_noise(inputs, _key(self, self.rng_collection, ctx), self.stddev)

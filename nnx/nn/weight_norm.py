@@ -1,8 +1,8 @@
-"""Wrappers that normalise the weights of a layer, not its activations: `SpectralNorm` and `WeightNorm`.
+"""Wrappers that normalize the weights of a layer instead of its activations: `SpectralNorm` and `WeightNorm`.
 
-The wrapped layer keeps its weights as they are. Each call computes the normalised ones and runs a copy of the layer
-with them, so that a gradient goes through the normalisation to the stored weights; what else the layer changes in the
-call (statistics, say) is written back to it.
+The wrapped layer keeps its stored weights. Each call computes normalized ones and runs a copy of the layer with them,
+so gradients flow through the normalization to the stored weights. Anything else that the layer changes during the call,
+such as running averages, is written back to it.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
@@ -20,10 +21,20 @@ from nnx.core.filters import Filter, PathMatches
 from nnx.core.module import Module
 from nnx.core.state import State
 from nnx.core.variables import BatchStat, Param
-from nnx.nn.dtypes import PromoteDtype, as_dtype, as_optional_dtype, cast, infer_dtype, promote_dtype, statistics_dtype
-from nnx.nn.initial_values import InitializerLike, default_scale_init, initial_value
+from nnx.nn.checks import as_tuple
 from nnx.nn.initializers import normal
-from nnx.nn.modes import resolve_mode
+from nnx.nn.parameters import InitializerLike, default_scale_init, initial_value
+from nnx.nn.settings import (
+    PromoteDtype,
+    as_dtype,
+    as_optional_dtype,
+    cast,
+    default_promote_dtype,
+    infer_dtype,
+    promote_dtype,
+    resolve_mode,
+    statistics_dtype,
+)
 
 KERNELS = PathMatches("**/kernel")
 
@@ -31,11 +42,11 @@ NOT_A_MATRIX = (
     "SpectralNorm is defined for matrices, and `error_on_non_matrix` is set: {path!r} has shape {shape}. "
     "Without it, the leading axes are flattened into one."
 )
-NOTHING_TO_NORMALIZE = "{wrapper} found no weights to normalise in {layer}; its state has the paths {paths}."
+NOTHING_TO_NORMALIZE = "{wrapper} found no weights to normalize in {layer}; its state has the paths {paths}."
 
 
 def _key(path: str) -> str:
-    """A path as one key of a `Dict`."""
+    """Returns a path as one key of a `Dict`, in which a `/` is not allowed."""
     return path.replace("/", ".")
 
 
@@ -51,7 +62,7 @@ def _weights(wrapper: Module, layer: Module, filter: Filter, min_axes: int) -> S
 
 
 def _run_with(layer: Module, weights: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a copy of `layer` that has these weights; everything else the call changes is written to `layer`."""
+    """Calls a copy of `layer` with these weights, and writes everything else that the call changes to `layer`."""
     before, moduledef = layer.partition()
     out, after = moduledef.apply(before, weights)(*args, **kwargs)
 
@@ -74,7 +85,10 @@ def _unit(x: Array, epsilon: float) -> Array:
 
 @partial(jax.jit, static_argnames=("n_steps", "epsilon", "dtype"))
 def _spectral(weight: Array, u: Array, *, n_steps: int, epsilon: float, dtype: Any) -> tuple[Array, Array, Array]:
-    """The weight over its largest singular value, estimated by power iteration from `u`; the new `u`; that value."""
+    """Returns the weight divided by its largest singular value, the new `u`, and that value.
+
+    The singular value is estimated by power iteration from `u`.
+    """
     out_dtype = infer_dtype((weight,), dtype)
     wide = cast(weight, statistics_dtype(weight.dtype))
     matrix = jnp.reshape(wide, (-1, weight.shape[-1]))  # (inputs, outputs)
@@ -94,21 +108,20 @@ def _spectral(weight: Array, u: Array, *, n_steps: int, epsilon: float, dtype: A
 class SpectralNorm(Module):
     """Runs a layer with its weights divided by their largest singular value.
 
-    All `Param`s with at least two axes are normalised, leading axes flattened into one. The estimate is refined by
-    power iteration from the stored vectors `u`, in every call that updates them.
+    All `Param`s with at least two axes are normalized, with leading axes flattened into one. Every call that updates
+    the stored vectors `u` refines the estimate by power iteration from them.
 
     Args:
         layer_instance: the layer.
-        n_steps: steps of power iteration per call.
-        epsilon: added to squared norms.
-        dtype: of the normalised weights; by default that of the stored ones.
-        param_dtype: of the stored vectors, at least float32.
+        n_steps: the number of steps of power iteration per call.
+        epsilon: a small number added to squared norms.
+        dtype: the dtype of the normalized weights; by default, that of the stored ones.
+        param_dtype: the dtype of the stored vectors, which use at least float32.
         error_on_non_matrix: whether weights with more than two axes are an error.
         update_stats: whether a call stores the refined `u` and `sigma` (`BatchStat`); `None` to decide in the call or
             by the Context flag of that name. `train()` sets it to true, `eval()` to false.
-        ctx: draws the first `u` from its stream "params".
+        ctx: the Context; its stream "params" initializes `u`.
 
-    >>> import nnx, jax.numpy as jnp
     >>> ctx = nnx.context(0)
     >>> layer = nnx.SpectralNorm(nnx.Linear(4, 5, ctx=ctx), n_steps=20, ctx=ctx)
     >>> layer(jnp.ones((3, 4)), update_stats=True).shape
@@ -116,6 +129,16 @@ class SpectralNorm(Module):
     >>> list(layer.sigma)
     ['kernel']
     """
+
+    layer_instance: Module
+    n_steps: int
+    epsilon: float
+    dtype: np.dtype | None
+    param_dtype: np.dtype
+    error_on_non_matrix: bool
+    update_stats: bool | None
+    u: Dict
+    sigma: Dict
 
     def __init__(
         self,
@@ -191,27 +214,36 @@ _weight_norm_compiled = partial(jax.jit, static_argnames=("feature_axes", "epsil
 
 
 class WeightNorm(Module):
-    """Runs a layer with its weights brought to norm 1 and multiplied by a learned scale.
+    """Runs a layer with its weights divided by their norm and multiplied by a learned scale.
 
     Args:
         layer_instance: the layer.
-        feature_axes: axes of a weight that have their own norm and scale, the norm being over all the others; `None`
-            for one norm and one scale per weight.
+        feature_axes: the axes of a weight along which each entry has its own norm (over all other axes) and scale;
+            `None` for one norm and one scale per weight.
         use_scale: whether there is a learned scale.
-        scale_init: initialiser of the scales.
-        epsilon: added to squared norms.
-        dtype: of the normalised weights; by default that of the stored weights and scales.
-        param_dtype: in which the scales are stored.
-        variable_filter: which Variables are normalised; by default those named `kernel`.
-        promote_dtype: replaces the function that decides the dtype of the normalised weights.
-        ctx: only needed for initialisers that draw random numbers.
+        scale_init: the initializer of the scales.
+        epsilon: a small number added to squared norms.
+        dtype: the dtype of the normalized weights; by default, the dtype that stored weights and scales promote to.
+        param_dtype: the dtype in which the scales are stored.
+        variable_filter: a filter that picks the Variables to normalize; by default, those named `kernel`.
+        promote_dtype: a replacement for the function that decides the dtype of the normalized weights.
+        ctx: the Context; needed only for initializers that draw random numbers.
 
-    >>> import nnx, jax.numpy as jnp
     >>> ctx = nnx.context(0)
     >>> layer = nnx.WeightNorm(nnx.Linear(8, 4, ctx=ctx), ctx=ctx)
     >>> layer(jnp.ones((5, 8))).shape, layer.scale["kernel"].shape
     ((5, 4), (4,))
     """
+
+    layer_instance: Module
+    feature_axes: tuple[int, ...] | None
+    use_scale: bool
+    epsilon: float
+    dtype: np.dtype | None
+    param_dtype: np.dtype
+    promote_dtype: PromoteDtype
+    paths: tuple[str, ...]
+    scale: Dict
 
     def __init__(
         self,
@@ -224,11 +256,11 @@ class WeightNorm(Module):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         variable_filter: Filter = KERNELS,
-        promote_dtype: PromoteDtype = promote_dtype,
+        promote_dtype: PromoteDtype = default_promote_dtype,
         ctx: Context | None = None,
     ):
         self.layer_instance = layer_instance
-        self.feature_axes = (feature_axes,) if isinstance(feature_axes, int) else feature_axes and tuple(feature_axes)
+        self.feature_axes = None if feature_axes is None else as_tuple(feature_axes)
         self.use_scale = use_scale
         self.epsilon = epsilon
         self.dtype = as_optional_dtype(dtype)

@@ -21,7 +21,7 @@ class Entry:
     Attributes:
         name: shown as the test's id; starts with the class's name.
         make: `make(ctx, **dtypes)` builds it.
-        inputs: shapes of the positional inputs; an input that is no float32 array is `(shape, dtype)`.
+        inputs: shapes of the positional inputs; an input that is not a float32 array is `(shape, dtype)`.
         output: shape of the output.
         call: keyword arguments of every call.
         ctx: whether the call takes a Context (given one with all streams and training flags off).
@@ -151,7 +151,7 @@ def _layers() -> list[Entry]:
             (6, 4, 2),
             wrong=(((3, 2, 1),), ((3, 3),)),
         ),
-        # normalisation
+        # normalization
         e(
             "BatchNorm running",
             lambda ctx, **d: nnx.BatchNorm(4, ctx=ctx, **d),

@@ -1,4 +1,4 @@
-"""The same weights give the same outputs and gradients as in flax.nnx; in Equinox, where Flax has no such layer."""
+"""The same weights produce the same outputs and gradients as in flax.nnx, or in Equinox if Flax lacks the layer."""
 
 import equinox as eqx
 import flax.nnx as flax
@@ -8,19 +8,15 @@ import numpy as np
 import pytest
 
 import nnx
+from tests.nn.arrays import normal
 
 
 def close(ours, theirs, tolerance=1e-5):
     np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=tolerance, atol=tolerance)
 
 
-def normal(*shape, seed=0):
-    """Random numbers that cost no compilation."""
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
-
-
 def randomized(layer):
-    """Gives every parameter random values, so that no zero bias or unit scale hides a difference."""
+    """Sets every parameter to random values, so that no zero bias or unit scale hides a difference."""
     for i, (path, leaf) in enumerate(layer.filter(nnx.Variable).items()):
         values = normal(*leaf.value.shape, seed=7 + i)
         layer.set_path(path, jnp.abs(values) if path == "var" else values)
@@ -136,7 +132,7 @@ def test_layer_agrees_with_flax(name):
 
 
 @pytest.mark.parametrize("cls", ["BatchNorm", "LayerNorm", "RMSNorm", "InstanceNorm"])
-def test_masked_normalisation_agrees_with_flax(cls):
+def test_masked_normalization_agrees_with_flax(cls):
     options = {"use_running_average": False} if cls == "BatchNorm" else {}
     ours = randomized(getattr(nnx, cls)(4, **options, ctx=nnx.context(0)))
     theirs = getattr(flax, cls)(4, **options, rngs=flax.Rngs(0))

@@ -1,7 +1,5 @@
 """Embeddings, attention and recurrent layers agree with flax on the same weights, forward and in their gradients."""
 
-from typing import Any
-
 import flax.linen as linen
 import jax
 import jax.numpy as jnp
@@ -10,11 +8,7 @@ import pytest
 from flax import nnx as flax
 
 import nnx
-
-
-def random(*shape: int, seed: int = 0) -> Any:
-    """Normal numbers, from numpy: it compiles nothing."""
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+from tests.nn.arrays import numpy_normal
 
 
 def with_weights_of(layer, peer):
@@ -29,7 +23,7 @@ def with_weights_of(layer, peer):
 
 
 def agree_with_gradients(layer, peer, call) -> None:
-    """`call(model)` gives the same outputs and the same gradients of their squares."""
+    """Checks that `call(model)` has the same outputs, and the same gradients of their squares, for both models."""
     with_weights_of(layer, peer)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), call(layer), call(peer))
     squares = lambda model: sum((y**2).sum() for y in jax.tree.leaves(call(model)))  # noqa: E731
@@ -46,17 +40,17 @@ def test_embed():
     agree_with_gradients(
         nnx.Embed(7, 4, ctx=nnx.context(0)),
         flax.Embed(7, 4, rngs=flax.Rngs(0)),
-        lambda m: (m(tokens), m.attend(random(2, 4))),
+        lambda m: (m(tokens), m.attend(numpy_normal(2, 4))),
     )
 
 
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_kv_heads": 2}, {"normalize_qk": True}, {"use_bias": False, "qkv_features": 32, "out_features": 6}],
-    ids=["plain", "grouped", "normalised", "other sizes"],
+    ids=["plain", "grouped", "normalized", "other sizes"],
 )
 def test_multi_head_attention(options):
-    x = random(2, 5, 16)
+    x = numpy_normal(2, 5, 16)
     mask = nnx.make_causal_mask(x[..., 0])
     agree_with_gradients(
         nnx.MultiHeadAttention(4, 16, ctx=nnx.context(0), **options),
@@ -66,7 +60,7 @@ def test_multi_head_attention(options):
 
 
 def test_cross_attention():
-    query, key = random(2, 5, 16), random(2, 7, 10, seed=1)
+    query, key = numpy_normal(2, 5, 16), numpy_normal(2, 7, 10, seed=1)
     agree_with_gradients(
         nnx.MultiHeadAttention(4, 16, in_kv_features=10, ctx=nnx.context(0)),
         flax.MultiHeadAttention(4, 16, in_kv_features=10, decode=False, rngs=flax.Rngs(0)),
@@ -75,7 +69,7 @@ def test_cross_attention():
 
 
 def test_decoding_token_by_token():
-    x = random(2, 4, 16)
+    x = numpy_normal(2, 4, 16)
     peer = flax.MultiHeadAttention(4, 16, decode=True, rngs=flax.Rngs(0))
     layer = with_weights_of(nnx.MultiHeadAttention(4, 16, decode=True, ctx=nnx.context(0)), peer)
     layer.init_cache((2, 6, 16))
@@ -86,8 +80,8 @@ def test_decoding_token_by_token():
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"deterministic": True, "dropout_rate": 0.5}])
 def test_dot_product_attention(options):
-    query, key, value = random(2, 5, 4, 8), random(2, 5, 4, 8, seed=1), random(2, 5, 4, 8, seed=2)
-    bias = random(2, 4, 5, 5, seed=3)
+    query, key, value = numpy_normal(2, 5, 4, 8), numpy_normal(2, 5, 4, 8, seed=1), numpy_normal(2, 5, 4, 8, seed=2)
+    bias = numpy_normal(2, 4, 5, 5, seed=3)
 
     def loss(attend, query):
         return (attend(query, key, value, bias, **options) ** 2).sum()
@@ -112,8 +106,8 @@ CELLS = ["LSTMCell", "OptimizedLSTMCell", "GRUCell", "SimpleCell"]
 
 @pytest.mark.parametrize("name", CELLS)
 def test_cells(name):
-    x = random(2, 3)
-    hidden = (random(2, 4, seed=1), random(2, 4, seed=2))
+    x = numpy_normal(2, 3)
+    hidden = (numpy_normal(2, 4, seed=1), numpy_normal(2, 4, seed=2))
     carry = hidden if "LSTM" in name else hidden[0]
     agree_with_gradients(
         getattr(nnx, name)(3, 4, ctx=nnx.context(0)),
@@ -124,8 +118,8 @@ def test_cells(name):
 
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"reverse": True, "keep_order": True}], ids=str)
 def test_rnn_with_lengths(options):
-    x, lengths = random(2, 5, 3), jnp.array([5, 3])
-    carry = (random(2, 4, seed=1), random(2, 4, seed=2))
+    x, lengths = numpy_normal(2, 5, 3), jnp.array([5, 3])
+    carry = (numpy_normal(2, 4, seed=1), numpy_normal(2, 4, seed=2))
     real = (jnp.arange(5) < lengths[:, None])[..., None]
 
     def call(rnn):
@@ -140,9 +134,9 @@ def test_rnn_with_lengths(options):
 
 
 def test_bidirectional():
-    x = random(2, 5, 3)
+    x = numpy_normal(2, 5, 3)
     ctx, rngs = nnx.context(0), flax.Rngs(0)
-    initial = (random(2, 4, seed=1), random(2, 4, seed=2))
+    initial = (numpy_normal(2, 4, seed=1), numpy_normal(2, 4, seed=2))
     agree_with_gradients(
         nnx.Bidirectional(*(nnx.RNN(nnx.GRUCell(3, 4, ctx=ctx)) for _ in range(2))),
         flax.Bidirectional(*(flax.RNN(flax.GRUCell(3, 4, rngs=rngs), rngs=rngs) for _ in range(2)), rngs=rngs),
@@ -151,7 +145,7 @@ def test_bidirectional():
 
 
 def test_conv_lstm_agrees_with_linen():
-    x, carry = random(2, 5, 4, 3), (random(2, 5, 4, 6, seed=1), random(2, 5, 4, 6, seed=2))
+    x, carry = numpy_normal(2, 5, 4, 3), (numpy_normal(2, 5, 4, 6, seed=1), numpy_normal(2, 5, 4, 6, seed=2))
     peer = linen.ConvLSTMCell(features=6, kernel_size=(3, 3))
     params = peer.init(jax.random.key(0), carry, x)["params"]
     cell = nnx.ConvLSTMCell(3, 6, (3, 3), ctx=nnx.context(0))

@@ -1,18 +1,12 @@
 """Dot-product attention, the choice of its kernel, and multi-head attention."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import nnx
-
-
-def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> Any:
-    """Normal numbers, from numpy: it compiles nothing."""
-    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+from tests.nn.arrays import numpy_normal
 
 
 def by_hand(query, key, value, mask=None, bias=None, scale=None) -> np.ndarray:
@@ -38,7 +32,7 @@ def agrees(out, expected, atol=1e-5) -> None:
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=atol, rtol=1e-4)
 
 
-QUERY, KEY, VALUE = random(2, 5, 4, 8), random(2, 6, 2, 8, seed=1), random(2, 6, 2, 8, seed=2)
+QUERY, KEY, VALUE = numpy_normal(2, 5, 4, 8), numpy_normal(2, 6, 2, 8, seed=1), numpy_normal(2, 6, 2, 8, seed=2)
 
 
 class TestFunction:
@@ -47,8 +41,12 @@ class TestFunction:
 
     @pytest.mark.parametrize("batch", [(), (2, 3)], ids=["unbatched", "two batch axes"])
     def test_any_number_of_batch_axes(self, batch):
-        query, key, value = random(*batch, 3, 4, 8), random(*batch, 3, 2, 8, seed=1), random(*batch, 3, 2, 8, seed=2)
-        mask = (random(*batch, 1, 3, 3, seed=3) > -0.5) | np.eye(3, dtype=bool)
+        query, key, value = (
+            numpy_normal(*batch, 3, 4, 8),
+            numpy_normal(*batch, 3, 2, 8, seed=1),
+            numpy_normal(*batch, 3, 2, 8, seed=2),
+        )
+        mask = (numpy_normal(*batch, 1, 3, 3, seed=3) > -0.5) | np.eye(3, dtype=bool)
         out = nnx.dot_product_attention(query, key, value, mask=mask)
         agrees(out, by_hand(query, key, value, mask))
 
@@ -74,7 +72,7 @@ class TestFunction:
 
     @pytest.mark.parametrize("precision", [None, "highest"], ids=["delegated", "explicit"])
     def test_bias_scale_and_query_lengths(self, precision):
-        bias = random(4, 5, 6, seed=4)
+        bias = numpy_normal(4, 5, 6, seed=4)
         out = nnx.dot_product_attention(
             QUERY, KEY, VALUE, bias, precision=precision, scale=0.3, query_seq_lengths=jnp.array([5, 2])
         )
@@ -91,7 +89,7 @@ class TestFunction:
         )
 
     def test_values_may_have_another_head_size(self):
-        value = random(2, 6, 2, 3, seed=5)
+        value = numpy_normal(2, 6, 2, 3, seed=5)
         agrees(nnx.dot_product_attention(QUERY, KEY, value), by_hand(QUERY, KEY, value))
 
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -99,7 +97,7 @@ class TestFunction:
     def test_softmax_is_in_float32(self, dtype, module):
         # With 512 equal logits of 40 or so, a softmax in bfloat16 would be off by several percent.
         query, key = jnp.full((1, 1, 8), 4.0, dtype), jnp.full((512, 1, 8), 4.0, dtype)
-        value = random(512, 1, 8, dtype=dtype)
+        value = numpy_normal(512, 1, 8, dtype=dtype)
         out = nnx.dot_product_attention(query, key, value, module=module)
         assert out.dtype == dtype
         agrees(out, by_hand(query, key, value), atol=3e-3)
@@ -245,57 +243,57 @@ class TestMultiHeadAttention:
 
     def test_it_is_projection_attention_projection(self):
         layer = attention(4, 16, num_kv_heads=2, qkv_features=32, out_features=6)
-        x = random(2, 5, 16)
+        x = numpy_normal(2, 5, 16)
         attended = by_hand(layer.query(x), layer.key(x), layer.value(x))
         agrees(layer(x), np.einsum("btnh,nho->bto", attended, layer.out.kernel) + np.asarray(layer.out.bias))
 
     def test_one_argument_is_self_attention(self):
-        layer, x = attention(), random(2, 5, 16)
+        layer, x = attention(), numpy_normal(2, 5, 16)
         np.testing.assert_array_equal(layer(x), layer(x, x, x))
         np.testing.assert_array_equal(layer(x), layer(x, x))
 
     def test_cross_attention_takes_other_features_and_lengths(self):
         layer = attention(4, 16, in_kv_features=10)
-        out = layer(random(2, 5, 16), random(2, 7, 10, seed=1), seq_lengths=jnp.array([7, 3]))
+        out = layer(numpy_normal(2, 5, 16), numpy_normal(2, 7, 10, seed=1), seq_lengths=jnp.array([7, 3]))
         assert out.shape == (2, 5, 16)
-        shorter = layer(random(2, 5, 16)[1], random(2, 7, 10, seed=1)[1, :3])
+        shorter = layer(numpy_normal(2, 5, 16)[1], numpy_normal(2, 7, 10, seed=1)[1, :3])
         agrees(out[1], np.asarray(shorter))
 
     @pytest.mark.parametrize("batch", [(), (2, 3)], ids=["unbatched", "two batch axes"])
     def test_any_number_of_batch_axes(self, batch):
         layer = attention(4, 16, num_kv_heads=2, rotary=nnx.RotaryEmbedding(4), normalize_qk="rms")
-        x = random(*batch, 5, 16)
+        x = numpy_normal(*batch, 5, 16)
         out = layer(x, is_causal=True)
         agrees(out, np.asarray(layer(x.reshape(-1, 5, 16), is_causal=True)).reshape(out.shape))
 
     def test_causal_outputs_ignore_the_future(self):
-        layer, x = attention(rotary=nnx.RotaryEmbedding(4)), random(2, 5, 16)
+        layer, x = attention(rotary=nnx.RotaryEmbedding(4)), numpy_normal(2, 5, 16)
         out = layer(x, is_causal=True)
         agrees(layer(x[:, :3], is_causal=True), np.asarray(out[:, :3]))
         agrees(layer(x, mask=nnx.make_causal_mask(x[..., 0])), np.asarray(out))
 
     def test_packed_documents_with_their_own_positions_equal_single_ones(self):
-        layer, x = attention(rotary=nnx.RotaryEmbedding(4)), random(5, 16)
+        layer, x = attention(rotary=nnx.RotaryEmbedding(4)), numpy_normal(5, 16)
         mask = nnx.make_segment_mask(jnp.array([1, 1, 1, 2, 2]))
         packed = layer(x, mask=mask, is_causal=True, positions=jnp.array([0, 1, 2, 0, 1]))
         agrees(packed[:3], np.asarray(layer(x[:3], is_causal=True)))
         agrees(packed[3:], np.asarray(layer(x[3:], is_causal=True)))
 
     def test_sliding_window_is_the_mask_of_that_name(self):
-        layer, x = attention(sliding_window=2), random(2, 5, 16)
+        layer, x = attention(sliding_window=2), numpy_normal(2, 5, 16)
         plain = attention()
         for causal in (True, False):
             mask = nnx.make_sliding_window_mask(x[..., 0], 2, causal=causal)
             agrees(layer(x, is_causal=causal), np.asarray(plain(x, mask=mask)))
 
     def test_bias_is_added_to_the_logits(self):
-        layer, x = attention(), random(2, 5, 16)
+        layer, x = attention(), numpy_normal(2, 5, 16)
         hide = jnp.where(nnx.make_causal_mask(x[0, :, 0], dtype=bool), 0.0, -1e9)
         agrees(layer(x, bias=hide), np.asarray(layer(x, is_causal=True)))
 
     @pytest.mark.parametrize("kind, norm", [(True, nnx.LayerNorm), ("layer", nnx.LayerNorm), ("rms", nnx.RMSNorm)])
-    def test_queries_and_keys_can_be_normalised(self, kind, norm):
-        layer, x = attention(normalize_qk=kind), random(2, 5, 16)
+    def test_queries_and_keys_can_be_normalized(self, kind, norm):
+        layer, x = attention(normalize_qk=kind), numpy_normal(2, 5, 16)
         assert type(layer.query_ln) is type(layer.key_ln) is norm
         large = attention(normalize_qk=kind)
         large.query.kernel = large.query.kernel * 100.0
@@ -306,7 +304,7 @@ class TestMultiHeadAttention:
             attention(normalize_qk="batch")
 
     def test_rotary_makes_order_matter(self):
-        x = random(5, 16)
+        x = numpy_normal(5, 16)
         plain, turned = attention(), attention(rotary=nnx.RotaryEmbedding(4))
         agrees(plain(x)[::-1], np.asarray(plain(x[::-1])))
         assert not np.allclose(turned(x)[::-1], turned(x[::-1]), atol=1e-3)
@@ -316,7 +314,7 @@ class TestMultiHeadAttention:
             attention(rotary=nnx.RotaryEmbedding(8))
 
     def test_weights_can_be_sown(self):
-        layer, x = attention(), random(2, 5, 16)
+        layer, x = attention(), numpy_normal(2, 5, 16)
         layer(x, sow_weights=True, is_causal=True)
         (weights,) = layer.attention_weights
         assert weights.shape == (2, 4, 5, 5)
@@ -324,7 +322,7 @@ class TestMultiHeadAttention:
         assert isinstance(layer.variable("attention_weights"), nnx.Intermediate)
 
     def test_dropout_takes_its_mode_from_call_instance_or_flag(self):
-        x = random(2, 5, 16)
+        x = numpy_normal(2, 5, 16)
         plain = attention()(x)
         assert np.array_equal(attention(dropout_rate=0.5)(x, deterministic=True), plain)
         assert np.array_equal(attention(dropout_rate=0.5, deterministic=True)(x), plain)
@@ -337,11 +335,11 @@ class TestMultiHeadAttention:
 
     def test_dropout_without_a_mode_names_all_three_ways(self):
         with pytest.raises(ValueError, match="(?s)MultiHeadAttention.*call.*instance.*Context"):
-            attention(dropout_rate=0.5)(random(2, 5, 16), ctx=nnx.context(dropout=0))
+            attention(dropout_rate=0.5)(numpy_normal(2, 5, 16), ctx=nnx.context(dropout=0))
 
     def test_dropout_without_a_context_says_what_to_pass(self):
         with pytest.raises(ValueError, match="call the layer with ctx=ctx, or with deterministic=True"):
-            attention(dropout_rate=0.5)(random(2, 5, 16), deterministic=False)
+            attention(dropout_rate=0.5)(numpy_normal(2, 5, 16), deterministic=False)
 
     def test_attention_function_can_be_replaced_by_one_with_the_common_arguments(self):
         seen = {}
@@ -350,7 +348,7 @@ class TestMultiHeadAttention:
             seen.update(rest)
             return jnp.broadcast_to(value.mean(-3, keepdims=True), query.shape)
 
-        layer, x = attention(attention_fn=mean_of_values), random(2, 5, 16)
+        layer, x = attention(attention_fn=mean_of_values), numpy_normal(2, 5, 16)
         np.testing.assert_allclose(layer(x)[:, 0], layer(x)[:, 1])
         assert set(seen) == {
             "dropout_rate",
@@ -364,9 +362,9 @@ class TestMultiHeadAttention:
     def test_dtypes(self):
         layer = attention(dtype=jnp.bfloat16, normalize_qk=True, rotary=nnx.RotaryEmbedding(4))
         assert layer.query.kernel.dtype == jnp.float32
-        assert layer(random(2, 5, 16)).dtype == jnp.bfloat16
+        assert layer(numpy_normal(2, 5, 16)).dtype == jnp.bfloat16
         half = attention(param_dtype=jnp.float16)
-        assert half(random(2, 5, 16, dtype=jnp.float16)).dtype == jnp.float16
+        assert half(numpy_normal(2, 5, 16, dtype=jnp.float16)).dtype == jnp.float16
 
     def test_metadata_reach_the_kernels(self):
         layer = attention(kernel_metadata={"sharding": ("embed", "heads", "kv")})

@@ -7,11 +7,7 @@ import pytest
 from jax import lax
 
 import nnx
-
-
-def normal(*shape, seed=0):
-    """Random numbers that cost no compilation."""
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+from tests.nn.arrays import normal
 
 
 def conv(*args, **kwargs):

@@ -8,14 +8,10 @@ import numpy as np
 import pytest
 
 import nnx
+from tests.nn.arrays import numpy_normal
 
 MAX_LENGTH = 8
 FEATURES = 16
-
-
-def random(*shape: int, seed: int = 0) -> Any:
-    """Normal numbers, from numpy: it compiles nothing."""
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def attention(batch: tuple[int, ...] = (2,), **options) -> nnx.MultiHeadAttention:
@@ -54,18 +50,18 @@ class TestDecoding:
     @variants
     @pytest.mark.parametrize("chunks", [[1] * 6, [3, 1, 1, 1], [3, 3]], ids=["tokens", "prompt then tokens", "chunks"])
     def test_decoding_equals_the_full_pass(self, options, chunks):
-        layer, x = attention(**options), random(2, 6, FEATURES)
+        layer, x = attention(**options), numpy_normal(2, 6, FEATURES)
         agree(decoded(layer, x, chunks), layer(x, is_causal=True))
         assert layer.cache.index.tolist() == [6, 6]
 
     @pytest.mark.parametrize("batch", [(), (2, 3)], ids=["unbatched", "two batch axes"])
     def test_any_number_of_batch_axes(self, batch):
-        layer, x = attention(batch), random(*batch, 6, FEATURES)
+        layer, x = attention(batch), numpy_normal(*batch, 6, FEATURES)
         agree(decoded(layer, x, [3, 3]), layer(x, is_causal=True))
 
     @variants
     def test_ragged_prompts_equal_each_row_alone(self, options):
-        layer, texts = attention(**options), random(2, 6, FEATURES)
+        layer, texts = attention(**options), numpy_normal(2, 6, FEATURES)
         alone = np.asarray(layer(texts, is_causal=True))
 
         lengths = [1, 3]
@@ -82,7 +78,7 @@ class TestDecoding:
         assert layer.cache.index.tolist() == [3, 5]
 
     def test_ragged_chunks_may_follow_each_other(self):
-        layer, x = attention(**VARIANTS["grouped and rotary"]), random(2, 6, FEATURES)
+        layer, x = attention(**VARIANTS["grouped and rotary"]), numpy_normal(2, 6, FEATURES)
         full = layer(x, is_causal=True)
         layer(x[:, :3], decode=True, seq_lengths=jnp.array([3, 1]))
         second = np.stack([x[0, 3:6], x[1, 1:4]])
@@ -91,7 +87,7 @@ class TestDecoding:
         agree(out[1], full[1, 1:4])
 
     def test_padding_never_reaches_the_cache(self):
-        layer, x = attention(), random(2, 3, FEATURES)
+        layer, x = attention(), numpy_normal(2, 3, FEATURES)
         poisoned = x.copy()
         poisoned[1, 1:] = np.nan
         layer(poisoned, decode=True, seq_lengths=jnp.array([3, 1]))
@@ -100,7 +96,7 @@ class TestDecoding:
 
     def test_compiled_decoding_equals_the_full_pass_and_traces_once(self):
         layer = attention(num_kv_heads=2, rotary=nnx.RotaryEmbedding(4), decode=True)
-        x = random(2, 6, FEATURES)
+        x = numpy_normal(2, 6, FEATURES)
         step = nnx.jit(lambda m, token: m(token))
         out = np.concatenate([step(layer, x[:, i : i + 1]) for i in range(6)], axis=1)
         agree(out, layer(x, is_causal=True, decode=False))
@@ -118,7 +114,7 @@ class TestDecoding:
                 return x + self.attention(x, is_causal=True, decode=decode), None
 
         make = nnx.Scan(Block, variable_axes={(nnx.Param, nnx.Cache): 0}, split_rngs="params", length=3)
-        stack, x = make(ctx=nnx.context(0)), random(2, 6, FEATURES)
+        stack, x = make(ctx=nnx.context(0)), numpy_normal(2, 6, FEATURES)
         assert stack.scan_module.attention.cache.key.shape == (3, 2, MAX_LENGTH, 2, 4)
         full, _ = stack(x, None, False)
         first, _ = stack(x[:, :3], None, True)
@@ -127,7 +123,7 @@ class TestDecoding:
         assert stack.scan_module.attention.cache.index.tolist() == [[6, 6]] * 3
 
     def test_a_mask_speaks_of_slots(self):
-        layer, x = attention(), random(2, 6, FEATURES)
+        layer, x = attention(), numpy_normal(2, 6, FEATURES)
         layer(x[:, :3], decode=True)
         hide_first = (np.arange(MAX_LENGTH) > 0)[None, None, None]
         out = layer(x[:, 3:], decode=True, mask=hide_first)
@@ -137,19 +133,19 @@ class TestDecoding:
             layer(x[:, 3:], decode=True, mask=np.ones((2, 1, 1, 3)))
 
     def test_weights_over_the_cache_can_be_sown(self):
-        layer, x = attention(), random(2, 3, FEATURES)
+        layer, x = attention(), numpy_normal(2, 3, FEATURES)
         layer(x, decode=True, sow_weights=True)
         assert layer.attention_weights[0].shape == (2, 4, 3, MAX_LENGTH)
 
     def test_the_cache_may_be_narrower_than_the_computation(self):
-        layer, x = attention(), random(2, 6, FEATURES)
+        layer, x = attention(), numpy_normal(2, 6, FEATURES)
         layer.init_cache((2, MAX_LENGTH, FEATURES), dtype=jnp.bfloat16)
         out = decoded(layer, x, [3, 3])
         assert layer.cache.key.dtype == jnp.bfloat16 and out.dtype == jnp.float32
         np.testing.assert_allclose(out, layer(x, is_causal=True), atol=0.05)
 
     def test_going_back_is_setting_the_index(self):
-        layer, x = attention(**VARIANTS["grouped and rotary"]), random(2, 6, FEATURES)
+        layer, x = attention(**VARIANTS["grouped and rotary"]), numpy_normal(2, 6, FEATURES)
         decoded(layer, np.concatenate([x[:, :3], 9.0 + x[:, 3:]], axis=1), [3, 3])
         layer.cache.index = jnp.array([3, 3])
         agree(layer(x[:, 3:], decode=True), layer(x, is_causal=True)[:, 3:])
@@ -162,11 +158,11 @@ class TestDecoding:
     def test_without_a_cache_it_says_how_to_make_one(self):
         layer = nnx.MultiHeadAttention(4, FEATURES, ctx=nnx.context(0), decode=True)
         with pytest.raises(ValueError, match=r"layer.init_cache\(\(batch, max_length, features\)\)"):
-            layer(random(2, 1, FEATURES))
+            layer(numpy_normal(2, 1, FEATURES))
 
     def test_cross_attention_is_not_cached(self):
         with pytest.raises(ValueError, match="(?s)self-attention: .* got 3 and 1.*decode=False"):
-            attention()(random(2, 1, FEATURES), random(2, 3, FEATURES), decode=True)
+            attention()(numpy_normal(2, 1, FEATURES), numpy_normal(2, 3, FEATURES), decode=True)
 
 
 def cache(**options) -> nnx.KVCache:
@@ -179,7 +175,7 @@ def tokens(length: int, batch: int = 2) -> jax.Array:
 
 class TestOverflow:
     def test_eagerly_it_is_an_error_and_nothing_is_written(self):
-        layer, x = attention(), random(2, 3, FEATURES)
+        layer, x = attention(), numpy_normal(2, 3, FEATURES)
         decoded(layer, np.concatenate([x, x], axis=1), [3, 3])
         before = layer.cache.key
         with pytest.raises(
@@ -212,7 +208,7 @@ class TestOverflow:
     def test_under_jit_the_row_turns_nan_and_stays_so(self, window):
         layer = attention(sliding_window=window)
         step = nnx.jit(lambda m, token: m(token, decode=True))
-        x = random(2, 1, FEATURES)
+        x = numpy_normal(2, 1, FEATURES)
         layer.cache.index = jnp.array([7, 2])
         assert np.isfinite(step(layer, x)).all()  # the last slot of row 0
         for _ in range(3):
@@ -225,7 +221,7 @@ class TestOverflow:
     def test_under_jit_a_chunk_that_fits_only_in_part_turns_the_row_nan(self):
         layer = attention()
         layer.cache.index = jnp.array([6, 1])
-        out = nnx.jit(lambda m, x: m(x, decode=True))(layer, random(2, 3, FEATURES))
+        out = nnx.jit(lambda m, x: m(x, decode=True))(layer, numpy_normal(2, 3, FEATURES))
         assert np.isnan(out[0]).all()
         assert np.isfinite(out[1]).all()
 

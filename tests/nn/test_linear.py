@@ -7,11 +7,7 @@ import pytest
 from jax import lax
 
 import nnx
-
-
-def normal(*shape, seed=0):
-    """Random numbers that cost no compilation."""
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+from tests.nn.arrays import normal
 
 
 def primitives(function, *args):
@@ -90,7 +86,7 @@ def test_preferred_element_type_widens_the_result():
     assert layer(jnp.ones((2, 3))).dtype == jnp.float32
 
 
-def test_metadata_reach_the_variables_by_argument_and_by_initialiser():
+def test_metadata_reach_the_variables_by_argument_and_by_initializer():
     layer = nnx.Linear(
         3,
         4,
@@ -116,7 +112,7 @@ def test_linear_general_keeps_metadata_of_a_reshaped_kernel():
     assert layer.variable("kernel").sharding == ("embed", "heads", "dim")
 
 
-def test_linear_general_initialises_by_the_true_number_of_inputs():
+def test_linear_general_initializes_by_the_true_number_of_inputs():
     layer = nnx.LinearGeneral((20, 30), (10, 10), axis=(-2, -1), ctx=nnx.context(0))
     assert float(layer.kernel.std()) == pytest.approx(600**-0.5, rel=0.05)
 

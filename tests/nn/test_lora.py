@@ -5,11 +5,7 @@ import numpy as np
 import pytest
 
 import nnx
-
-
-def normal(*shape, seed=0):
-    """Random numbers that cost no compilation."""
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+from tests.nn.arrays import normal
 
 
 class Model(nnx.Module):

@@ -1,4 +1,4 @@
-"""Mask builders: who may look at whom."""
+"""Mask builders: which query sees which key."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +22,20 @@ def test_attention_mask_applies_the_pairwise_function():
     mask = nnx.make_attention_mask(jnp.array([1, 2]), jnp.array([2, 1]), jnp.equal, dtype=bool)
     assert rows(mask) == [[0, 1], [1, 0]]
     assert mask.dtype == bool
+
+
+def test_every_builder_makes_float32_masks_unless_told_otherwise():
+    x = jnp.zeros(3)
+    builders = {
+        "make_attention_mask": lambda **options: nnx.make_attention_mask(x, x, **options),
+        "make_causal_mask": lambda **options: nnx.make_causal_mask(x, **options),
+        "make_sliding_window_mask": lambda **options: nnx.make_sliding_window_mask(x, 2, **options),
+        "make_padding_mask": lambda **options: nnx.make_padding_mask(jnp.array([2]), 3, **options),
+        "make_segment_mask": lambda **options: nnx.make_segment_mask(jnp.array([1, 1, 2]), **options),
+        "combine_masks": lambda **options: nnx.combine_masks(jnp.ones((1, 3, 3)), **options),
+    }
+    assert {name: make().dtype for name, make in builders.items()} == dict.fromkeys(builders, jnp.float32)
+    assert {name: make(dtype=bool).dtype for name, make in builders.items()} == dict.fromkeys(builders, bool)
 
 
 def test_extra_batch_dims_come_first():

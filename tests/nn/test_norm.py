@@ -1,4 +1,4 @@
-"""Normalisation: statistics, modes, masks, mapped axes and low precision."""
+"""Normalization: statistics, modes, masks, mapped axes and low precision."""
 
 import jax
 import jax.numpy as jnp
@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 
 import nnx
+from tests.nn.arrays import normal
 
 THREE_WAYS = r"in the call.*use_running_average=.*on the instance.*flag of the Context.*nnx\.context"
-
-
-def normal(*shape, seed=0):
-    """Random numbers that cost no compilation."""
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def test_batch_norm_takes_its_mode_from_call_then_instance_then_context():
@@ -128,6 +124,8 @@ def test_group_norm_explains_wrong_groups():
         nnx.GroupNorm(6, num_groups=4)
     with pytest.raises(ValueError, match="6 features.*group_size=4"):
         nnx.GroupNorm(6, num_groups=None, group_size=4)
+    with pytest.raises(ValueError, match="6 features.*group_size=0"):
+        nnx.GroupNorm(6, num_groups=None, group_size=0)
     with pytest.raises(ValueError, match="last axis"):
         nnx.GroupNorm(6, num_groups=3, reduction_axes=(1,))(normal(2, 3, 6))
 
@@ -138,7 +136,7 @@ def test_instance_norm_refuses_an_input_without_space():
 
 
 @pytest.mark.parametrize("shape", [(5,), (4, 3), (1, 5, 1, 1)], ids=str)
-def test_a_mask_of_another_shape_is_no_silent_broadcast(shape):
+def test_a_mask_of_another_shape_is_not_silently_broadcast(shape):
     with pytest.raises(ValueError, match="LayerNorm expected a mask"):
         nnx.LayerNorm(3)(normal(2, 5, 3), mask=jnp.ones(shape, bool))
 
@@ -149,7 +147,7 @@ def test_layers_without_scale_and_bias_have_no_parameters():
     np.testing.assert_allclose(layer(normal(2, 3)).mean(-1), 0, atol=1e-6)
 
 
-def test_random_scale_initialiser_needs_a_context():
+def test_random_scale_initializer_needs_a_context():
     init = nnx.initializers.normal()
     with pytest.raises(ValueError, match=r"LayerNorm.*no Context.*ctx=nnx\.context\(0\)"):
         nnx.LayerNorm(3, scale_init=init)
@@ -203,6 +201,6 @@ def test_weight_wrappers_reach_nested_weights_and_keep_other_changes():
     assert list(layer.scale) == ["layers.0.kernel"]
 
 
-def test_weight_wrappers_say_when_there_is_nothing_to_normalise():
-    with pytest.raises(ValueError, match="WeightNorm found no weights to normalise in LayerNorm.*bias, scale"):
+def test_weight_wrappers_say_when_there_is_nothing_to_normalize():
+    with pytest.raises(ValueError, match="WeightNorm found no weights to normalize in LayerNorm.*bias, scale"):
         nnx.WeightNorm(nnx.LayerNorm(3))

@@ -1,18 +1,12 @@
 """Recurrent cells, and the networks that run them over sequences."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import nnx
-
-
-def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> Any:
-    """Normal numbers, from numpy: it compiles nothing."""
-    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+from tests.nn.arrays import numpy_normal
 
 
 def agree(out, expected) -> None:
@@ -66,23 +60,23 @@ class TestCells:
         one, two = nnx.LSTMCell(3, 4, ctx=nnx.context(0)), nnx.OptimizedLSTMCell(3, 4, ctx=nnx.context(1))
         two.dense_i.kernel = jnp.concatenate([g.kernel for g in (one.ii, one.if_, one.ig, one.io)], -1)
         two.dense_h.kernel = jnp.concatenate([g.kernel for g in (one.hi, one.hf, one.hg, one.ho)], -1)
-        carry, x = (random(2, 4), random(2, 4, seed=1)), random(2, 3, seed=2)
+        carry, x = (numpy_normal(2, 4), numpy_normal(2, 4, seed=1)), numpy_normal(2, 3, seed=2)
         agree(two(carry, x), one(carry, x))
 
     def test_simple_cell_can_be_residual(self):
         cell = nnx.SimpleCell(3, 4, residual=True, ctx=nnx.context(0))
-        h, x = random(2, 4), random(2, 3, seed=1)
+        h, x = numpy_normal(2, 4), numpy_normal(2, 3, seed=1)
         agree(cell(h, x)[1], jnp.tanh(x @ cell.dense_i.kernel + h @ cell.dense_h.kernel + h))
 
     @cells
     def test_outputs_have_the_dtype_of_the_computation_and_carries_keep_theirs(self, cell_type):
         cell = cell_type(3, 4, dtype=jnp.bfloat16, ctx=nnx.context(0))
         carry = cell.initialize_carry((2, 3))
-        new_carry, y = jax.eval_shape(cell, carry, random(2, 3))
+        new_carry, y = jax.eval_shape(cell, carry, numpy_normal(2, 3))
         assert y.dtype == jnp.bfloat16
         assert {leaf.dtype for leaf in jax.tree.leaves((carry, new_carry))} == {jnp.dtype(jnp.float32)}
         half = cell_type(3, 4, dtype=None, param_dtype=jnp.float16, ctx=nnx.context(0))
-        carry, y = jax.eval_shape(half, half.initialize_carry((2, 3)), random(2, 3))
+        carry, y = jax.eval_shape(half, half.initialize_carry((2, 3)), numpy_normal(2, 3))
         assert y.dtype == jnp.float32
         assert {leaf.dtype for leaf in jax.tree.leaves(carry)} == {jnp.dtype(jnp.float16)}
 
@@ -110,7 +104,7 @@ class TestCells:
 
     def test_conv_lstm_carries_images(self):
         cell = nnx.ConvLSTMCell(3, 4, (3, 3), ctx=nnx.context(0))
-        x = random(2, 6, 5, 3)
+        x = numpy_normal(2, 6, 5, 3)
         carry = cell.initialize_carry(x.shape)
         assert jax.tree.map(jnp.shape, carry) == ((2, 6, 5, 4), (2, 6, 5, 4))
         carry, y = jax.eval_shape(cell, carry, x)
@@ -122,7 +116,7 @@ class TestCells:
 
     def test_conv_lstm_with_strides_has_a_smaller_carry(self):
         cell = nnx.ConvLSTMCell(3, 4, (3,), strides=2, ctx=nnx.context(0))
-        x = random(2, 6, 3)
+        x = numpy_normal(2, 6, 3)
         assert jax.eval_shape(cell, cell.initialize_carry(x.shape), x)[1].shape == (2, 3, 4)
 
     def test_a_cell_without_a_step_says_what_to_define(self):
@@ -136,40 +130,40 @@ class TestRNN:
     @cells
     def test_it_is_the_loop_over_time(self, cell_type):
         cell = cell_type(3, 4, ctx=nnx.context(0))
-        x = random(2, 5, 3)
+        x = numpy_normal(2, 5, 3)
         out = nnx.RNN(cell, return_carry=True)(x)
         carry, y = by_loop(cell, cell.initialize_carry((2, 3)), x.swapaxes(0, 1))
         agree(out, (carry, y.swapaxes(0, 1)))
 
     def test_conv_lstm_over_a_film(self):
         cell = nnx.ConvLSTMCell(2, 3, (3,), ctx=nnx.context(0))
-        x = random(2, 3, 4, 2)
+        x = numpy_normal(2, 3, 4, 2)
         carry, y = by_loop(cell, cell.initialize_carry((2, 4, 2)), x.swapaxes(0, 1))
         agree(nnx.RNN(cell)(x), y.swapaxes(0, 1))
 
     @pytest.mark.parametrize("batch", [(), (2, 3)], ids=["unbatched", "two batch axes"])
     def test_any_number_of_batch_axes(self, batch):
         rnn = nnx.RNN(nnx.GRUCell(3, 4, ctx=nnx.context(0)))
-        x = random(*batch, 5, 3)
+        x = numpy_normal(*batch, 5, 3)
         agree(rnn(x), rnn(x.reshape(-1, 5, 3)).reshape(*batch, 5, 4))
 
     def test_time_may_come_first(self):
         cell = nnx.GRUCell(3, 4, ctx=nnx.context(0))
-        x = random(2, 5, 3)
+        x = numpy_normal(2, 5, 3)
         expected = nnx.RNN(cell)(x).swapaxes(0, 1)
         agree(nnx.RNN(cell, time_major=True)(x.swapaxes(0, 1)), expected)
         agree(nnx.RNN(cell)(x.swapaxes(0, 1), time_major=True), expected)
 
     def test_the_carry_can_be_passed_on(self):
         rnn = nnx.RNN(nnx.LSTMCell(3, 4, ctx=nnx.context(0)))
-        x = random(2, 5, 3)
+        x = numpy_normal(2, 5, 3)
         carry, first = rnn(x[:, :2], return_carry=True)
         agree(jnp.concatenate([first, rnn(x[:, 2:], initial_carry=carry)], 1), rnn(x))
 
     @pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "backwards"])
     def test_lengths_make_each_row_as_if_alone(self, reverse):
         rnn = nnx.RNN(nnx.OptimizedLSTMCell(3, 4, ctx=nnx.context(0)), return_carry=True, reverse=reverse)
-        x, lengths = random(2, 5, 3), [5, 2]
+        x, lengths = numpy_normal(2, 5, 3), [5, 2]
         carry, y = rnn(x, seq_lengths=jnp.array(lengths))
         _, aligned = rnn(x, seq_lengths=jnp.array(lengths), keep_order=True)
         for row, n in enumerate(lengths):
@@ -180,25 +174,25 @@ class TestRNN:
 
     def test_a_row_of_no_steps_keeps_its_initial_carry(self):
         rnn = nnx.RNN(nnx.GRUCell(3, 4, ctx=nnx.context(0)), return_carry=True)
-        initial = random(2, 4)
-        carry, _ = rnn(random(2, 3, 3), initial_carry=initial, seq_lengths=jnp.array([0, 3]))
+        initial = numpy_normal(2, 4)
+        carry, _ = rnn(numpy_normal(2, 3, 3), initial_carry=initial, seq_lengths=jnp.array([0, 3]))
         np.testing.assert_array_equal(carry[0], initial[0])
         assert not np.array_equal(carry[1], initial[1])
 
     def test_reverse_gives_outputs_in_the_order_they_were_made(self):
         rnn = nnx.RNN(nnx.GRUCell(3, 4, ctx=nnx.context(0)))
-        x = random(2, 5, 3)
+        x = numpy_normal(2, 5, 3)
         flipped = rnn(x[:, ::-1])
         agree(rnn(x, reverse=True), flipped)
         agree(rnn(x, reverse=True, keep_order=True), flipped[:, ::-1])
 
     def test_unrolling_changes_nothing(self):
         cell = nnx.GRUCell(3, 4, ctx=nnx.context(0))
-        x = random(2, 5, 3)
+        x = numpy_normal(2, 5, 3)
         agree(nnx.RNN(cell, unroll=2)(x), nnx.RNN(cell)(x))
 
     def test_gradients_agree_with_the_loop(self):
-        rnn, x = nnx.RNN(nnx.GRUCell(3, 4, ctx=nnx.context(0))), random(2, 5, 3)
+        rnn, x = nnx.RNN(nnx.GRUCell(3, 4, ctx=nnx.context(0))), numpy_normal(2, 5, 3)
         scanned = nnx.grad(lambda m: (m(x) ** 2).sum())(rnn)
         looped = nnx.grad(lambda m: (by_loop(m.cell, jnp.zeros((2, 4)), x.swapaxes(0, 1))[1] ** 2).sum())(rnn)
         agree(dict(scanned), dict(looped))
@@ -206,7 +200,7 @@ class TestRNN:
     def test_half_precision_runs_through_the_scan(self):
         for options in ({"dtype": jnp.bfloat16}, {"param_dtype": jnp.float16}, {"dtype": jnp.float16}):
             rnn = nnx.RNN(nnx.OptimizedLSTMCell(3, 4, ctx=nnx.context(0), **options))
-            assert jax.eval_shape(rnn, random(2, 5, 3)).shape == (2, 5, 4)
+            assert jax.eval_shape(rnn, numpy_normal(2, 5, 3)).shape == (2, 5, 4)
 
     def test_state_of_the_cell_goes_from_step_to_step(self):
         rnn = nnx.RNN(Forgetful())
@@ -240,12 +234,12 @@ def both_ways(**options) -> nnx.Bidirectional:
 
 class TestBidirectional:
     def test_directions_are_aligned_and_joined(self):
-        layer, x = both_ways(), random(2, 5, 3)
+        layer, x = both_ways(), numpy_normal(2, 5, 3)
         forward, backward = layer.forward_rnn(x), layer.backward_rnn(x[:, ::-1])[:, ::-1]
         agree(layer(x), jnp.concatenate([forward, backward], -1))
 
     def test_merging_carries_and_time_first(self):
-        layer, x = both_ways(merge_fn=jnp.add, return_carry=True, time_major=True), random(5, 2, 3)
+        layer, x = both_ways(merge_fn=jnp.add, return_carry=True, time_major=True), numpy_normal(5, 2, 3)
         (forward_carry, backward_carry), y = layer(x)
         assert y.shape == (5, 2, 4)
         assert forward_carry.shape == backward_carry.shape == (2, 4)
@@ -253,7 +247,7 @@ class TestBidirectional:
         assert not np.allclose(second, backward_carry)
 
     def test_lengths_reach_both_directions(self):
-        layer, x = both_ways(), random(2, 5, 3)
+        layer, x = both_ways(), numpy_normal(2, 5, 3)
         out = layer(x, seq_lengths=jnp.array([5, 2]))
         agree(out[1, :2], layer(x[1, :2]))
 
@@ -264,4 +258,4 @@ class TestBidirectional:
 
     def test_outputs_are_always_aligned(self):
         with pytest.raises(ValueError, match="keep_order=False would merge"):
-            both_ways()(random(2, 5, 3), keep_order=False)
+            both_ways()(numpy_normal(2, 5, 3), keep_order=False)

@@ -2,20 +2,15 @@
 
 import math
 import pickle
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import nnx
+from tests.nn.arrays import numpy_normal
 
 HEAD_DIM = 16
-
-
-def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> Any:
-    """Normal numbers, from numpy: it compiles nothing."""
-    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
 def turned_by_hand(vector: np.ndarray, position: float, base: float = 10000.0) -> np.ndarray:
@@ -40,14 +35,14 @@ PLAIN = 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
 
 
 def test_rotation_agrees_with_the_definition():
-    x = random(5, 1, HEAD_DIM)
+    x = numpy_normal(5, 1, HEAD_DIM)
     out = nnx.RotaryEmbedding(HEAD_DIM)(x)
     expected = np.stack([turned_by_hand(np.asarray(x[i, 0]), i) for i in range(5)])
     np.testing.assert_allclose(out[:, 0], expected, atol=1e-5)
 
 
 def test_products_depend_on_distance_alone():
-    query, key = random(1, 1, HEAD_DIM), random(1, 1, HEAD_DIM, seed=1)
+    query, key = numpy_normal(1, 1, HEAD_DIM), numpy_normal(1, 1, HEAD_DIM, seed=1)
 
     def product(i: int, j: int) -> float:
         q, k = nnx.apply_rotary(query, jnp.array([i])), nnx.apply_rotary(key, jnp.array([j]))
@@ -59,7 +54,7 @@ def test_products_depend_on_distance_alone():
 
 def test_positions_may_be_per_row_or_shared():
     rotary = nnx.RotaryEmbedding(HEAD_DIM)
-    x = random(2, 3, 4, HEAD_DIM)
+    x = numpy_normal(2, 3, 4, HEAD_DIM)
     shared = rotary(x, jnp.array([4, 5, 6]))
     np.testing.assert_array_equal(rotary(x, jnp.array([[4, 5, 6], [4, 5, 6]])), shared)
     np.testing.assert_array_equal(rotary(x, jnp.array([[4, 5, 6]])), shared)
@@ -69,7 +64,7 @@ def test_positions_may_be_per_row_or_shared():
 
 
 def test_interleaved_pairs_are_neighbours():
-    x = random(3, 2, HEAD_DIM)
+    x = numpy_normal(3, 2, HEAD_DIM)
     apart = jnp.concatenate([x[..., 0::2], x[..., 1::2]], -1)
     expected = nnx.apply_rotary(apart)
     out = nnx.RotaryEmbedding(HEAD_DIM, interleaved=True)(x)
@@ -77,7 +72,7 @@ def test_interleaved_pairs_are_neighbours():
 
 
 def test_features_past_rotary_dim_pass_through():
-    x = random(3, 2, HEAD_DIM)
+    x = numpy_normal(3, 2, HEAD_DIM)
     out = nnx.RotaryEmbedding(HEAD_DIM, rotary_dim=4)(x)
     np.testing.assert_array_equal(out[..., 4:], x[..., 4:])
     np.testing.assert_allclose(out[..., :4], nnx.apply_rotary(x[..., :4]), atol=1e-6)
@@ -92,7 +87,7 @@ def test_angles_are_exact_in_bfloat16():
 
 
 def test_linear_scaling_shrinks_positions():
-    x = random(1, 1, HEAD_DIM)
+    x = numpy_normal(1, 1, HEAD_DIM)
     scaled = nnx.apply_rotary(x, jnp.array([8]), scaling=nnx.LinearScaling(4.0))
     np.testing.assert_allclose(scaled, nnx.apply_rotary(x, jnp.array([2])), atol=1e-6)
 
@@ -141,7 +136,7 @@ def test_it_has_no_state_and_equal_settings_make_equal_definitions():
     assert one.get_module_def() == two.get_module_def()
     assert one.get_module_def() != nnx.RotaryEmbedding(HEAD_DIM, scaling=nnx.NTKScaling(3.0)).get_module_def()
     again = pickle.loads(pickle.dumps(one))
-    x = random(3, 2, HEAD_DIM)
+    x = numpy_normal(3, 2, HEAD_DIM)
     np.testing.assert_array_equal(again(x), one(x))
 
 

@@ -39,7 +39,7 @@ def test_training_without_context_is_an_error_that_shows_one(layer):
 
 
 @every_layer
-def test_every_call_draws_anew_and_reproducibly(layer):
+def test_every_call_draws_new_numbers_reproducibly(layer):
     one, two = nnx.context(dropout=0), nnx.context(dropout=0)
     first, second = layer(X, deterministic=False, ctx=one), layer(X, deterministic=False, ctx=one)
     assert not jnp.array_equal(first, second)

@@ -1,0 +1,134 @@
+"""The choice of the kernel that computes dot-product attention: cuDNN's fused one where it can, else XLA."""
+
+import math
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.lax import PrecisionLike
+
+Implementation = Literal["cudnn", "xla"]
+Window = int | tuple[int, int]
+
+
+class Shaped(Protocol):
+    """An array or a `jax.ShapeDtypeStruct`: the choice of a kernel depends on shapes and dtypes alone."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype."""
+        ...
+
+
+def attention_implementation(
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
+    bias: Shaped | None = None,
+    mask: Shaped | None = None,
+    *,
+    is_causal: bool = False,
+    local_window_size: Window | None = None,
+    dropout: bool = False,
+    weights: bool = False,
+    precision: PrecisionLike = None,
+    platform: str | None = None,
+    compute_capability: str | None = None,
+) -> Implementation:
+    """Returns the kernel that `dot_product_attention` chooses for such a call: "cudnn" where possible, else "xla".
+
+    Args:
+        query, key, value, bias, mask: arrays, or `jax.ShapeDtypeStruct`s in their place.
+        is_causal, local_window_size, precision: the arguments of `dot_product_attention`.
+        dropout: whether dropout is active.
+        weights: whether the weights are requested.
+        platform: "gpu", "cpu" or "tpu"; by default, that of JAX's default backend.
+        compute_capability: the compute capability of the GPU, as in "9.0"; by default, that of the first device.
+
+    >>> x = jax.ShapeDtypeStruct((8, 1024, 12, 64), jnp.bfloat16)
+    >>> nnx.attention_implementation(x, x, x, is_causal=True, platform="gpu", compute_capability="9.0")
+    'cudnn'
+    >>> nnx.attention_implementation(x, x, x, is_causal=True, platform="cpu")
+    'xla'
+    """
+    obstacle = fusion_obstacle(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        dropout=dropout,
+        weights=weights,
+        precision=precision,
+        platform=platform,
+        compute_capability=compute_capability,
+    )
+    return "cudnn" if obstacle is None else "xla"
+
+
+def fusion_obstacle(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    mask: Any,
+    *,
+    is_causal: bool,
+    local_window_size: Window | None,
+    dropout: bool,
+    weights: bool,
+    precision: PrecisionLike,
+    platform: str | None = None,
+    compute_capability: str | None = None,
+) -> str | None:
+    """Returns why cuDNN's kernel cannot compute this call, or `None` if it can."""
+    platform = jax.default_backend() if platform is None else platform
+    if platform not in ("gpu", "cuda"):
+        return f"it needs an NVIDIA GPU, and the platform is {platform!r}"
+    if compute_capability is None:
+        compute_capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    major = compute_capability.partition(".")[0]
+    if not major.isdigit() or int(major) < 8:
+        return f"it needs compute capability 8.0, and the GPU has {compute_capability!r}"
+    if not query.dtype == key.dtype == value.dtype or query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it computes in bfloat16 or float16, and the inputs are {query.dtype}, {key.dtype}, {value.dtype}"
+
+    *_, query_length, heads, head_dim = query.shape
+    key_length = key.shape[-3]
+    largest = 256 if int(major) >= 9 else 128  # Hopper and later take twice the head size of Ampere
+    if head_dim % 8 or head_dim > largest:
+        return f"it takes head sizes up to {largest} that are multiples of 8, and this one is {head_dim}"
+    if value.shape[-1] != head_dim:
+        return f"keys and values must have one head size, and have {head_dim} and {value.shape[-1]}"
+    if dropout:
+        return "it is only used without dropout"
+    if weights:
+        return "it does not produce the attention weights"
+    if precision is not None:
+        return f"it takes no precision, and precision={precision!r} was given"
+    if local_window_size is not None and not is_causal:
+        right = local_window_size if isinstance(local_window_size, int) else local_window_size[1]
+        if right != 0:
+            return "it only supports windows into the past: pass is_causal=True"
+    if bias is not None or mask is not None:
+        if query_length % 2 or key_length % 2:
+            return f"with a bias or mask it takes even lengths, and they are {query_length} and {key_length}"
+    if bias is not None and (
+        mask is not None or bias.shape[-3:] != (heads, query_length, key_length) or _rows(bias) > 1
+    ):
+        return (
+            "it only differentiates a bias of shape [heads, query_length, key_length] without a mask, and this one is "
+            f"{bias.shape}{'' if mask is None else ' with a mask'}"
+        )
+    return None
+
+
+def _rows(array: Any) -> int:
+    return math.prod(array.shape[:-3])

@@ -1,0 +1,240 @@
+"""What normalizing layers share: the arithmetic, and `NormBase` with their settings and parameters.
+
+*Moments* (mean and variance) are computed in at least float32 over the *reduction axes*. *Scale* and *bias* are learned
+along the *feature axes*. A *mask* is true where an entry counts; it has as many axes as the input, each of the input's
+size or 1.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from nnx.core.context import Context
+from nnx.core.module import Module
+from nnx.nn.checks import check_last_axis, too_few_axes, wrong_features
+from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, make_param
+from nnx.nn.settings import (
+    PromoteDtype,
+    as_dtype,
+    as_optional_dtype,
+    cast,
+    compiled_body,
+    default_promote_dtype,
+    result_dtype,
+    statistics_dtype,
+)
+
+Axes = int | Sequence[int]
+IndexGroups = Sequence[Sequence[int]] | None
+
+WRONG_MASK = (
+    "{layer} expected a mask with the input's number of axes, each of the input's size or 1, "
+    "got a mask of shape {mask} for an input of shape {shape}."
+)
+
+
+def _squared(x: jax.Array) -> jax.Array:
+    """Returns `|x|²`, which is real for complex `x`."""
+    return lax.square(x.real) + lax.square(x.imag) if jnp.iscomplexobj(x) else lax.square(x)
+
+
+def moments(
+    x: jax.Array,
+    mask: jax.Array | None,
+    axes: tuple[int, ...],
+    *,
+    center: bool,
+    fast: bool,
+    axis_name: Any,
+    axis_index_groups: Any,
+) -> tuple[jax.Array | None, jax.Array]:
+    """Returns mean and variance over `axes`, which stay with size 1; without `center`, `None` and the mean square."""
+
+    def averages(*values: jax.Array) -> tuple[jax.Array, ...]:
+        if mask is None:
+            means = tuple(jnp.mean(v, axes, keepdims=True) for v in values)
+            return means if axis_name is None else lax.pmean(means, axis_name, axis_index_groups=axis_index_groups)
+        # Devices may have different numbers of valid entries, so sums and counts are added up before dividing.
+        valid = jnp.broadcast_to(mask, x.shape)
+        sums = tuple(jnp.sum(v, axes, keepdims=True, where=valid) for v in values)
+        count = jnp.sum(valid, axes, keepdims=True, dtype=values[0].real.dtype)
+        if axis_name is not None:
+            sums, count = lax.psum((sums, count), axis_name, axis_index_groups=axis_index_groups)
+        return tuple(s / count for s in sums)
+
+    if not center:
+        return None, averages(_squared(x))[0]
+    if fast:
+        # E[x²] - E[x]² reads the input once, but cancels: rounding can push a variance of zero below zero, and
+        # `rsqrt` would turn that into NaN.
+        mean, mean_square = averages(x, _squared(x))
+        return mean, jnp.maximum(mean_square - _squared(mean), 0.0)
+    (mean,) = averages(x)
+    return mean, averages(_squared(x - mean))[0]
+
+
+def rescale(
+    x: jax.Array,
+    mean: jax.Array | None,
+    var: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    feature_axes: tuple[int, ...],
+    epsilon: float,
+) -> jax.Array:
+    """Computes `(x - mean) / sqrt(var + epsilon) * scale + bias` in the statistics dtype."""
+    features = {axis % x.ndim for axis in feature_axes}
+    layout = tuple(size if axis in features else 1 for axis, size in enumerate(x.shape))
+    # Scale and inverse deviation are multiplied first: both are small, so the input is multiplied only once.
+    factor = lax.rsqrt(var + epsilon)
+    if scale is not None:
+        factor = factor * jnp.reshape(scale, layout)
+    y = (x if mean is None else x - mean) * factor
+    return y if bias is None else y + jnp.reshape(bias, layout)
+
+
+@compiled_body
+def _normalize(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    *,
+    reduction_axes: tuple[int, ...],
+    feature_axes: tuple[int, ...],
+    epsilon: float,
+    center: bool,
+    groups: int | None,
+    fast: bool,
+    axis_name: Any,
+    axis_index_groups: Any,
+    dtype: Any,
+    promote: PromoteDtype = default_promote_dtype,
+) -> jax.Array:
+    """Normalizes `x` by its own moments, over whole axes or over `groups` of the last one."""
+    out_dtype = result_dtype((x, scale, bias), dtype, promote)
+    x = cast(x, statistics_dtype(x.dtype))
+    shape = x.shape
+    axes = tuple(axis % x.ndim for axis in reduction_axes)
+    options: dict[str, Any] = {
+        "center": center,
+        "fast": fast,
+        "axis_name": axis_name,
+        "axis_index_groups": axis_index_groups,
+    }
+    if groups is None:
+        mean, var = moments(x, mask, axes, **options)
+    else:
+        # (..., features) -> (..., groups, group size); then the moments of a group are repeated for its features.
+        grouped = jnp.reshape(x, (*shape[:-1], groups, shape[-1] // groups))
+        if mask is not None:
+            mask = jnp.reshape(jnp.broadcast_to(mask, shape), grouped.shape)
+        axes = tuple(axis if axis < x.ndim - 1 else x.ndim for axis in axes)
+        mean, var = moments(grouped, mask, axes, **options)
+        var = jnp.repeat(jnp.squeeze(var, -1), shape[-1] // groups, axis=-1)
+        mean = None if mean is None else jnp.repeat(jnp.squeeze(mean, -1), shape[-1] // groups, axis=-1)
+    return cast(rescale(x, mean, var, scale, bias, feature_axes, epsilon), out_dtype)
+
+
+class NormBase(Module):
+    """The settings, scale and bias of a normalizing layer."""
+
+    logical_axes: ClassVar[AxisNames] = {"scale": ("norm",), "bias": ("norm",)}
+
+    num_features: int
+    epsilon: float
+    dtype: np.dtype | None
+    param_dtype: np.dtype
+    use_bias: bool
+    use_scale: bool
+    axis_name: str | None
+    axis_index_groups: tuple[tuple[int, ...], ...] | None
+    use_fast_variance: bool
+    promote_dtype: PromoteDtype
+    scale: jax.Array | None
+    bias: jax.Array | None
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float,
+        dtype: DTypeLike | None,
+        param_dtype: DTypeLike,
+        scale_init: InitializerLike | None,
+        bias_init: InitializerLike | None,
+        axis_name: str | None,
+        axis_index_groups: IndexGroups,
+        use_fast_variance: bool,
+        promote_dtype: PromoteDtype,
+        ctx: Context | None,
+        scale_metadata: Mapping[str, Any],
+        bias_metadata: Mapping[str, Any] = NO_METADATA,
+    ) -> None:
+        """Sets the layer up; an initializer of `None` means that the layer does not have that parameter."""
+        self.num_features = num_features
+        self.epsilon = epsilon
+        self.dtype = as_optional_dtype(dtype)
+        self.param_dtype = as_dtype(param_dtype)
+        self.use_bias = bias_init is not None
+        self.use_scale = scale_init is not None
+        self.axis_name = axis_name
+        # Nested tuples, because settings of a compiled body must be hashable.
+        self.axis_index_groups = None if axis_index_groups is None else tuple(tuple(g) for g in axis_index_groups)
+        self.use_fast_variance = use_fast_variance
+        self.promote_dtype = promote_dtype
+        shape = (num_features,)
+        self.scale = None if scale_init is None else make_param(self, scale_init, ctx, shape, scale_metadata)
+        self.bias = None if bias_init is None else make_param(self, bias_init, ctx, shape, bias_metadata)
+
+    def _check(self, x: jax.Array, mask: jax.Array | None, feature_axes: tuple[int, ...]) -> None:
+        """Raises `ValueError` unless the feature axes of `x` hold `num_features` entries and `mask` fits `x`."""
+        shape = x.shape
+        if feature_axes == (-1,):
+            check_last_axis(self, x, self.num_features, "num_features")
+        elif any(not -len(shape) <= axis < len(shape) for axis in feature_axes):
+            wanted = f"with axes {feature_axes} of {self.num_features} features"
+            raise too_few_axes(type(self).__name__, wanted, shape)
+        else:
+            size = math.prod(shape[axis] for axis in feature_axes)
+            if size != self.num_features:
+                raise wrong_features(self, self.num_features, size, shape, "num_features", f"on axes {feature_axes}")
+        if mask is None:
+            return
+        if mask.ndim != x.ndim or any(m not in (1, n) for m, n in zip(mask.shape, shape, strict=True)):
+            raise ValueError(WRONG_MASK.format(layer=type(self).__name__, mask=mask.shape, shape=shape))
+
+    def _normalize(
+        self,
+        x: jax.Array,
+        mask: jax.Array | None,
+        reduction_axes: tuple[int, ...],
+        feature_axes: tuple[int, ...] = (-1,),
+        *,
+        center: bool = True,
+        groups: int | None = None,
+    ) -> jax.Array:
+        """Normalizes `x` by its own moments over these axes, after checking it."""
+        self._check(x, mask, feature_axes)
+        return _normalize(
+            x,
+            self.scale,
+            self.bias,
+            mask,
+            reduction_axes=reduction_axes,
+            feature_axes=feature_axes,
+            epsilon=self.epsilon,
+            center=center,
+            groups=groups,
+            fast=self.use_fast_variance,
+            axis_name=self.axis_name,
+            axis_index_groups=self.axis_index_groups,
+            dtype=self.dtype,
+            promote=self.promote_dtype,
+        )
