@@ -84,19 +84,20 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def remove_leftovers(directory: Path, name: str | None = None) -> list[Path]:
+def remove_leftovers(directory: Path, name: str | re.Pattern[str] | None = None) -> list[Path]:
     """Removes the temporary files of killed writers and returns their paths.
 
     Only the holder of the lock of that path may call it: to everyone else a temporary file may be one in use.
 
     Args:
         directory: the directory of the files they were to replace.
-        name: the file they were to replace; None for any.
+        name: the file they were to replace, or a pattern that its whole name matches; None for any.
     """
+    pattern = name if isinstance(name, re.Pattern) else re.compile(".*" if name is None else re.escape(name), re.DOTALL)
     found = []
     for path in directory.iterdir():
         match = _TEMPORARY.fullmatch(path.name)
-        if match is not None and name in (None, match["name"]) and not path.is_dir():
+        if match is not None and pattern.fullmatch(match["name"]) and not path.is_dir():
             path.unlink(missing_ok=True)
             found.append(path)
     return found

@@ -1,6 +1,7 @@
 """Files that are complete or not there, and names that cannot lead out of a directory."""
 
 import os
+import re
 
 import pytest
 
@@ -44,6 +45,7 @@ def test_leftovers_of_a_killed_writer_are_removed_and_other_files_are_not(tmp_pa
     for name in (".a.0123456789abcdef.tmp", ".b.0123456789abcdef.tmp", ".a.tmp", "a", ".a.mine.tmp"):
         (tmp_path / name).touch()
     assert [path.name for path in files.remove_leftovers(tmp_path, "a")] == [".a.0123456789abcdef.tmp"]
+    assert files.remove_leftovers(tmp_path, re.compile("[ac]")) == []
     assert [path.name for path in files.remove_leftovers(tmp_path)] == [".b.0123456789abcdef.tmp"]
     assert sorted(os.listdir(tmp_path)) == [".a.mine.tmp", ".a.tmp", "a"]
 
