@@ -51,7 +51,7 @@ def test_the_reference_implementation_reads_what_we_write(path):
     assert sorted(read) == ["half", "inner/mask", "inner/stat", "kernel"]
     np.testing.assert_array_equal(read["kernel"], Net(1.0).kernel)
     with safetensors.safe_open(path, "np") as file:
-        assert file.metadata() == {"format": "np"}
+        assert file.metadata()["format"] == "np"
 
 
 def test_we_read_what_the_reference_implementation_writes(path):
@@ -184,20 +184,20 @@ def test_files_that_are_no_safetensors_are_refused(path):
     whole = path.read_bytes()
     for cut in (0, 4, 8, 40, len(whole) - 1):
         path.write_bytes(whole[:cut])
-        with pytest.raises(nnx.CheckpointError, match="is no whole safetensors file"):
+        with pytest.raises(nnx.CheckpointError, match="is not a valid safetensors file"):
             nnx.load_safetensors(path, Net())
     path.write_bytes(whole + b"x")
-    with pytest.raises(nnx.CheckpointError, match="and its header speaks of"):
+    with pytest.raises(nnx.CheckpointError, match="but its header describes"):
         nnx.load_safetensors(path, Net())
     unknown_dtype = b'{"w":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}'
     too_short = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}'
     for header in (b"[1]  ", unknown_dtype, too_short):
         path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
-        with pytest.raises(nnx.CheckpointError, match="is no whole safetensors file"):
+        with pytest.raises(nnx.CheckpointError, match="is not a valid safetensors file"):
             nnx.load_safetensors(path, Net())
     with pytest.raises(FileNotFoundError, match="There is no safetensors file at"):
         nnx.load_safetensors(path.with_name("other.safetensors"), Net())
-    with pytest.raises(FileNotFoundError, match="the directory holds none"):
+    with pytest.raises(FileNotFoundError, match="the directory contains none"):
         (path.parent / "empty").mkdir()
         nnx.load_safetensors(path.parent / "empty", Net())
     with pytest.raises(TypeError, match="load_safetensors takes a State or a Module, got"):

@@ -1,0 +1,228 @@
+"""Reading tensors into a target: which tensor belongs to which path, and what becomes of it there.
+
+The *target* is a State that says what is expected: paths, types, shapes, dtypes and shardings. What a file records
+about its tensors besides (see `Notes`) comes from this library; files from elsewhere have none.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx.interop.safetensors_file import TensorFile
+from nnx.interop.safetensors_header import INVALID, Tensor
+from nnx.training.checkpoint import LoadReport
+from nnx.training.entries import Entries, resolve_alias
+from nnx.training.manifest import CheckpointError
+from nnx.training.renaming import rename_paths
+
+TWO_VALUES = "two different values, {path!r} and {alias!r}, for what is shared in the target"
+NEEDS_X64 = "{dtype}[{shape}], which JAX makes {narrow} unless jax_enable_x64 is set (cast=True allows it)"
+
+KEYS, ALIASES = "nnx.keys", "nnx.aliases"
+
+
+class Notes(NamedTuple):
+    """What this library adds to the metadata of a file.
+
+    Attributes:
+        keys: for each tensor that holds the data of PRNG keys, the name of their implementation.
+        aliases: further paths of what is shared, each with the canonical one.
+    """
+
+    keys: dict[str, str]
+    aliases: dict[str, str]
+
+    def to_metadata(self) -> dict[str, str]:
+        """Returns the notes as text, for a file."""
+        return {name: json.dumps(note) for name, note in ((KEYS, self.keys), (ALIASES, self.aliases)) if note}
+
+
+class Source:
+    """The tensors of a model under the names that the target knows them by.
+
+    Args:
+        files: the file of each tensor, by its name there.
+        rename: rules for other names, if any.
+    """
+
+    def __init__(self, files: Mapping[str, TensorFile], rename: Mapping[str, str] | None):
+        self._files = files
+        self._saved = rename_paths(files, rename)
+        self.notes = _read_notes(files, {saved: new for new, saved in self._saved.items()})
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._saved)
+
+    def tensor(self, name: str) -> Tensor:
+        saved = self._saved[name]
+        return self._files[saved].tensors[saved]
+
+    def read(self, name: str, *range: int, verify: bool) -> np.ndarray:
+        saved = self._saved[name]
+        return self._files[saved].read(saved, *range, verify=verify)
+
+    def mapped(self) -> dict[str, np.ndarray]:
+        """Returns every tensor as a view of its file."""
+        arrays: dict[str, np.ndarray] = {}
+        for file in {id(file): file for file in self._files.values()}.values():
+            arrays.update(file.mapped())
+        return {name: arrays[saved] for name, saved in self._saved.items()}
+
+
+def _read_notes(files: Mapping[str, TensorFile], renamed: Mapping[str, str]) -> Notes:
+    notes = Notes({}, {})
+    for file in {id(file): file for file in files.values()}.values():
+        for name, note in ((KEYS, notes.keys), (ALIASES, notes.aliases)):
+            try:
+                found = json.loads(file.metadata.get(name, "{}"))
+                if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+                    raise ValueError("it does not map names to texts")
+            except (ValueError, RecursionError) as error:
+                reason = f"the metadata {name!r} cannot be read ({error})"
+                raise CheckpointError(INVALID.format(path=file.path, reason=reason)) from error
+            if name == KEYS:
+                for path, impl in found.items():
+                    if files.get(path) is file:
+                        _check_key_data(file, path, impl)
+            note.update({renamed.get(path, path): text for path, text in found.items()})
+    return notes
+
+
+def _check_key_data(file: TensorFile, name: str, impl: str) -> None:
+    tensor = file.tensors[name]
+    try:
+        data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+        fits = tensor.dtype == data.dtype and tensor.shape[-data.ndim :] == data.shape
+    except (ValueError, TypeError):
+        fits = False
+    if not fits:
+        reason = f"{name!r} is not the data of keys of the kind {impl!r}"
+        raise CheckpointError(INVALID.format(path=file.path, reason=reason))
+
+
+# Matching
+
+
+def match(
+    source: Source, entries: Entries, aliases: Mapping[str, str], cast: bool
+) -> tuple[dict[str, str], LoadReport]:
+    """Finds for each path of the target the name of the tensor that fits, and lists everything that does not fit."""
+    report = LoadReport()
+    found: dict[str, str] = {}
+    by_path: dict[str, list[str]] = {}
+    for name in source.names:
+        by_path.setdefault(resolve_alias(name, aliases), []).append(name)
+    known: set[str] = set()
+    present = set(source.names)
+    for path, (value, _) in entries.leaves.items():
+        names = by_path.get(path) or [n for n in (resolve_alias(path, source.notes.aliases),) if n in present]
+        if not names:
+            report.missing.append(path)
+            continue
+        known.update(names)
+        name = path if path in names else names[0]
+        other = next((other for other in names if not _is_same(source, other, name)), None)
+        problem = None if other is None else TWO_VALUES.format(path=name, alias=other)
+        problem = problem or _problem(source.tensor(name), source.notes.keys.get(name), value, cast)
+        if problem is None:
+            found[path] = name
+        else:
+            report.mismatched[path] = (problem, _text_of_value(value))
+    report.unexpected = [name for name in source.names if name not in known]
+    return found, report
+
+
+def _is_same(source: Source, a: str, b: str) -> bool:
+    if a == b:
+        return True
+    if source.tensor(a)[:2] != source.tensor(b)[:2]:  # dtype and shape
+        return False
+    # Compared as bytes, so that NaN is equal to itself.
+    return source.read(a, verify=False).tobytes() == source.read(b, verify=False).tobytes()
+
+
+def _problem(tensor: Tensor, impl: str | None, value: Any, cast: bool) -> str | None:
+    """Says what a tensor is, if it cannot take the place of a value."""
+    if impl is not None:
+        dtype, shape = jax.random.key(0, impl=impl).dtype, tensor.shape[:-1]
+        fits = hasattr(value, "shape") and (value.dtype, value.shape) == (dtype, shape)
+    elif not hasattr(value, "shape"):  # a Python number, which has no width
+        dtype, shape = tensor.dtype, tensor.shape
+        fits = shape == () and (cast or _sort(dtype) == _sort(jnp.asarray(value).dtype))
+    else:
+        dtype, shape = tensor.dtype, tensor.shape
+        is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        fits = shape == value.shape and not is_key and (cast or dtype == value.dtype)
+        narrow = jax.dtypes.canonicalize_dtype(dtype) if fits and not cast else dtype
+        if narrow != dtype and not isinstance(value, (np.ndarray, np.generic)):
+            return NEEDS_X64.format(dtype=dtype, shape=",".join(map(str, shape)), narrow=narrow)
+    return None if fits else f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _sort(dtype: Any) -> Any:
+    """Returns what sort of number a dtype is, without its width."""
+    sorts = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return next(sort for sort in sorts if jnp.issubdtype(dtype, sort))
+
+
+def _text_of_value(value: Any) -> str:
+    if not hasattr(value, "shape"):
+        return f"the number {value!r}"
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+
+
+# Placing
+
+
+def place(source: Source, name: str, old: Any, *, verify: bool) -> Any:
+    """Reads a tensor as a value of the kind of `old`, for its place: a number, a NumPy array, or an array on devices.
+
+    A sharded array is read part by part, so no more of it is in memory than this process needs; where a part is not
+    contiguous in the file, the whole rows around it are read for a moment.
+    """
+    impl = source.notes.keys.get(name)
+    sharding = _sharding(old)
+    if impl is not None:
+        key = jax.random.wrap_key_data(jax.device_put(source.read(name, verify=verify)), impl=impl)
+        return key if sharding is None else jax.device_put(key, sharding)
+    if not hasattr(old, "shape"):
+        return type(old)(source.read(name, verify=verify).item())
+    if isinstance(old, (np.ndarray, np.generic)):
+        array = source.read(name, verify=verify).astype(old.dtype, copy=False)
+        return array if isinstance(old, np.ndarray) else array[()]
+    dtype = jax.dtypes.canonicalize_dtype(old.dtype)
+    if sharding is None:
+        return jax.device_put(source.read(name, verify=verify).astype(dtype, copy=False))
+    part = _part_reader(source, name, verify)
+    return jax.make_array_from_callback(old.shape, sharding, lambda at: part(at).astype(dtype, copy=False))
+
+
+def _part_reader(source: Source, name: str, verify: bool) -> Callable[[Any], np.ndarray]:
+    """Returns a function from an index to that part of a tensor; it keeps the rows it read last."""
+    shape = source.tensor(name).shape
+    last: dict[tuple[int, int], np.ndarray] = {}
+
+    def read(index: Any) -> np.ndarray:
+        if not shape:
+            return source.read(name, verify=verify)
+        start, stop, _ = index[0].indices(shape[0])
+        if (start, stop) not in last:
+            last.clear()  # before reading more
+            last[start, stop] = source.read(name, start, stop, verify=verify)
+        rows = last[start, stop]
+        part = rows[(slice(None), *index[1:])]
+        # A copy of its own for each device, unless it is all of the rows: JAX may use the memory as it is.
+        return rows if part.shape == rows.shape else np.ascontiguousarray(part)
+
+    return read
+
+
+def _sharding(old: Any) -> Any:
+    if isinstance(old, jax.ShapeDtypeStruct):
+        return old.sharding
+    return old.sharding if isinstance(old, jax.Array) and old.committed else None
