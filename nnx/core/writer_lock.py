@@ -119,16 +119,8 @@ class WriterLock:
     def _create(self) -> bool:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         holder = Holder(unique_token(), _host(), os.getpid(), _status(os.getpid())[1], since)
-        try:
-            file = open_exclusive(self.file)
-        except FileExistsError:
+        if os.path.lexists(self.file) or not _create_whole(self.file, json.dumps(dataclasses.asdict(holder)).encode()):
             return False
-        try:
-            with file:
-                file.write(json.dumps(dataclasses.asdict(holder)).encode())
-        except BaseException:
-            self.file.unlink(missing_ok=True)
-            raise
         self._holder = holder
         self._released.clear()
         threading.Thread(target=_beat, args=(self.file, self._released), name="nnx-lock", daemon=True).start()
@@ -153,6 +145,32 @@ class WriterLock:
             if found is not None and found[0] == self._holder:
                 self.file.unlink(missing_ok=True)
             self._holder = None
+
+
+def _create_whole(file: Path, content: bytes) -> bool:
+    """Creates a file with its content, and says whether it did not exist before."""
+    # Linked rather than written in place: a process killed between the two would leave a lock that names nobody.
+    temporary = file.with_name(f".{file.name}.{unique_token()}.tmp")
+    with open_exclusive(temporary) as opened:
+        opened.write(content)
+    try:
+        os.link(temporary, file)
+    except (FileExistsError, FileNotFoundError):  # the holder of the lock also removes temporary files
+        return False
+    except OSError:  # a disk without links
+        return _create_in_place(file, content)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def _create_in_place(file: Path, content: bytes) -> bool:
+    try:
+        with open_exclusive(file) as opened:
+            opened.write(content)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _beat(file: Path, released: threading.Event) -> None:

@@ -49,6 +49,24 @@ def test_the_lock_of_a_process_that_was_killed_is_taken_over_at_once(file):
     child.wait()
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_lock_names_its_holder_from_the_first_moment(file, monkeypatch, has_links):
+    """A process killed while it takes the lock leaves none, or one that says who is dead."""
+    seen = []
+
+    def link(source, target):
+        if not has_links:
+            raise PermissionError(1, "Operation not permitted")
+        seen.append(file.exists())
+        os.rename(source, target)  # the moment at which the lock appears
+        assert writer_lock._read(file)[0].process == os.getpid()
+
+    monkeypatch.setattr(os, "link", link)
+    with WriterLock(file, "p", wait=0) as lock:
+        lock.check()
+    assert seen == [False] * has_links and not os.listdir(file.parent)
+
+
 def held_by(file, **changes):
     holder = {"token": "t", "host": writer_lock._host(), "process": os.getpid(), "started": 0, "since": "noon"}
     file.write_text(json.dumps({**holder, **changes}))
