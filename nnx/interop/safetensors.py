@@ -32,7 +32,7 @@ from nnx.training.manifest import CheckpointError, check_savable
 
 NOT_STATE = "{function} takes a State or a Module, got {got}."
 NOT_ARRAY = "Cannot save {path!r} as safetensors: {value} is not an array or a number. Leave it out of the State."
-SAVE_FAILED = "Could not save to {path}: {reason}. The file that was there before is intact."
+SAVE_FAILED = "Could not save to {path}: {reason}. The model that was there before is intact."
 BAD_SIZE = 'max_shard_size is a number of bytes or a text such as "5GB" or "500MB", got {size!r}.'
 DOES_NOT_FIT = """{path} does not fit the target.
 {differences}

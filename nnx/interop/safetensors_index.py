@@ -215,7 +215,9 @@ def write_model(
         metadata: free text for every file.
         before_commit: is called before the step that makes the new model visible; it may raise.
     """
-    remove_leftovers(file.parent, re.compile(rf"({re.escape(file.name)}|{_shard_pattern(file)})(\.index\.json)?"))
+    # Of the file, its shards, its index and its lock.
+    own = rf"{re.escape(file.name)}(\.index\.json)?|{_shard_pattern(file)}|\.{re.escape(file.name)}\.lock"
+    remove_leftovers(file.parent, re.compile(own))
     old_shards = _shards_of(file)
     if len(shards) == 1:
         with atomic_file(file) as opened:
