@@ -230,6 +230,8 @@ from nnx.training.train_state import TrainState as TrainState
 from nnx.inspection.display import display as display
 from nnx.inspection.metrics_file import read_metrics as read_metrics
 from nnx.inspection.plots import plot_metrics as plot_metrics
+from nnx.inspection.sinks import tensorboard_sink as tensorboard_sink
+from nnx.inspection.sinks import wandb_sink as wandb_sink
 from nnx.inspection.summary import count_params as count_params
 from nnx.inspection.summary import summary as summary
 from nnx.inspection.train_log import TrainLog as TrainLog
