@@ -17,7 +17,7 @@ from nnx.interop.safetensors_header import INVALID, Tensor
 from nnx.training.checkpoint import LoadReport
 from nnx.training.entries import Entries, resolve_alias
 from nnx.training.manifest import CheckpointError
-from nnx.training.renaming import rename_paths
+from nnx.training.renaming import renamed
 
 TWO_VALUES = "two different values, {path!r} and {alias!r}, for what is shared in the target"
 NEEDS_X64 = "{dtype}[{shape}], which JAX makes {narrow} unless jax_enable_x64 is set (cast=True allows it)"
@@ -51,7 +51,7 @@ class Source:
 
     def __init__(self, files: Mapping[str, TensorFile], rename: Mapping[str, str] | None):
         self._files = files
-        self._saved = rename_paths(files, rename)
+        self._saved = renamed(files, rename or {})
         self.notes = _read_notes(files, {saved: new for new, saved in self._saved.items()})
 
     @property
@@ -74,7 +74,7 @@ class Source:
         return {name: arrays[saved] for name, saved in self._saved.items()}
 
 
-def _read_notes(files: Mapping[str, TensorFile], renamed: Mapping[str, str]) -> Notes:
+def _read_notes(files: Mapping[str, TensorFile], new_names: Mapping[str, str]) -> Notes:
     notes = Notes({}, {})
     for file in {id(file): file for file in files.values()}.values():
         for name, note in ((KEYS, notes.keys), (ALIASES, notes.aliases)):
@@ -89,7 +89,7 @@ def _read_notes(files: Mapping[str, TensorFile], renamed: Mapping[str, str]) -> 
                 for path, impl in found.items():
                     if files.get(path) is file:
                         _check_key_data(file, path, impl)
-            note.update({renamed.get(path, path): text for path, text in found.items()})
+            note.update({new_names.get(path, path): text for path, text in found.items()})
     return notes
 
 
@@ -199,7 +199,9 @@ def place(source: Source, name: str, old: Any, *, verify: bool) -> Any:
     if sharding is None:
         return jax.device_put(source.read(name, verify=verify).astype(dtype, copy=False))
     part = _part_reader(source, name, verify)
-    return jax.make_array_from_callback(old.shape, sharding, lambda at: part(at).astype(dtype, copy=False))
+    array = jax.make_array_from_callback(old.shape, sharding, lambda at: part(at).astype(dtype, copy=False))
+    # JAX copies in the background: without waiting, the host copies of many arrays would be in memory together.
+    return array.block_until_ready()
 
 
 def _part_reader(source: Source, name: str, verify: bool) -> Callable[[Any], np.ndarray]:

@@ -1,80 +1,101 @@
-"""Paths that were renamed since they were saved: `rename={"old/**": "new/**"}`.
+"""Renaming the paths of a checkpoint: globs on the left, where what they matched goes on the right."""
 
-A rule is a pattern and what to write in its place. In a pattern `*` stands for any text within a segment and `**` for
-any number of segments, as in `nnx.PathMatches`; what they matched goes to the same wildcards of the new path, in order.
-"""
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
-import re
-from collections.abc import Iterable, Mapping
-
-BAD_RENAME = """rename maps patterns of saved paths to new paths, e.g. {{"old/**": "new/**"}}: {old!r} and {new!r} \
-must be texts with the same wildcards in the same order."""
-NO_MATCH = "rename has the pattern {pattern!r}, which matches nothing that was saved. There are: {names}."
-SAME_NAME = "rename maps both {first!r} and {second!r} to {path!r}."
+BAD_RENAME = """rename maps the paths of the checkpoint to those of the target, as in {{"old/**": "new/**"}}; \
+{old!r}: {new!r} does not: {reason}."""
+MATCHES_NOTHING = "no path of the checkpoint matches {old!r}; the paths there are: {paths}"
+SAME_NAME = "rename={rename} gives {first!r} and {second!r} of the checkpoint the same name, {new!r}."
 
 
-def rename_paths(paths: Iterable[str], rename: Mapping[str, str] | None) -> dict[str, str]:
-    """Applies the rules to saved paths; the first rule that matches a path counts, and other paths stay.
+def renamed(paths: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
+    """Returns the paths of a checkpoint by their new names.
 
-    Returns:
-        The saved path for each new one, in the order of the saved ones.
+    Args:
+        paths: the paths in the checkpoint.
+        rename: for each pattern the new name. `*` is one segment or a part of one, `**` any number of segments; the
+            n-th wildcard on the right is replaced by what the n-th one on the left matched. The first pattern that
+            matches a path counts.
 
     Raises:
-        ValueError: a rule is malformed or matches nothing, or two paths become one.
-
-    >>> rename_paths(["encoder/0/w", "head/b"], {"encoder/**": "body/encoder/**", "head/*": "*"})
-    {'body/encoder/0/w': 'encoder/0/w', 'b': 'head/b'}
+        ValueError: a pattern matches nothing, or two paths get the same name.
     """
-    rules = [_Rule(old, new) for old, new in (rename or {}).items()]
     paths = list(paths)
+    patterns = [(_split(old, old, new), _split(new, old, new), old, new) for old, new in rename.items()]
+    for left, right, old, new in patterns:
+        if _wildcards(left) != _wildcards(right):
+            reason = "both sides must have the same wildcards, in the same order"
+            raise ValueError(BAD_RENAME.format(old=old, new=new, reason=reason))
+    used: set[str] = set()
     found: dict[str, str] = {}
     for path in paths:
-        new = next((new for rule in rules if (new := rule.apply(path)) is not None), path)
-        if new in found:
-            raise ValueError(SAME_NAME.format(first=found[new], second=path, path=new))
-        found[new] = path
-    for rule in rules:
-        if not rule.used:
-            names = ", ".join(map(repr, paths[:12])) + (f" and {len(paths) - 12} more" if len(paths) > 12 else "")
-            raise ValueError(NO_MATCH.format(pattern=rule.old, names=names or "none"))
+        name = path
+        for left, right, old, _ in patterns:
+            captured = _match(left, path.split("/"))
+            if captured is not None:
+                used.add(old)
+                name = _fill(right, captured)
+                break
+        if name in found:
+            raise ValueError(SAME_NAME.format(rename=dict(rename), first=found[name], second=path, new=name))
+        found[name] = path
+    for _, _, old, new in patterns:
+        if old not in used:
+            shown = ", ".join(map(repr, paths[:8])) + (" ..." if len(paths) > 8 else "")
+            reason = MATCHES_NOTHING.format(old=old, paths=shown)
+            raise ValueError(BAD_RENAME.format(old=old, new=new, reason=reason))
     return found
 
 
-class _Rule:
-    def __init__(self, old: str, new: str):
-        if not isinstance(old, str) or not isinstance(new, str) or _wildcards(old) != _wildcards(new):
-            raise ValueError(BAD_RENAME.format(old=old, new=new))
-        self.old = old
-        self.used = False
-        self._pattern = old.split("/")
-        self._template = new.split("/")
-
-    def apply(self, path: str) -> str | None:
-        """Returns the new path, or None if the rule does not match."""
-        matched = _match(self._pattern, path.split("/"))
-        if matched is None:
-            return None
-        self.used = True
-        texts = iter(matched)
-        segments = [re.sub(r"\*\*?", lambda _: next(texts), segment) for segment in self._template]
-        return "/".join(segment for segment in segments if segment)
+def _split(pattern: object, old: object, new: object) -> list[str]:
+    if not isinstance(pattern, str):
+        raise ValueError(BAD_RENAME.format(old=old, new=new, reason=f"{pattern!r} is not a string"))
+    return pattern.split("/")
 
 
-def _wildcards(path: str) -> list[str]:
-    return re.findall(r"\*\*?", path)
+def _wildcards(segments: Sequence[str]) -> list[str]:
+    return list(itertools.chain(*(["**"] if part == "**" else ["*"] * part.count("*") for part in segments)))
 
 
-def _match(pattern: list[str], segments: list[str]) -> list[str] | None:
-    """Returns what the wildcards of a pattern match, in order."""
+def _match(pattern: Sequence[str], segments: Sequence[str]) -> list[str] | None:
+    """Returns what the wildcards of a pattern stand for in a path, or None if it does not match."""
     if not pattern:
         return None if segments else []
-    head, *rest = pattern
+    head, rest = pattern[0], pattern[1:]
     if head == "**":
-        for count in range(len(segments) + 1):
-            later = _match(rest, segments[count:])
-            if later is not None:
-                return ["/".join(segments[:count]), *later]
+        for count in range(len(segments), -1, -1):
+            captured = _match(rest, segments[count:])
+            if captured is not None:
+                return ["/".join(segments[:count]), *captured]
         return None
-    found = re.fullmatch(re.sub(r"(?:\\\*)+", "(.*)", re.escape(head)), segments[0], re.DOTALL) if segments else None
-    later = None if found is None else _match(rest, segments[1:])
-    return None if found is None or later is None else [*found.groups(), *later]
+    if not segments:
+        return None
+    first = _match_segment(head, segments[0])
+    captured = None if first is None else _match(rest, segments[1:])
+    return None if first is None or captured is None else [*first, *captured]
+
+
+def _match_segment(pattern: str, segment: str) -> list[str] | None:
+    head, star, rest = pattern.partition("*")
+    if not star:
+        return [] if segment == pattern else None
+    if not segment.startswith(head):
+        return None
+    for end in range(len(segment), len(head) - 1, -1):
+        captured = _match_segment(rest, segment[end:])
+        if captured is not None:
+            return [segment[len(head) : end], *captured]
+    return None
+
+
+def _fill(pattern: Sequence[str], captured: Sequence[str]) -> str:
+    values = iter(captured)
+    filled = []
+    for part in pattern:
+        if part == "**":
+            filled.append(next(values))
+        else:
+            pieces = part.split("*")
+            filled.append(pieces[0] + "".join(next(values) + piece for piece in pieces[1:]))
+    return "/".join(filter(None, filled))
