@@ -209,7 +209,6 @@ from nnx.nn.weight_norm import WeightNorm as WeightNorm
 # training: fitting a model
 from nnx.training.checkpoint import CheckpointEntry as CheckpointEntry
 from nnx.training.checkpoint import LoadReport as LoadReport
-from nnx.training.checkpoint import checkpoint_entries as checkpoint_entries
 from nnx.training.checkpoint import load as load
 from nnx.training.checkpoint import save as save
 from nnx.training.checkpoint_manager import CheckpointManager as CheckpointManager
@@ -240,6 +239,7 @@ from nnx.inspection.train_log import TrainLog as TrainLog
 
 # isort: split
 # interop: other people's weights
+from nnx.interop.entries import checkpoint_entries as checkpoint_entries
 from nnx.interop.safetensors import load_safetensors as load_safetensors
 from nnx.interop.safetensors import save_safetensors as save_safetensors
 

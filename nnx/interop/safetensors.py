@@ -26,9 +26,10 @@ from nnx.interop.safetensors_file import Pending
 from nnx.interop.safetensors_header import data_order, make_header
 from nnx.interop.safetensors_index import Shards, divide, open_model, write_model
 from nnx.interop.safetensors_target import Notes, Source, match, place
-from nnx.training.checkpoint import LoadReport
 from nnx.training.entries import Entries
-from nnx.training.manifest import CheckpointError, check_savable
+from nnx.training.manifest import CheckpointError
+from nnx.training.matching import LoadReport
+from nnx.training.records import check_savable
 
 NOT_STATE = "{function} takes a State or a Module, got {got}."
 NOT_ARRAY = "Cannot save {path!r} as safetensors: {value} is not an array or a number. Leave it out of the State."
@@ -106,8 +107,13 @@ def _write(file: Path, shards: Shards, arrays: Iterator[np.ndarray], metadata: M
             pass
 
 
+_NO_TARGET: Any = object()
+
+
 @overload
-def load_safetensors(path: str | os.PathLike[str], *, rename: Mapping[str, str] | None = None) -> dict[str, Any]: ...
+def load_safetensors(
+    path: str | os.PathLike[str], *, rename: Mapping[str, str] | None = None, verify: bool = True
+) -> dict[str, Any]: ...
 @overload
 def load_safetensors(
     path: str | os.PathLike[str],
@@ -121,7 +127,7 @@ def load_safetensors(
 ) -> State: ...
 def load_safetensors(
     path: str | os.PathLike[str],
-    target: Any = None,
+    target: Any = _NO_TARGET,
     *,
     strict: bool = True,
     cast: bool = False,
@@ -162,7 +168,7 @@ def load_safetensors(
     ['body/w']
     """
     file = Path(path).absolute()
-    if target is None:
+    if target is _NO_TARGET:
         _refuse_options(strict=strict is not True, cast=cast, report=report is not None)
         with contextlib.ExitStack() as opened:
             return _nested(file, Source(open_model(file, opened), rename).mapped())
@@ -175,9 +181,7 @@ def load_safetensors(
         found, differences = match(source, entries, aliases, cast)
         if differences and strict:
             raise CheckpointError(DOES_NOT_FIT.format(path=file, differences=differences))
-        values = {
-            place_: place(source, name, entries.leaves[place_].value, verify=verify) for place_, name in found.items()
-        }
+        values = {path: place(source, name, entries.leaves[path].value, verify=verify) for path, name in found.items()}
     lost = {_owner(path, expected) for path in entries.leaves if path not in values}
     loaded = entries.fill(values).filter(lambda path, leaf: path not in lost)
     if report is not None:
@@ -185,19 +189,6 @@ def load_safetensors(
     elif differences:
         warnings.warn(IN_PART.format(path=file, differences=differences), stacklevel=2)
     return loaded
-
-
-def entries_of_safetensors(path: str | os.PathLike[str]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Lists the tensors of a file, an index or a directory, with their shapes and dtypes, without reading them.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: a file is malformed.
-    """
-    with contextlib.ExitStack() as opened:
-        files = open_model(Path(path).absolute(), opened)
-        tensors = {name: file.tensors[name] for name, file in files.items()}
-    return {name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _checked(state: Any, function: str) -> Any:

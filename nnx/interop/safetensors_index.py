@@ -42,6 +42,13 @@ def index_path(file: Path) -> Path:
     return file.with_name(f"{file.name}.index.json")
 
 
+def holds_safetensors(path: Path) -> bool:
+    """Whether a path is that of a safetensors file or index, or of a directory that contains one."""
+    if path.is_dir():
+        return any(True for pattern in ("*.safetensors", "*.safetensors.index.json") for _ in path.glob(pattern))
+    return path.is_file() or index_path(path).is_file()
+
+
 # Reading
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from nnx.interop.safetensors_file import TensorFile
 from nnx.interop.safetensors_header import INVALID, Tensor
-from nnx.training.checkpoint import LoadReport
 from nnx.training.entries import Entries, resolve_alias
 from nnx.training.manifest import CheckpointError
+from nnx.training.matching import LoadReport
 from nnx.training.renaming import renamed
 
 TWO_VALUES = "two different values, {path!r} and {alias!r}, for what is shared in the target"
@@ -62,16 +62,29 @@ class Source:
         saved = self._saved[name]
         return self._files[saved].tensors[saved]
 
+    def describe(self, name: str) -> tuple[str, Any, tuple[int, ...]]:
+        """Returns what a tensor is: "array" or "key", and the dtype and shape it has in a State."""
+        tensor, impl = self.tensor(name), self.notes.keys.get(name)
+        if impl is None:
+            return "array", tensor.dtype, tensor.shape
+        data = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+        keys = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=impl), data)
+        return "key", keys.dtype, keys.shape
+
     def read(self, name: str, *range: int, verify: bool) -> np.ndarray:
         saved = self._saved[name]
         return self._files[saved].read(saved, *range, verify=verify)
 
-    def mapped(self) -> dict[str, np.ndarray]:
-        """Returns every tensor as a view of its file."""
-        arrays: dict[str, np.ndarray] = {}
+    def mapped(self) -> dict[str, Any]:
+        """Returns every tensor as a view of its file; keys as keys."""
+        views: dict[str, np.ndarray] = {}
         for file in {id(file): file for file in self._files.values()}.values():
-            arrays.update(file.mapped())
-        return {name: arrays[saved] for name, saved in self._saved.items()}
+            views.update(file.mapped())
+        arrays: dict[str, Any] = {name: views[saved] for name, saved in self._saved.items()}
+        for name, impl in self.notes.keys.items():
+            if name in arrays:
+                arrays[name] = jax.random.wrap_key_data(jnp.asarray(np.array(arrays[name])), impl=impl)
+        return arrays
 
 
 def _read_notes(files: Mapping[str, TensorFile], new_names: Mapping[str, str]) -> Notes:
@@ -128,7 +141,7 @@ def match(
         name = path if path in names else names[0]
         other = next((other for other in names if not _is_same(source, other, name)), None)
         problem = None if other is None else TWO_VALUES.format(path=name, alias=other)
-        problem = problem or _problem(source.tensor(name), source.notes.keys.get(name), value, cast)
+        problem = problem or _problem(*source.describe(name), value, cast)
         if problem is None:
             found[path] = name
         else:
@@ -146,21 +159,17 @@ def _is_same(source: Source, a: str, b: str) -> bool:
     return source.read(a, verify=False).tobytes() == source.read(b, verify=False).tobytes()
 
 
-def _problem(tensor: Tensor, impl: str | None, value: Any, cast: bool) -> str | None:
+def _problem(kind: str, dtype: Any, shape: tuple[int, ...], value: Any, cast: bool) -> str | None:
     """Says what a tensor is, if it cannot take the place of a value."""
-    if impl is not None:
-        dtype, shape = jax.random.key(0, impl=impl).dtype, tensor.shape[:-1]
-        fits = hasattr(value, "shape") and (value.dtype, value.shape) == (dtype, shape)
-    elif not hasattr(value, "shape"):  # a Python number, which has no width
-        dtype, shape = tensor.dtype, tensor.shape
-        fits = shape == () and (cast or _sort(dtype) == _sort(jnp.asarray(value).dtype))
+    if not hasattr(value, "shape"):  # a Python number, which has no width
+        fits = (kind, shape) == ("array", ()) and (cast or _sort(dtype) == _sort(jnp.asarray(value).dtype))
     else:
-        dtype, shape = tensor.dtype, tensor.shape
-        is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-        fits = shape == value.shape and not is_key and (cast or dtype == value.dtype)
-        narrow = jax.dtypes.canonicalize_dtype(dtype) if fits and not cast else dtype
-        if narrow != dtype and not isinstance(value, (np.ndarray, np.generic)):
-            return NEEDS_X64.format(dtype=dtype, shape=",".join(map(str, shape)), narrow=narrow)
+        wants_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        fits = shape == value.shape and (dtype == value.dtype or (cast and kind == "array" and not wants_key))
+        if fits and not cast and kind == "array" and not isinstance(value, (np.ndarray, np.generic)):
+            narrow = jax.dtypes.canonicalize_dtype(dtype)
+            if narrow != dtype:
+                return NEEDS_X64.format(dtype=dtype, shape=",".join(map(str, shape)), narrow=narrow)
     return None if fits else f"{dtype}[{','.join(map(str, shape))}]"
 
 

@@ -23,7 +23,6 @@ import jax
 from nnx.core.files import atomic_file, inside, open_regular, unique_token
 from nnx.core.repr import short
 from nnx.training.records import Record, parse_record
-from nnx.training.records import check_savable as check_savable  # safetensors imports it from here
 
 FORMAT = "nnx checkpoint"
 VERSION = 2

@@ -91,9 +91,9 @@ MALFORMED = {
 def test_a_malformed_header_is_refused_by_name(tmp_path, header):
     path = tmp_path / "stranger.safetensors"
     path.write_bytes(pack(header))
-    for target in (None, nnx.State({"w": np.zeros(1, np.float32)})):
+    for arguments in ((), (nnx.State({"w": np.zeros(1, np.float32)}),)):
         with pytest.raises(nnx.CheckpointError, match="stranger.safetensors is not a valid safetensors file"):
-            nnx.load_safetensors(path, target)
+            nnx.load_safetensors(path, *arguments)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**20, 2**63, 2**64 - 1, 100_000_001])
