@@ -8,11 +8,13 @@ Tensors are read into fresh memory rather than copied from a memory map: the pag
 process for as long as it exists, which would make a load peak at twice the model.
 """
 
+import contextlib
 import math
+import mmap
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,8 +23,8 @@ import numpy as np
 from nnx.interop.safetensors_header import INVALID, MAX_LENGTH, Header, Tensor, make_header, parse_header
 from nnx.training.manifest import CheckpointError
 
-CHUNK = 2**24  # bytes: large enough for one system call to be cheap, small enough for several threads to share a tensor
-THREADS = min(4, os.cpu_count() or 1)
+CHUNK = 2**22  # bytes: large enough for a read to be cheap, small enough that a reader of one part reads little more
+THREADS = min(8, os.cpu_count() or 1)
 CHECKSUMS = "nnx.crc32"
 
 WRONG_CHECKSUM = """{path} is damaged: the bytes of {name!r} do not match their checksum. Nothing was loaded. \
@@ -113,7 +115,7 @@ class TensorFile:
             whole = wanted
             self._read_at(tensor.start + low, wanted)
         else:  # a checksum needs the whole chunk
-            whole = np.empty(stop - start, np.uint8)
+            whole = _aligned_bytes(stop - start)
             self._read_at(tensor.start + start, whole)
             wanted[:] = whole[low - start : high - start]
         if expected is not None and zlib.crc32(whole.data) != expected:
@@ -191,9 +193,25 @@ def _chunk_count(tensor: Tensor, chunk: int) -> int:
 
 def _aligned_bytes(size: int) -> np.ndarray:
     """Returns memory that JAX can use as it is, without a copy: XLA wants it aligned to 64 bytes on a CPU."""
+    if size >= 2**20 and hasattr(mmap, "MAP_ANONYMOUS"):
+        # Straight from the system, to which it goes back at once: malloc would keep and fragment large blocks, which
+        # made a sharded load peak at 1.35 models.
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # As NumPy does: a fault per 4 KB would cost more than the reading. A kernel without them refuses.
+            with contextlib.suppress(OSError):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(pages, np.uint8)
     memory = np.empty(size + 63, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + size]
+
+
+def aligned_copy(array: np.ndarray) -> np.ndarray:
+    """Returns a contiguous copy that JAX can use as it is."""
+    copy = _aligned_bytes(array.nbytes).view(array.dtype).reshape(array.shape)
+    np.copyto(copy, array)
+    return copy
 
 
 def _first_line(error: Exception) -> str:
@@ -229,13 +247,15 @@ def write_tensors(
     count = sum(_chunk_count(tensor, CHUNK) for tensor in placed.values())
     blank, _ = make_header(tensors, {**metadata, CHECKSUMS: _checksum_text([0] * count)})
     file.write(len(blank).to_bytes(8, "little") + blank)
-    with ThreadPoolExecutor(1) as pool:  # the checksums are computed while the same chunk is being written
-        checksums: list[Future[int]] = []
+    found: list[int] = []
+    with ThreadPoolExecutor(THREADS) as pool:  # the checksums of an array are computed while it is being written
         for _ in placed:
-            for chunk in _chunks(next(arrays)):
-                checksums.append(pool.submit(zlib.crc32, chunk))
+            chunks = list(_chunks(next(arrays)))
+            checksums = pool.map(zlib.crc32, chunks)
+            for chunk in chunks:
                 file.write(chunk)
-        found = [checksum.result() for checksum in checksums]
+            found += checksums
+            chunk = chunks = checksums = None  # they keep the array in memory while the next one is made
     # A checksum has a fixed number of digits, so the header is as long as the blank one.
     header, _ = make_header(tensors, {**metadata, CHECKSUMS: _checksum_text(found)})
     file.seek(8)

@@ -5,14 +5,14 @@ about its tensors besides (see `Notes`) comes from this library; files from else
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx.interop.safetensors_file import TensorFile
+from nnx.interop.safetensors_file import TensorFile, aligned_copy
 from nnx.interop.safetensors_header import INVALID, Tensor
 from nnx.training.entries import Entries, resolve_alias
 from nnx.training.manifest import CheckpointError
@@ -207,30 +207,36 @@ def place(source: Source, name: str, old: Any, *, verify: bool) -> Any:
     dtype = jax.dtypes.canonicalize_dtype(old.dtype)
     if sharding is None:
         return jax.device_put(source.read(name, verify=verify).astype(dtype, copy=False))
-    part = _part_reader(source, name, verify)
-    array = jax.make_array_from_callback(old.shape, sharding, lambda at: part(at).astype(dtype, copy=False))
+    return _place_parts(source, name, sharding, dtype, verify)
+
+
+def _place_parts(source: Source, name: str, sharding: Any, dtype: Any, verify: bool) -> jax.Array:
+    """Reads the parts of a tensor that belong to the devices of this process."""
+    shape = source.tensor(name).shape
+    devices = sorted(
+        sharding.addressable_devices_indices_map(shape).items(),
+        key=lambda item: (_bounds(item[1], shape), item[0].id),
+    )
+    arrays: list[jax.Array] = []
+    rows, rows_at = np.empty(0), None
+    part, part_at = np.empty(0), None
+    for device, index in devices:  # parts of the same rows, and copies of the same part, follow each other
+        bounds = _bounds(index, shape)
+        if bounds != part_at:
+            if bounds[:1] != rows_at:
+                del rows, part  # before more is read
+                rows, rows_at = source.read(name, *sum(bounds[:1], ()), verify=verify), bounds[:1]
+            inner = (slice(None), *(slice(*bound) for bound in bounds[1:]))[: rows.ndim]
+            part = rows if rows[inner].shape == rows.shape else aligned_copy(rows[inner])
+            part, part_at = part.astype(dtype, copy=False), bounds
+        arrays.append(jax.device_put(part, device))
+    array = jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
     # JAX copies in the background: without waiting, the host copies of many arrays would be in memory together.
     return array.block_until_ready()
 
 
-def _part_reader(source: Source, name: str, verify: bool) -> Callable[[Any], np.ndarray]:
-    """Returns a function from an index to that part of a tensor; it keeps the rows it read last."""
-    shape = source.tensor(name).shape
-    last: dict[tuple[int, int], np.ndarray] = {}
-
-    def read(index: Any) -> np.ndarray:
-        if not shape:
-            return source.read(name, verify=verify)
-        start, stop, _ = index[0].indices(shape[0])
-        if (start, stop) not in last:
-            last.clear()  # before reading more
-            last[start, stop] = source.read(name, start, stop, verify=verify)
-        rows = last[start, stop]
-        part = rows[(slice(None), *index[1:])]
-        # A copy of its own for each device, unless it is all of the rows: JAX may use the memory as it is.
-        return rows if part.shape == rows.shape else np.ascontiguousarray(part)
-
-    return read
+def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
 
 
 def _sharding(old: Any) -> Any:

@@ -400,7 +400,7 @@ def resident(which):
     with open("/proc/self/status") as file:
         return 1024 * int(next(line for line in file if line.startswith(which)).split()[1])
 
-shape, mesh, peaks = (1024, 4096), Mesh(np.array(jax.devices()), ("x",)), {}
+shape, mesh, peaks = (512, 4096), Mesh(np.array(jax.devices()), ("x",)), {}
 leaves = {
     "numpy": np.empty(shape, np.float32),
     "jax": jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -416,14 +416,14 @@ for kind, leaf in leaves.items():
             file.write("5")  # forget the peak so far
         before = resident("VmRSS")
         state = jax.block_until_ready(nnx.load_safetensors(sys.argv[1], target))
-        peaks[kind] = (resident("VmHWM") - before) / (40 * 1024 * 4096)
+        peaks[kind] = (resident("VmHWM") - before) / (40 * 512 * 4096)
     assert all((np.asarray(state[f"w{i}"]) == i).all() for i in range(10))
 print(json.dumps(peaks))
 """
 
 
 def test_loading_peaks_at_the_model_plus_one_array(path):
-    nnx.save_safetensors(path, nnx.State({f"w{i}": np.full((1024, 4096), i, np.float32) for i in range(10)}))
+    nnx.save_safetensors(path, nnx.State({f"w{i}": np.full((512, 4096), i, np.float32) for i in range(10)}))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     command = [sys.executable, "-c", PEAK_PROGRAM, str(path)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
