@@ -86,10 +86,11 @@ def save_safetensors(
     tensors = {name: Pending(jnp.dtype(array.dtype), tuple(array.shape)) for name, array in values.items()}
     make_header(tensors, texts)  # raises before anything is written
     shards = divide(tensors, limit)
-    arrays = (_to_host(values[name]) for shard in shards for name in data_order(shard))
+    ordered = (values[name] for shard in shards for name in data_order(shard))
+    arrays = (_to_host(array) for array in ordered if is_first() or _is_spread(array))
     try:
         Exchange(f"nnx.save_safetensors({str(path)!r})").together(lambda: _write(file, shards, arrays, texts))
-    except (OSError, ProcessError) as error:
+    except (OSError, ProcessError, jax.errors.JaxRuntimeError) as error:  # the last when a process died on the way
         raise CheckpointError(SAVE_FAILED.format(path=file, reason=_first_line(error))) from error
 
 
@@ -103,7 +104,7 @@ def _write(file: Path, shards: Shards, arrays: Iterator[np.ndarray], metadata: M
             sync_directory(file.parent)
     finally:
         # Every process must take part in collecting every array, also if process 0 cannot write any more.
-        for _ in arrays:
+        for _ in arrays if jax.process_count() > 1 else ():
             pass
 
 
@@ -148,8 +149,8 @@ def load_safetensors(
         strict: whether names, shapes and dtypes must agree. If not, the State has what fits, and the rest is reported.
         cast: whether values of another dtype are converted, also 64-bit ones where JAX has no 64-bit types.
         report: is filled with what did not fit, instead of a warning.
-        rename: new paths for those in the file, e.g. `{"old/**": "new/**"}`; `*` stands for text within a segment,
-            `**` for any number of segments.
+        rename: new paths for those in the file, e.g. `{"old/**": "new/**"}`; `*` matches text within a segment,
+            `**` any number of segments.
         verify: whether to check what is read against the checksums that `save_safetensors` writes.
 
     Returns:
@@ -224,11 +225,16 @@ def _number(path: str, value: Any) -> np.ndarray:
 
 def _to_host(array: Any) -> np.ndarray:
     """Returns a whole array, collected from all processes if it is spread over them."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:
+    if _is_spread(array):
         from jax.experimental import multihost_utils
 
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
     return np.asarray(array)
+
+
+def _is_spread(array: Any) -> bool:
+    """Whether no process has all of an array."""
+    return isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated
 
 
 def _bytes(size: int | str | None) -> int | None:

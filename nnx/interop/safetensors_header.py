@@ -113,7 +113,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(text: str) -> int:
-    # By its digits first: int() is slow on long numbers and refuses very long ones. "-0" is no unsigned integer.
+    # By its digits first: int() is slow on long numbers and refuses very long ones. "-0" is not unsigned.
     if text.startswith("-") or len(text) > 20 or int(text) >= 2**64:
         raise ValueError(f"its header contains {reprlib.repr(text)}, which is not a 64-bit unsigned integer")
     return int(text)

@@ -34,7 +34,7 @@ def test_every_form_replaces_every_other_and_leaves_nothing_behind(path, order):
         assert len(listing(path)) == {0: 1, 1: 4, 2: 7}[form]
 
 
-def test_new_shards_have_names_of_their_own_and_the_usual_ones_where_they_are_free(path):
+def test_new_shards_have_new_names_and_the_usual_ones_where_they_are_free(path):
     export(path, 1)
     usual = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert listing(path) == [*usual, "model.safetensors.index.json"]

@@ -254,7 +254,7 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
 # Bytes that changed
 
 
-def test_a_flipped_bit_is_noticed_in_whatever_tensor_it_is(tmp_path):
+def test_a_flipped_bit_is_noticed_in_every_tensor(tmp_path):
     path = tmp_path / "model.safetensors"
     state = nnx.State({f"w{i}": jnp.arange(16.0) + i for i in range(4)})
     nnx.save_safetensors(path, state)
