@@ -207,6 +207,7 @@ from nnx.nn.weight_norm import WeightNorm as WeightNorm
 
 # isort: split
 # training: fitting a model
+from nnx.training.checkpoint import CheckpointEntry as CheckpointEntry
 from nnx.training.checkpoint import LoadReport as LoadReport
 from nnx.training.checkpoint import load as load
 from nnx.training.checkpoint import save as save
@@ -230,12 +231,15 @@ from nnx.training.train_state import TrainState as TrainState
 from nnx.inspection.display import display as display
 from nnx.inspection.metrics_file import read_metrics as read_metrics
 from nnx.inspection.plots import plot_metrics as plot_metrics
+from nnx.inspection.sinks import tensorboard_sink as tensorboard_sink
+from nnx.inspection.sinks import wandb_sink as wandb_sink
 from nnx.inspection.summary import count_params as count_params
 from nnx.inspection.summary import summary as summary
 from nnx.inspection.train_log import TrainLog as TrainLog
 
 # isort: split
 # interop: other people's weights
+from nnx.interop.entries import checkpoint_entries as checkpoint_entries
 from nnx.interop.safetensors import load_safetensors as load_safetensors
 from nnx.interop.safetensors import save_safetensors as save_safetensors
 

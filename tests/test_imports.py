@@ -120,7 +120,19 @@ def test_the_public_surface_has_no_private_names():
     assert nnx.__version__
 
 
-OPTIONAL = ("flax", "equinox", "orbax", "safetensors", "treescope", "rich", "matplotlib", "torch", "transformers")
+OPTIONAL = (
+    "flax",
+    "equinox",
+    "orbax",
+    "safetensors",
+    "treescope",
+    "rich",
+    "matplotlib",
+    "torch",
+    "transformers",
+    "tensorboardX",
+    "wandb",
+)
 
 
 def test_importing_the_package_imports_no_optional_dependency():

@@ -1,11 +1,16 @@
 """Pictures of a run: metrics over steps, drawn by matplotlib without touching its global state."""
 
+import math
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from nnx.core.extras import require
+from nnx.core.files import atomic_file
+from nnx.core.processes import is_first
 from nnx.inspection.metrics_file import read_metrics
 
 NOTHING_TO_PLOT = """There is nothing to plot: none of the {count} records has {wanted}. The metrics there are: \
@@ -21,16 +26,20 @@ def plot_metrics(
 
     Args:
       source: a metrics file or the folder it is in (see `nnx.TrainLog`), or records: mappings with a "step" each.
-      path: where to write the picture; its ending says the format, e.g. ".png" or ".svg".
+      path: the picture to write; its ending selects the format, e.g. ".png" or ".svg".
       names: the metrics to draw; all of them by default.
-      title: above the picture.
+      title: a title above the picture.
 
     Returns:
-      The path of the picture.
+      The path of the picture. In a run of several processes only the first one draws it.
 
     Raises:
       ValueError: no record has one of the metrics.
     """
+    path = pathlib.Path(path)
+    # Whether there are several is asked first: is_first() starts up the devices, and this may be a script that plots.
+    if jax.distributed.is_initialized() and not is_first():
+        return path
     figure_module = require("matplotlib.figure", "plot", "nnx.plot_metrics")
     records = read_metrics(source) if isinstance(source, (str, pathlib.PurePath)) else list(source)
     series = _series(records, names)
@@ -40,8 +49,8 @@ def plot_metrics(
         axes = figure.add_subplot(len(panels), 1, at + 1)
         for name in members:
             steps, values = zip(*series[name], strict=True)
-            axes.plot(steps, values, label=name, marker="." if len(steps) < 20 else None)
-        axes.set_ylabel(word)
+            axes.plot(steps, values, label=_label(name), marker="." if len(steps) < 20 else None)
+        axes.set_ylabel(_label(word))
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
         if len(members) > 1 or members[0] != word:
@@ -49,25 +58,38 @@ def plot_metrics(
         if at == len(panels) - 1:
             axes.set_xlabel("step")
     if title:
-        figure.suptitle(title)
-    path = pathlib.Path(path)
+        figure.suptitle(_label(title))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with atomic_file(path) as file:
+        figure.savefig(file, dpi=120, format=path.suffix.removeprefix(".") or None)
     return path
 
 
+def _label(text: str) -> str:
+    """Returns a name as text for matplotlib, which sets what is between dollars as a formula and hides `_names`."""
+    shown = "".join(c if c.isprintable() else "?" for c in text).replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
+
+
 def _series(records: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> dict[str, list[tuple[int, float]]]:
-    """Steps and values of each metric; what is no number is left out."""
+    """Returns steps and values of each metric; anything that is not a number is left out."""
     series: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         for name, value in record.items():
             if name not in ("step", "time") and isinstance(value, (int, float)) and (names is None or name in names):
-                series.setdefault(name, []).append((record["step"], float(value)))
+                series.setdefault(name, []).append((record["step"], _to_float(value)))
     if not series:
         known = sorted({name for record in records for name in record} - {"step", "time"})
         wanted = "a metric" if names is None else f"one of {list(names)}"
         raise ValueError(NOTHING_TO_PLOT.format(count=len(records), wanted=wanted, names=", ".join(known) or "none"))
     return series
+
+
+def _to_float(value: int | float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond all floats
+        return math.inf if value > 0 else -math.inf
 
 
 def _panels(names: Iterable[str]) -> dict[str, list[str]]:

@@ -2,8 +2,9 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from nnx.inspection.metrics_file import Record
 
@@ -21,7 +22,9 @@ class Progress:
     def advance(self, step: int) -> None:
         """Notes that a step, counted from 0, has been done now."""
         self.done = step + 1 if self.total is None else min(step + 1, self.total)
-        if self._times and step <= self._times[-1][1]:  # the run went back to an earlier step
+        if self._times and step == self._times[-1][1]:  # more metrics for the same step
+            return
+        if self._times and step < self._times[-1][1]:  # the run went back to an earlier step
             self._times.clear()
         self._times.append((time.perf_counter(), step))
 
@@ -57,7 +60,7 @@ def duration(seconds: float) -> str:
 
 
 def metrics_text(record: Record) -> str:
-    """The metrics of a record in one line."""
+    """Returns the metrics of a record in one line."""
     shown = {name: value for name, value in record.items() if name not in ("step", "time")}
     return "  ".join(f"{name} {_digits(value)}" for name, value in shown.items())
 
@@ -68,33 +71,79 @@ def _digits(value: int | float) -> str:
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3e}"
 
 
-def has_screen(stream: TextIO) -> bool:
-    """Whether a stream can show something that moves, and rich is there to draw it."""
+class Screen:
+    """A text stream that cannot fail: after the first error nothing more is written to it."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+        self.is_gone = False
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding)))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def isatty(self) -> bool:
+        return not self.is_gone and self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def _attempt(self, work: Callable[[], Any]) -> None:
+        if not self.is_gone:
+            try:
+                work()
+            except (OSError, ValueError):  # nobody reads it any more; it was closed
+                self.is_gone = True
+
+
+def printable(text: str) -> str:
+    """Returns text without control characters, which could move the cursor or end the line."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def make_view(name: str, total: int | None, stream: TextIO | None, interval: float) -> "Bar | Lines | None":
+    """Returns a bar where a stream can show one, else lines; None without a stream."""
+    if stream is None:  # there is no standard error in a program without a console
+        return None
+    screen = Screen(stream)
+    try:
+        return Bar(name, total, screen) if _can_move(screen) else Lines(name, screen, interval)
+    except Exception:  # a bar of somebody else is on the screen, or it cannot be drawn there
+        return Lines(name, screen, interval)
+
+
+def _can_move(screen: Screen) -> bool:
+    """Whether a screen can show something that moves, and rich is there to draw it."""
     if find_spec("rich") is None:
         return False
     from rich.console import Console
 
-    console = Console(file=stream)
+    console = Console(file=cast(TextIO, screen))
     return console.is_terminal or console.is_jupyter
 
 
 class Lines:
-    """A line for a record, not more often than every `interval` seconds; the last record is always shown."""
+    """Prints a line for a record, at most every `interval` seconds; the last record is always shown."""
 
-    def __init__(self, name: str, stream: TextIO, interval: float):
+    def __init__(self, name: str, screen: Screen, interval: float):
         self.name = name
-        self.stream = stream
+        self.screen = screen
         self.interval = interval
         self._last = float("-inf")
         self._waiting: Record | None = None
 
-    def show(self, record: Record, progress: Progress) -> None:
-        """Prints the record, or keeps it for later."""
+    def show(self, record: Record, progress: Progress) -> bool:
+        """Prints the record or keeps it for later; returns whether anybody can see it."""
         self._waiting = record
         now = time.perf_counter()
         if now - self._last >= self.interval:
             self._last = now
             self._print(progress)
+        return not self.screen.is_gone
 
     def close(self, progress: Progress) -> None:
         """Prints what was kept."""
@@ -106,26 +155,36 @@ class Lines:
         assert record is not None
         of = "" if progress.total is None else f"/{progress.total}"
         parts = [f"{self.name} {record['step'] + 1}{of}", metrics_text(record), str(progress)]
-        print("  ".join(part for part in parts if part), file=self.stream, flush=True)
+        print(printable("  ".join(part for part in parts if part)), file=self.screen, flush=True)
 
 
 class Bar:
     """A progress bar with metrics, rate and time left."""
 
-    def __init__(self, name: str, total: int | None, stream: TextIO):
+    def __init__(self, name: str, total: int | None, screen: Screen):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
-        metrics, rate = TextColumn("{task.fields[metrics]}"), TextColumn("{task.fields[rate]}", style="cyan")
-        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), metrics, rate)
-        self._bar = RichProgress(*columns, console=Console(file=stream))
-        self._task = self._bar.add_task(name, total=total, metrics="", rate="")
+        # markup=False: the names of metrics are text, and brackets in them mean nothing to rich
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[metrics]}", markup=False),
+            TextColumn("{task.fields[rate]}", style="cyan", markup=False),
+        )
+        self._screen = screen
+        self._bar = RichProgress(*columns, console=Console(file=cast(TextIO, screen)))
+        self._task = self._bar.add_task(printable(name), total=total, metrics="", rate="")
         self._bar.start()
 
-    def show(self, record: Record, progress: Progress) -> None:
-        """Moves the bar to the record."""
-        self._update(progress, metrics=metrics_text(record))
+    def show(self, record: Record, progress: Progress) -> bool:
+        """Moves the bar to the record; returns whether anybody can see it."""
+        self._update(progress, metrics=printable(metrics_text(record)))
+        if self._screen.is_gone:
+            self._bar.stop()
+        return not self._screen.is_gone
 
     def close(self, progress: Progress) -> None:
         """Leaves the bar as it is and the cursor below it."""

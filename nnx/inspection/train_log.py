@@ -1,34 +1,66 @@
-"""TrainLog: what a run reports while it goes on, to the person watching and to the disk.
+"""TrainLog: what a run reports while it goes on, to the person watching, to the disk and to other tools.
 
-A *record* is one step with its metrics. It goes to the metrics file as soon as its values are there (see metrics_file)
-and to a *view*: a progress bar on a terminal, plain lines elsewhere. The training loop never waits for a value: a
-record whose arrays are still being computed is kept pending, and only when too many are does the log wait for the
-oldest.
+A *record* is one call: a step with its metrics. As soon as its values are there it goes to the metrics file (see
+metrics_file), to the *sinks* (see sinks), and to a *view*: a progress bar on a terminal, plain lines elsewhere. The
+training loop never waits for a value: a record whose arrays are still being computed is kept pending, and only when too
+many are does the log wait for the oldest.
+
+A log must not end a run that took weeks. What is wrong from the first call on (a metric that is not a number) is an
+error; what can happen later (a full disk, a closed terminal, a sink without network) is at most a warning, once.
 """
 
 import contextlib
+import math
 import pathlib
 import sys
+import threading
 import time
+import warnings
 from collections import deque
 from importlib.util import find_spec
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 import jax
+import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.extras import require
+from nnx.core.processes import is_first
 from nnx.core.repr import short
-from nnx.inspection.metrics_file import Record, open_to_append, read_metrics, to_line
+from nnx.inspection.metrics_file import MetricsWriter, Record, read_metrics
 from nnx.inspection.plots import plot_metrics
-from nnx.inspection.progress import Bar, Lines, Progress, has_screen
+from nnx.inspection.progress import Bar, Lines, Progress, make_view
+from nnx.inspection.sinks import Sink
 
 MAX_PENDING = 16
 
 NOT_A_NUMBER = """The metric {name!r} of step {step} is {value}, and a metric is one number. Reduce it first, e.g. \
 {name}={name}.mean()."""
-
 OWN_NAMES = """{name!r} cannot be the name of a metric: it is a field of every record. Choose another one."""
+BAD_STEP = "A step is an integer, got {step}."
+NOT_A_SINK = "A sink is a function of a step and a dict of values, e.g. nnx.wandb_sink(run), got {sink}."
+TRACED = """nnx.TrainLog was called inside a transform, where {name!r} has no value yet; nothing is logged there. \
+Return the metric and log it outside, or log from jax.debug.callback."""
+NO_VALUE = "The metric {name!r} of step {step} has no value ({reason}) and was not logged."
+WRITE_FAILED = "The metrics of step {step} could not be written to {path} ({reason}). The run goes on."
+SINK_FAILED = "The sink {sink} failed at step {step} ({reason}). It is still called at later steps. The run goes on."
+PLOT_FAILED = "The metrics in {path} could not be plotted ({reason})."
+
+S = TypeVar("S", bound=Sink)
+
+
+class Pending(NamedTuple):
+    """A record whose values may still be on their way."""
+
+    step: int
+    time: float
+    metrics: dict[str, Any]
+
+    @property
+    def is_ready(self) -> bool:
+        arrays: list[Any] = [value for value in self.metrics.values() if isinstance(value, jax.Array)]
+        return all(array.is_ready() for array in arrays)
 
 
 class TrainLog:
@@ -37,12 +69,12 @@ class TrainLog:
     Args:
       total: the number of steps of the whole run, for the bar and the time left; steps count from 0 as in `range`.
       path: a folder for `metrics.jsonl` and `loss.png`; a log that is there already is continued. None writes nothing.
-      name: what the bar or the lines are called.
-      interval: seconds between plain lines, at least; the file gets every record.
-      plot: draw `loss.png` at the end; by default where matplotlib is installed (the extra "plot").
+      name: the name shown with the bar or the lines.
+      interval: the least number of seconds between plain lines; the file gets every record.
+      plot: whether to draw `loss.png` at the end; by default where matplotlib is installed (the extra "plot").
       file: where to show progress; standard error by default. A bar needs a terminal, and rich (the extra "display").
 
-    In a run of several processes only the first one shows and writes anything.
+    In a run of several processes only the first one shows and writes anything. Threads may share a log.
 
     >>> import sys
     >>> with nnx.TrainLog(total=3, file=sys.stdout, interval=0) as log:
@@ -71,10 +103,15 @@ class TrainLog:
         if plot:
             require("matplotlib", "plot", "nnx.TrainLog(plot=True)")
         self._stream = file
-        self._metrics_file: TextIO | None = None
+        self._is_open = False
+        self._metrics_file: MetricsWriter | None = None
         self._view: Bar | Lines | None = None
+        self._sinks: list[Any] = []
         self._progress = Progress(total)
-        self._pending: deque[tuple[int, float, dict[str, Any]]] = deque()
+        self._pending: deque[Pending] = deque()
+        self._shown: Record = {}
+        self._warned: set[str] = set()
+        self._lock = threading.RLock()
 
     def __enter__(self) -> "TrainLog":
         self._open()
@@ -84,46 +121,72 @@ class TrainLog:
         if kind is None:
             self.close()
             return
-        for last in (self.flush, self._hide, self._finish_files):  # the run's own error is the one to be seen
+        for last in (self.flush, self._finish):  # the run's own error is the one to be seen
             with contextlib.suppress(Exception):
                 last()
 
     def __call__(self, step: int, **metrics: Any) -> None:
-        """Logs the metrics of one step.
+        """Logs metrics of one step; several calls for a step make up one record.
 
         Args:
-          step: counted from 0.
+          step: the step, counted from 0.
           **metrics: numbers, or arrays of one element; values still being computed are not waited for.
 
         Raises:
-          TypeError: a metric is no number.
+          TypeError: a metric is not a number.
           ValueError: a metric is called "time".
         """
-        if not self._open():
-            return
-        step = int(step)
-        self._pending.append((step, time.time(), {k: _held(step, k, v) for k, v in metrics.items()}))
-        self._progress.advance(step)
-        while self._pending and (len(self._pending) > MAX_PENDING or _is_ready(self._pending[0])):
-            self._emit(*self._pending.popleft())
+        with self._lock:
+            if not self._open():
+                return
+            traced = next((k for k, v in {"step": step, **metrics}.items() if isinstance(v, jax.core.Tracer)), None)
+            if traced is not None:
+                self._warn("traced", TRACED.format(name=traced))
+                return
+            number = _step_number(step)
+            held = {name: self._held(number, name, value) for name, value in metrics.items()}
+            self._pending.append(Pending(number, time.time(), {k: v for k, v in held.items() if v is not None}))
+            self._progress.advance(number)
+            while self._pending and (len(self._pending) > MAX_PENDING or self._pending[0].is_ready):
+                self._emit(self._pending.popleft())
+
+    def add_sink(self, sink: S) -> S:
+        """Sends every record to a function as well, `sink(step, values)`, and returns the function.
+
+        In a run of several processes only the first one calls it. A sink that fails is a warning, once.
+
+        Args:
+          sink: a callable such as `nnx.tensorboard_sink(directory)` or `nnx.wandb_sink(run)`. Its `flush` and `close`,
+            if it has them, are called with those of the log.
+
+        >>> import io
+        >>> with nnx.TrainLog(file=io.StringIO()) as log:
+        ...     _ = log.add_sink(lambda step, values: print(step, values))
+        ...     log(0, loss=0.5)
+        0 {'loss': 0.5}
+        """
+        if not callable(sink):
+            raise TypeError(NOT_A_SINK.format(sink=short(sink)))
+        self._sinks.append(sink)
+        return sink
 
     def close(self) -> None:
         """Writes what is pending, ends the bar and draws the plot; `with` does it."""
-        self.flush()
-        self._hide()
-        self._finish_files()
+        with self._lock:
+            self.flush()
+            self._finish()
 
     def flush(self) -> None:
         """Waits for the values that are pending and writes them."""
-        while self._pending:
-            self._emit(*self._pending.popleft())
-        if self._metrics_file is not None:
-            self._metrics_file.flush()
+        with self._lock:
+            while self._pending:
+                self._emit(self._pending.popleft())
+            self._tell_sinks("flush")
 
     def plot(self) -> pathlib.Path | None:
         """Draws the losses so far (or all metrics, where none is called a loss) into `loss.png`."""
         self.flush()
-        if self.path is None or not (self.path / "metrics.jsonl").exists():
+        if self.path is None or not is_first() or not (self.path / "metrics.jsonl").exists():
             return None
         records = read_metrics(self.path)
         names = {name for record in records for name in record}
@@ -131,56 +194,110 @@ class TrainLog:
         return plot_metrics(records, self.path / "loss.png", names=losses or None, title=self.name)
 
     def _open(self) -> bool:
-        """Opens file and view where they are not open yet; not in the second and further processes of a run."""
-        if self._view is not None:
+        """Opens file and view if they are not open yet; not in the second and further processes of a run."""
+        if self._is_open:
             return True
-        if jax.process_index() != 0:
+        if not is_first():
             return False
-        stream = sys.stderr if self._stream is None else self._stream
         if self.path is not None:
-            self._metrics_file = open_to_append(self.path / "metrics.jsonl")
-        self._view = (
-            Bar(self.name, self.total, stream) if has_screen(stream) else Lines(self.name, stream, self.interval)
+            self._metrics_file = MetricsWriter(self.path / "metrics.jsonl")
+        self._view = make_view(
+            self.name, self.total, sys.stderr if self._stream is None else self._stream, self.interval
         )
+        self._is_open = True
         return True
 
-    def _emit(self, step: int, now: float, metrics: dict[str, Any]) -> None:
-        record: Record = {"step": step, "time": round(now, 3), **{k: _number(v) for k, v in metrics.items()}}
-        if self._metrics_file is not None:
-            self._metrics_file.write(to_line(record))
-            self._metrics_file.flush()
-        if self._view is not None:
-            self._view.show(record, self._progress)
+    def _held(self, step: int, name: str, value: Any) -> Any:
+        """Returns the value as it can be kept: an array of our own, since the caller may donate theirs."""
+        if name == "time":
+            raise ValueError(OWN_NAMES.format(name=name))
+        if not _is_number(value):
+            raise TypeError(NOT_A_NUMBER.format(name=name, step=step, value=short(value)))
+        try:
+            if isinstance(value, jax.Array):
+                # Of an array that is spread over processes, the part that is here: computing on all of it would
+                # have to be done by every process, and only this one logs.
+                return (value if value.is_fully_addressable else value.addressable_data(0)).copy()
+            return np.array(value)
+        except (RuntimeError, IndexError) as error:  # its buffer was donated; no part of it is here
+            self._warn(f"value {name}", NO_VALUE.format(name=name, step=step, reason=_first_line(error)))
+            return None
 
-    def _hide(self) -> None:
+    def _emit(self, pending: Pending) -> None:
+        values = {name: _number(value) for name, value in pending.metrics.items()}
+        step = pending.step
+        record: Record = {"step": step, "time": round(pending.time, 3), **values}
+        if self._metrics_file is not None:
+            try:
+                self._metrics_file.write(record)
+            except (OSError, ValueError) as error:
+                assert self.path is not None
+                self._warn("file", WRITE_FAILED.format(step=step, path=self.path, reason=_first_line(error)))
+        for sink in self._sinks:
+            try:
+                sink(step, dict(values))
+            except Exception as error:
+                self._warn(f"sink {id(sink)}", SINK_FAILED.format(sink=sink, step=step, reason=_first_line(error)))
+        self._shown = {**self._shown, **record} if self._shown.get("step") == step else record
+        if self._view is not None and not self._view.show(self._shown, self._progress):
+            self._view = None
+
+    def _finish(self) -> None:
         view, self._view = self._view, None
         if view is not None:
             view.close(self._progress)
-
-    def _finish_files(self) -> None:
+        self._tell_sinks("close")
         file, self._metrics_file = self._metrics_file, None
+        self._is_open = False
         if file is not None:
             file.close()
             if self._plots and self._progress.done:
-                self.plot()
+                try:
+                    self.plot()
+                except Exception as error:
+                    self._warn("plot", PLOT_FAILED.format(path=self.path, reason=_first_line(error)))
+
+    def _tell_sinks(self, what: str) -> None:
+        for sink in self._sinks if self._is_open else ():
+            try:
+                getattr(sink, what, lambda: None)()
+            except Exception as error:
+                text = SINK_FAILED.format(sink=sink, step=self._shown.get("step"), reason=_first_line(error))
+                self._warn(f"sink {id(sink)}", text)
+
+    def _warn(self, subject: str, text: str) -> None:
+        """Warns once per subject."""
+        if subject not in self._warned:
+            self._warned.add(subject)
+            with contextlib.suppress(ValueError, OSError):  # standard error may be closed
+                warnings.warn(text, stacklevel=3)
 
 
-def _held(step: int, name: str, value: Any) -> Any:
-    """The value as it can be kept: an array of its own, since the caller may donate theirs."""
-    if name == "time":
-        raise ValueError(OWN_NAMES.format(name=name))
-    if isinstance(value, jax.Array) and value.size == 1:
-        return value.copy()
-    if isinstance(value, (bool, int, float, np.generic)) or (isinstance(value, np.ndarray) and value.size == 1):
-        return value
-    raise TypeError(NOT_A_NUMBER.format(name=name, step=step, value=short(value)))
+def _step_number(step: Any) -> int:
+    is_integer = isinstance(step, (int, np.integer)) or (
+        isinstance(step, (jax.Array, np.ndarray)) and step.size == 1 and jnp.issubdtype(step.dtype, jnp.integer)
+    )
+    if not is_integer or isinstance(step, bool):
+        raise TypeError(BAD_STEP.format(step=short(step)))
+    return int(step) if not isinstance(step, (jax.Array, np.ndarray)) else int(np.asarray(step).item())
 
 
-def _is_ready(pending: tuple[int, float, dict[str, Any]]) -> bool:
-    arrays: list[Any] = [value for value in pending[2].values() if isinstance(value, jax.Array)]
-    return all(array.is_ready() for array in arrays)
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        is_real = jnp.issubdtype(value.dtype, jnp.number) and not jnp.issubdtype(value.dtype, jnp.complexfloating)
+        return value.size == 1 and (is_real or value.dtype == bool)
+    return isinstance(value, (bool, int, float))
 
 
 def _number(value: Any) -> int | float:
     number = np.asarray(value).reshape(())
-    return int(number) if number.dtype.kind in "iub" else float(number)
+    if number.dtype.kind in "iub":
+        return int(number)
+    try:
+        return float(number)
+    except OverflowError:  # a Python integer beyond all floats
+        return math.inf if number > 0 else -math.inf
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

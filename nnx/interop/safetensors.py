@@ -4,40 +4,45 @@ The names in the files are the paths of the State. What is shared is written onc
 it is read.
 """
 
-import json
+import contextlib
 import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx.core.files import sync_directory
 from nnx.core.info import ModuleBase
+from nnx.core.processes import Exchange, ProcessError, is_first
 from nnx.core.repr import short
 from nnx.core.state import State
-from nnx.interop.safetensors_format import Pending, TensorFile, write_file
-from nnx.training.checkpoint import LoadReport
-from nnx.training.entries import Entries, resolve_alias
-from nnx.training.manifest import CheckpointError, check_savable
+from nnx.core.writer_lock import WriterLock
+from nnx.interop.safetensors_file import Pending
+from nnx.interop.safetensors_header import data_order, make_header
+from nnx.interop.safetensors_index import Shards, divide, open_model, write_model
+from nnx.interop.safetensors_target import Notes, Source, match, place
+from nnx.training.entries import Entries
+from nnx.training.manifest import CheckpointError
+from nnx.training.matching import LoadReport
+from nnx.training.records import check_savable
 
 NOT_STATE = "{function} takes a State or a Module, got {got}."
-SAVE_FAILED = "Could not save to {path}: {reason}."
-NO_FILE = "There is no safetensors file at {path}{more}."
-BAD_INDEX = "The index {path} cannot be read: {reason}."
-NO_SHARD = "The index {path} names the file {file!r}, which is missing."
-NOT_IN_SHARD = "The index {path} says that {name!r} is in {file!r}, but it is not."
+NOT_ARRAY = "Cannot save {path!r} as safetensors: {value} is not an array or a number. Leave it out of the State."
+SAVE_FAILED = "Could not save to {path}: {reason}. The model that was there before is intact."
 BAD_SIZE = 'max_shard_size is a number of bytes or a text such as "5GB" or "500MB", got {size!r}.'
 DOES_NOT_FIT = """{path} does not fit the target.
 {differences}
 Take what fits with load_safetensors(path, target, strict=False)."""
 IN_PART = "{path} fits the target only in part; the State that was returned has what fits.\n{differences}"
-TWO_VALUES = "two different values, {path!r} and {alias!r}, for what is shared in the target"
+NOT_NESTED = """{path} contains both {name!r} and {inside!r}, so its names are not those of one nested dict. Load it \
+with a target, or with rename={{{name!r}: ...}}."""
+ONLY_WITH_TARGET = "load_safetensors without a target returns what is there, so {option} has no meaning. Leave it out."
 
-_KEYS, _ALIASES = "nnx.keys", "nnx.aliases"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -50,6 +55,10 @@ def save_safetensors(
 ) -> None:
     """Writes a State to a safetensors file.
 
+    The new file or files take the place of the old ones at once, when they are complete: a killed process leaves the
+    old model or the new one. A second writer of the same path waits for the first. With several processes all must
+    call it; the arrays are collected one by one, process 0 writes them, and all return when the file is there.
+
     Args:
         path: the file, e.g. `model.safetensors`.
         state: a State, or a Module for all of its state.
@@ -58,7 +67,7 @@ def save_safetensors(
         metadata: free text to write into the files.
 
     Raises:
-        ValueError: a dtype the format does not have.
+        ValueError: the format does not have a dtype; the message names the path.
         CheckpointError: the files could not be written.
 
     >>> import tempfile
@@ -72,29 +81,41 @@ def save_safetensors(
     file = Path(path).absolute()
     limit = _bytes(max_shard_size)
     entries = Entries(_checked(state, "save_safetensors"))
-    tensors, notes = _pending(entries)
-    shards = _shards(tensors, limit)
-    index = _index_path(file)
+    values, notes = _values(entries)
+    texts = {**(metadata or {}), **notes.to_metadata()}
+    tensors = {name: Pending(jnp.dtype(array.dtype), tuple(array.shape)) for name, array in values.items()}
+    make_header(tensors, texts)  # raises before anything is written
+    shards = divide(tensors, limit)
+    ordered = (values[name] for shard in shards for name in data_order(shard))
+    arrays = (_to_host(array) for array in ordered if is_first() or _is_spread(array))
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if len(shards) == 1:
-            write_file(file, tensors, {**(metadata or {}), **notes})
-            index.unlink(missing_ok=True)
-            return
-        weight_map: dict[str, str] = {}
-        for i, shard in enumerate(shards):
-            name = f"{file.stem}-{i + 1:05}-of-{len(shards):05}{file.suffix}"
-            write_file(file.with_name(name), {n: tensors[n] for n in shard}, {**(metadata or {}), **notes})
-            weight_map.update(dict.fromkeys(shard, name))
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        temporary = index.with_name(f".{index.name}.tmp")
-        temporary.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
-        os.replace(temporary, index)
-        file.unlink(missing_ok=True)
-    except OSError as error:
-        raise CheckpointError(SAVE_FAILED.format(path=file, reason=f"{type(error).__name__}: {error}")) from error
+        Exchange(f"nnx.save_safetensors({str(path)!r})").together(lambda: _write(file, shards, arrays, texts))
+    except (OSError, ProcessError, jax.errors.JaxRuntimeError) as error:  # the last when a process died on the way
+        raise CheckpointError(SAVE_FAILED.format(path=file, reason=_first_line(error))) from error
 
 
+def _write(file: Path, shards: Shards, arrays: Iterator[np.ndarray], metadata: Mapping[str, str]) -> None:
+    """Writes the files on process 0; on the others, takes part in collecting the arrays."""
+    try:
+        if is_first():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with WriterLock(file.with_name(f".{file.name}.lock"), file) as lock:
+                write_model(file, shards, arrays, metadata, lock.check)
+            sync_directory(file.parent)
+    finally:
+        # Every process must take part in collecting every array, also if process 0 cannot write any more.
+        for _ in arrays if jax.process_count() > 1 else ():
+            pass
+
+
+_NO_TARGET: Any = object()
+
+
+@overload
+def load_safetensors(
+    path: str | os.PathLike[str], *, rename: Mapping[str, str] | None = None, verify: bool = True
+) -> dict[str, Any]: ...
+@overload
 def load_safetensors(
     path: str | os.PathLike[str],
     target: Any,
@@ -102,41 +123,72 @@ def load_safetensors(
     strict: bool = True,
     cast: bool = False,
     report: LoadReport | None = None,
-) -> State:
+    rename: Mapping[str, str] | None = None,
+    verify: bool = True,
+) -> State: ...
+def load_safetensors(
+    path: str | os.PathLike[str],
+    target: Any = _NO_TARGET,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    report: LoadReport | None = None,
+    rename: Mapping[str, str] | None = None,
+    verify: bool = True,
+) -> Any:
     """Reads a State from safetensors; write it into a Module with `model.update_state(state)`.
 
+    Arrays are read one at a time, so memory peaks at the model plus its largest array; of a sharded array a process
+    reads its own part. Without a target, everything in the files is returned as a nested dict of NumPy arrays, which
+    are memory-mapped: they are read-only, and their bytes are read (and not verified) when they are used.
+
     Args:
-        path: a file, an index, or a directory that holds one of them.
-        target: a State or Module that says what is expected: paths, types, shapes, dtypes and shardings. It may be
-            abstract, and is not changed. Sharded arrays are read part by part.
+        path: a file, an index, or a directory that contains one of them.
+        target: a State or Module that says what is expected: paths, types, shapes, dtypes and shardings. It can be
+            abstract, and is not changed.
         strict: whether names, shapes and dtypes must agree. If not, the State has what fits, and the rest is reported.
-        cast: whether values of another dtype are converted.
-        report: is filled with what did not fit, in place of a warning.
+        cast: whether values of another dtype are converted, also 64-bit ones where JAX has no 64-bit types.
+        report: is filled with what did not fit, instead of a warning.
+        rename: new paths for those in the file, e.g. `{"old/**": "new/**"}`; `*` matches text within a segment,
+            `**` any number of segments.
+        verify: whether to check what is read against the checksums that `save_safetensors` writes.
+
+    Returns:
+        A State, or the nested dict.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: a file is damaged, or does not fit.
+        CheckpointError: a file is damaged or malformed, or does not fit.
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/model.safetensors"
+    >>> nnx.save_safetensors(path, nnx.State({"encoder/w": jnp.ones(2)}))
+    >>> nnx.load_safetensors(path)["encoder"]["w"].tolist()
+    [1.0, 1.0]
+    >>> list(nnx.load_safetensors(path, nnx.State({"body/w": jnp.zeros(2)}), rename={"encoder/**": "body/**"}))
+    ['body/w']
     """
-    source = Path(path).absolute()
+    file = Path(path).absolute()
+    if target is _NO_TARGET:
+        _refuse_options(strict=strict is not True, cast=cast, report=report is not None)
+        with contextlib.ExitStack() as opened:
+            return _nested(file, Source(open_model(file, opened), rename).mapped())
     expected = _checked(target, "load_safetensors")
-    files = _open(source)
     expected = expected.get_state() if isinstance(expected, ModuleBase) else expected  # type: ignore[attr-defined]
     entries = Entries(expected)
     aliases = Entries(target).aliases if isinstance(target, ModuleBase) else {}
-    notes = _notes(files)
-    found, differences = _match(files, entries, aliases, notes, cast)
-    if differences and strict:
-        raise CheckpointError(DOES_NOT_FIT.format(path=source, differences=differences))
-    values = {
-        place: _placed(files[name].array(name), entries.leaves[place].value, notes[_KEYS].get(name))
-        for place, name in found.items()
-    }
-    lost = {_owner(place, expected) for place in entries.leaves if place not in values}
+    with contextlib.ExitStack() as opened:
+        source = Source(open_model(file, opened), rename)
+        found, differences = match(source, entries, aliases, cast)
+        if differences and strict:
+            raise CheckpointError(DOES_NOT_FIT.format(path=file, differences=differences))
+        values = {path: place(source, name, entries.leaves[path].value, verify=verify) for path, name in found.items()}
+    lost = {_owner(path, expected) for path in entries.leaves if path not in values}
     loaded = entries.fill(values).filter(lambda path, leaf: path not in lost)
     if report is not None:
         report.__dict__.update(differences.__dict__)
     elif differences:
-        warnings.warn(IN_PART.format(path=source, differences=differences), stacklevel=2)
+        warnings.warn(IN_PART.format(path=file, differences=differences), stacklevel=2)
     return loaded
 
 
@@ -146,33 +198,43 @@ def _checked(state: Any, function: str) -> Any:
     return state
 
 
-# Writing
+# Saving
 
 
-def _pending(entries: Entries) -> tuple[dict[str, Pending], dict[str, str]]:
-    tensors: dict[str, Pending] = {}
+def _values(entries: Entries) -> tuple[dict[str, Any], Notes]:
+    """Returns the arrays to write, with keys as the data they are made of."""
+    arrays: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for path, (value, _) in entries.leaves.items():
         check_savable(path, value)
-        array = value if hasattr(value, "shape") else jnp.asarray(value)
+        array = value if hasattr(value, "shape") else _number(path, value)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             keys[path] = str(jax.random.key_impl(array))
             array = jax.random.key_data(array)
-        tensors[path] = Pending(jnp.dtype(array.dtype), tuple(array.shape), lambda array=array: np.asarray(array))
-    notes = {_KEYS: keys, _ALIASES: entries.aliases}
-    return tensors, {name: json.dumps(note) for name, note in notes.items() if note}
+        arrays[path] = array
+    return arrays, Notes(keys, entries.aliases)
 
 
-def _shards(tensors: Mapping[str, Pending], limit: int | None) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if limit is not None and shards[-1] and size + tensor.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += tensor.nbytes
-    return shards
+def _number(path: str, value: Any) -> np.ndarray:
+    if not isinstance(value, (bool, int, float, complex)):
+        raise ValueError(NOT_ARRAY.format(path=path, value=short(value)))
+    array = np.asarray(value)
+    narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) if array.dtype != object else array
+    return narrow if array.dtype.kind not in "iu" or narrow == array else array
+
+
+def _to_host(array: Any) -> np.ndarray:
+    """Returns a whole array, collected from all processes if it is spread over them."""
+    if _is_spread(array):
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return np.asarray(array)
+
+
+def _is_spread(array: Any) -> bool:
+    """Whether no process has all of an array."""
+    return isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated
 
 
 def _bytes(size: int | str | None) -> int | None:
@@ -184,143 +246,39 @@ def _bytes(size: int | str | None) -> int | None:
     return int(float(parts[1]) * _UNITS[parts[2].upper()])
 
 
-def _index_path(file: Path) -> Path:
-    return file.with_name(f"{file.name}.index.json")
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-# Reading
+# Loading
 
 
-def _open(source: Path) -> dict[str, TensorFile]:
-    """The file that each tensor is in, by name."""
-    if source.is_dir():
-        candidates = [*sorted(source.glob("*.safetensors.index.json")), *sorted(source.glob("*.safetensors"))]
-        indices = [file for file in candidates if file.suffix == ".json"]
-        if len(indices or candidates) != 1:
-            names = ", ".join(file.name for file in candidates) or "none"
-            raise FileNotFoundError(
-                NO_FILE.format(path=source, more=f": the directory holds {names}; name one of them")
-            )
-        source = (indices or candidates)[0]
-    elif not source.is_file() and _index_path(source).is_file():
-        source = _index_path(source)
-    if not source.is_file():
-        raise FileNotFoundError(NO_FILE.format(path=source, more=""))
-    if source.suffix != ".json":
-        file = TensorFile(source)
-        return dict.fromkeys(file.tensors, file)
-    return dict(_open_shards(source))
+def _refuse_options(**given: bool) -> None:
+    for option, is_given in given.items():
+        if is_given:
+            raise TypeError(ONLY_WITH_TARGET.format(option=f"{option}="))
 
 
-def _open_shards(index: Path) -> Iterator[tuple[str, TensorFile]]:
-    try:
-        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(BAD_INDEX.format(path=index, reason=f"{type(error).__name__}: {error}")) from error
-    opened: dict[str, TensorFile] = {}
-    for name, file in weight_map.items():
-        if file not in opened:
-            if not index.with_name(file).is_file():
-                raise CheckpointError(NO_SHARD.format(path=index, file=file))
-            opened[file] = TensorFile(index.with_name(file))
-        if name not in opened[file].tensors:
-            raise CheckpointError(NOT_IN_SHARD.format(path=index, name=name, file=file))
-        yield name, opened[file]
-
-
-def _notes(files: Mapping[str, TensorFile]) -> dict[str, dict[str, str]]:
-    notes: dict[str, dict[str, str]] = {_KEYS: {}, _ALIASES: {}}
-    for file in {id(file): file for file in files.values()}.values():
-        for name, note in notes.items():
-            note.update(json.loads(file.metadata.get(name, "{}")))
-    return notes
-
-
-def _match(
-    files: Mapping[str, TensorFile],
-    entries: Entries,
-    aliases: Mapping[str, str],
-    notes: Mapping[str, Mapping[str, str]],
-    cast: bool,
-) -> tuple[dict[str, str], LoadReport]:
-    """For each path of the target the name in the files that fits; and all that does not."""
-    report = LoadReport()
-    found: dict[str, str] = {}
-    places: dict[str, list[str]] = {}
-    for name in files:
-        places.setdefault(resolve_alias(name, aliases), []).append(name)
-    known: set[str] = set()
-    for path, (value, _) in entries.leaves.items():
-        names = places.get(path) or [n for n in (resolve_alias(path, notes[_ALIASES]),) if n in files]
-        if not names:
-            report.missing.append(path)
-            continue
-        known.update(names)
-        name = path if path in names else names[0]
-        have, want = _text(files[name].tensors[name], notes[_KEYS].get(name)), _wanted_text(value)
-        other = next((n for n in names if not _same(files, n, name)), None)
-        if other is not None:
-            report.mismatched[path] = (TWO_VALUES.format(path=name, alias=other), want)
-        elif have == want or (_fits_loosely(files[name].tensors[name], value, cast) and not notes[_KEYS].get(name)):
-            found[path] = name
-        else:
-            report.mismatched[path] = (have, want)
-    report.unexpected = [name for name in files if name not in known]
-    return found, report
-
-
-def _same(files: Mapping[str, TensorFile], a: str, b: str) -> bool:
-    return a == b or np.array_equal(files[a].array(a), files[b].array(b))
-
-
-def _text(tensor: Any, impl: str | None) -> str:
-    dtype, shape = (tensor.dtype, tensor.shape) if impl is None else (_key_dtype(impl), tensor.shape[:-1])
-    return f"{dtype}[{','.join(map(str, shape))}]"
-
-
-def _wanted_text(value: Any) -> str:
-    if not hasattr(value, "shape"):
-        return f"the number {value!r}"
-    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-
-
-def _key_dtype(impl: str) -> Any:
-    return jax.random.key(0, impl=impl).dtype
-
-
-def _fits_loosely(tensor: Any, value: Any, cast: bool) -> bool:
-    if not hasattr(value, "shape"):
-        return tensor.shape == () and (cast or jnp.asarray(value).dtype == tensor.dtype)
-    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return cast and not is_key and tensor.shape == value.shape
-
-
-def _placed(array: np.ndarray, old: Any, impl: str | None) -> Any:
-    """A tensor as a value of the kind of `old`, at its place."""
-    if impl is not None:
-        key = jax.random.wrap_key_data(jnp.asarray(np.array(array)), impl=impl)
-        return key if _sharding(old) is None else jax.device_put(key, _sharding(old))
-    if not hasattr(old, "shape"):
-        return type(old)(array.item())
-    dtype = jnp.dtype(old.dtype)
-    if isinstance(old, np.generic):
-        return array.astype(dtype)[()]
-    if isinstance(old, np.ndarray):
-        return np.array(array, dtype)
-    sharding = _sharding(old)
-    if sharding is None:
-        return jnp.asarray(np.array(array, dtype))  # a copy: the file may change
-    return jax.make_array_from_callback(array.shape, sharding, lambda at: np.array(array[at], dtype))
-
-
-def _sharding(old: Any) -> Any:
-    if isinstance(old, jax.ShapeDtypeStruct):
-        return old.sharding
-    return old.sharding if isinstance(old, jax.Array) and old.committed else None
+def _nested(file: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns arrays as a nested dict, by the segments of their names."""
+    root: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *segments, last = name.split("/")
+        node = root
+        for depth, segment in enumerate(segments):
+            node = node.setdefault(segment, {})
+            if not isinstance(node, dict):
+                above = "/".join(segments[: depth + 1])
+                raise CheckpointError(NOT_NESTED.format(path=file, name=above, inside=name))
+        if last in node:
+            inside = next(other for other in arrays if other.startswith(f"{name}/"))
+            raise CheckpointError(NOT_NESTED.format(path=file, name=name, inside=inside))
+        node[last] = array
+    return root
 
 
 def _owner(path: str, state: State) -> str:
-    """The path of the leaf of a State that an entry is part of."""
+    """Returns the path of the leaf of a State that an entry is part of."""
     while path not in state:
         path = path.rpartition("/")[0]
     return path

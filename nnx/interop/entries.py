@@ -1,0 +1,51 @@
+"""Looking into saved files, whichever format they are in."""
+
+import contextlib
+import os
+from pathlib import Path
+
+from nnx.interop.safetensors_index import holds_safetensors, open_model
+from nnx.interop.safetensors_target import Source
+from nnx.training.checkpoint import CheckpointEntry
+from nnx.training.checkpoint import checkpoint_entries as entries_of_checkpoint
+
+
+def checkpoint_entries(path: str | os.PathLike[str]) -> dict[str, CheckpointEntry]:
+    """Lists what a checkpoint or a safetensors file contains, by path, without reading arrays.
+
+    Args:
+        path: the directory of a checkpoint; or a safetensors file, an index, or a directory that contains one of them.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        CheckpointError: it is damaged, malformed or unfinished.
+
+    >>> import tempfile
+    >>> path, model = tempfile.mkdtemp(), nnx.Linear(2, 3, ctx=nnx.context(0))
+    >>> nnx.save(path + "/model", model)
+    >>> for name, entry in nnx.checkpoint_entries(path + "/model").items():
+    ...     print(name, entry.dtype, entry.shape, entry.type)
+    bias float32 (3,) Param
+    kernel float32 (2, 3) Param
+    >>> nnx.save_safetensors(path + "/model.safetensors", model)
+    >>> sorted(nnx.checkpoint_entries(path + "/model.safetensors"))
+    ['bias', 'kernel']
+    """
+    file = Path(path).absolute()
+    return entries_of_safetensors(file) if holds_safetensors(file) else entries_of_checkpoint(file)
+
+
+def entries_of_safetensors(path: Path) -> dict[str, CheckpointEntry]:
+    """Lists the tensors of a file, an index or a directory.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: a file is malformed.
+    """
+    with contextlib.ExitStack() as opened:
+        source = Source(open_model(path, opened), None)
+        return {
+            name: CheckpointEntry(kind, shape, str(dtype), "")
+            for name in source.names
+            for kind, dtype, shape in [source.describe(name)]
+        }
