@@ -1,4 +1,4 @@
-"""Trace levels: which JAX trace is running now, as a token that is cheap to compare.
+"""The private corners of JAX: which trace is running now, as a token that is cheap to compare, and the process store.
 
 The *level* of an object is the trace it was made in. A Module or Context of one level must not be changed at another,
 or tracers would leak out of (or stale values into) a transformed function. This file is the only one that looks into
@@ -47,3 +47,16 @@ def is_of_this_trace(value: Any) -> bool:
 def is_tracer(value: Any) -> bool:
     """Whether a value stands for one that a running transform will compute."""
     return isinstance(value, jax.core.Tracer)
+
+
+def distributed_client() -> Any:
+    """Returns the client of the key-value store that `jax.distributed` set up, or None if it was not initialized.
+
+    The public alternative, `jax.experimental.multihost_utils`, communicates through the devices: from a thread that
+    completes a save, its collectives would interleave with those of the training step, and hang.
+    """
+    try:
+        from jax._src.distributed import global_state
+    except ImportError:  # pragma: no cover - only on a JAX that moved it
+        return None
+    return getattr(global_state, "client", None)

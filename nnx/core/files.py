@@ -1,0 +1,147 @@
+"""Files that are complete or not there: exclusive temporary files, syncing, atomic replacement, and paths kept inside.
+
+A *temporary file* is created next to the file it will replace, under a name nobody can guess, and never through a
+symbolic link. When its bytes are on the disk it is renamed over the old file, so a reader, a killed process or a power
+cut sees the old file or the new one. A *leftover* is a temporary file whose writer was killed; the next writer that
+holds the lock of the path (see `writer_lock`) removes it.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+OUTSIDE = "{name!r} is not the path of a file inside {directory}: {reason}"
+
+_O_BINARY = getattr(os, "O_BINARY", 0)  # Windows translates line ends without it, and has no O_NOFOLLOW
+_O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp", re.DOTALL)
+
+
+# Writing
+
+
+def unique_token() -> str:
+    """Returns 16 hexadecimal digits that no other writer has."""
+    return secrets.token_hex(8)
+
+
+def open_exclusive(path: Path) -> BinaryIO:
+    """Creates a file for reading and writing that did not exist before.
+
+    Raises:
+        FileExistsError: there is something at the path, be it a symbolic link to nowhere.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _O_NOFOLLOW | _O_BINARY
+    return os.fdopen(os.open(path, flags, 0o666), "w+b")
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Opens a file that takes the place of `path` when the block ends, complete and on the disk.
+
+    If the block raises, the old file stays and the temporary one is removed.
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/notes"
+    >>> with atomic_file(path) as file:
+    ...     _ = file.write(b"all of it")
+    >>> Path(path).read_bytes()
+    b'all of it'
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{unique_token()}.tmp")
+    file = open_exclusive(temporary)
+    try:
+        with file:
+            yield file
+            sync_file(file)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_file(file: BinaryIO) -> None:
+    """Forces what was written to an open file onto the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Forces the names in a directory onto the disk: the files created, renamed and removed there."""
+    if os.name == "nt":  # Windows cannot open a directory, and writes its entries through
+        return
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_leftovers(directory: Path, name: str | None = None) -> list[Path]:
+    """Removes the temporary files of killed writers and returns their paths.
+
+    Only the holder of the lock of that path may call it: to everyone else a temporary file may be one in use.
+
+    Args:
+        directory: the directory of the files they were to replace.
+        name: the file they were to replace; None for any.
+    """
+    found = []
+    for path in directory.iterdir():
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is not None and name in (None, match["name"]) and not path.is_dir():
+            path.unlink(missing_ok=True)
+            found.append(path)
+    return found
+
+
+# Reading
+
+
+def inside(directory: Path, name: str) -> Path:
+    """Returns the path of a file that another file names, if it is inside the directory.
+
+    Args:
+        directory: the directory.
+        name: a relative path with `/`, as found in a manifest or an index.
+
+    Raises:
+        ValueError: it is absolute, leads out of the directory, or passes through a symbolic link.
+    """
+    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
+    reason = ""
+    if not parts or "\0" in name or "\\" in name:
+        reason = "it is not a name"
+    elif name.startswith("/") or ".." in parts or ":" in parts[0]:
+        reason = "it leads outside"
+    if not reason:
+        path = directory
+        for part in parts:
+            path = path / part
+            if path.is_symlink():
+                reason = f"{part!r} is a symbolic link"
+                break
+        else:
+            return path
+    raise ValueError(OUTSIDE.format(name=name, directory=directory, reason=reason))
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file for reading, unbuffered, and does not follow a symbolic link.
+
+    Raises:
+        OSError: there is none, or it is a link, a directory, a pipe or a device.
+    """
+    # without O_NONBLOCK, opening a pipe that somebody planted would wait for a writer
+    handle = os.open(path, os.O_RDONLY | _O_NOFOLLOW | _O_BINARY | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(f"{path} is not a regular file")
+    return os.fdopen(handle, "rb", buffering=0)
