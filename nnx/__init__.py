@@ -207,7 +207,9 @@ from nnx.nn.weight_norm import WeightNorm as WeightNorm
 
 # isort: split
 # training: fitting a model
+from nnx.training.checkpoint import CheckpointEntry as CheckpointEntry
 from nnx.training.checkpoint import LoadReport as LoadReport
+from nnx.training.checkpoint import checkpoint_entries as checkpoint_entries
 from nnx.training.checkpoint import load as load
 from nnx.training.checkpoint import save as save
 from nnx.training.checkpoint_manager import CheckpointManager as CheckpointManager

@@ -1,61 +1,60 @@
-"""Saving and loading: `save(path, obj)` and `load(path, target)`, with the array data written and read by Orbax.
+"""Saving and loading: `save(path, obj)` and `load(path, target)`.
 
-Arrays are written under their paths, sharded as they are, and read into the shardings of the target. Nothing is changed
-in the target before everything has been checked and read.
+Arrays are saved under their paths, each part by the process that has it, and read into the shardings of the target.
+A load first finds out all that could be wrong (paths, shapes, dtypes, and the checksum of every byte it needs), and
+only then changes the target, part by part: each old array can go before the next new one is read.
 """
 
-import dataclasses
+import contextlib
 import os
+import signal
+import threading
 import warnings
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from nnx.core.extras import require
-from nnx.training.entries import Entries, resolve_alias
-from nnx.training.manifest import (
-    DATA_PREFIX,
-    CheckpointError,
-    Manifest,
-    check_savable,
-    data_files,
-    is_finished,
-    plain_value,
-    read_manifest,
-    record_of,
-    record_text,
-    records_of,
-    remove_data,
-    write_manifest,
-)
+from nnx.core.processes import Exchange, ProcessError
+from nnx.training.chunk_reader import ChunkReader
+from nnx.training.chunks import Box
+from nnx.training.entries import Entries
+from nnx.training.manifest import FILE_NAME, CheckpointError, DamagedError, Manifest, read_manifest
+from nnx.training.matching import LoadReport as LoadReport
+from nnx.training.matching import match
+from nnx.training.orbax_format import OrbaxReader
+from nnx.training.places import Place
+from nnx.training.records import Record
+from nnx.training.renaming import renamed
+from nnx.training.saving import Saving
 
 T = TypeVar("T")
 
-SAVE_FAILED = "Could not save to {path}: {reason}. Checkpoints that were finished before are intact."
-NOT_A_DIRECTORY = "Could not save to {path}: a checkpoint is a directory, and there is a file of that name."
-READ_FAILED = "The checkpoint at {path} could not be read: {reason}. Nothing was loaded. Load an earlier one."
 DOES_NOT_FIT = """The checkpoint at {path} does not fit the target. Nothing was loaded.
 {differences}
 Build the target as the saved object was built, or load what fits with nnx.load(path, target, strict=False)."""
 LOADED_IN_PART = """The checkpoint at {path} fits the target only in part; the rest of the target was left as it was.
 {differences}"""
+SETTINGS_CHANGED = """The checkpoint at {path} was loaded, but the target is not set up as the saved object was:
+{changes}"""
+FILLED_IN_PART = """The checkpoint at {path} was checked, but could not be read again: {reason}. The target is filled \
+in part: build it again before loading another checkpoint."""
+OTHER_MANIFEST = """Process {peer} and process 0 read different checkpoints at {path}: another job is saving there, or \
+the processes do not share a disk. Nothing was loaded."""
 
-_ROOT = "."  # the name of the array where the target is one array, whose path is empty
-
-
-# Saving
+_SMALL = 16 << 20  # how many bytes are read at a time, even if no array is that large
 
 
 def save(path: str | os.PathLike[str], obj: Any) -> None:
     """Saves an object to a directory, replacing the checkpoint that may be there.
 
     The new checkpoint takes the place of an older one at once, when it is complete: an interrupted save leaves the
-    older one. Arrays, typed keys, numbers and strings are saved by path; static attributes are not, so that the target
-    of `load` is built by the code that built the object.
+    older one. Arrays, typed keys, numbers and strings are saved by path; static attributes are not, so the target of
+    `load` is built by the code that built the object.
+
+    With several processes every one of them must call it, with the same path and an object of the same structure; it
+    returns when all of them see the new checkpoint. Values that are not spread over the processes are those of
+    process 0.
 
     Args:
         path: the directory.
@@ -63,7 +62,7 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
             numbers.
 
     Raises:
-        CheckpointError: it could not be written; an OSError and a ValueError.
+        CheckpointError: it could not be written, or another job is writing there; an OSError and a ValueError.
 
     >>> import tempfile
     >>> model, ctx = nnx.Linear(2, 3, ctx=nnx.context(0)), nnx.context(dropout=1)
@@ -74,323 +73,310 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
     >>> restored["epoch"], bool((other.kernel == model.kernel).all())
     (4, True)
     """
-    Saving(path, obj).finish()
+    Saving(path, obj, wait=True).finish()
 
 
-class Saving:
-    """A save under way: when it is made, the values have left the devices; `finish` completes it."""
+class CheckpointEntry(NamedTuple):
+    """What a checkpoint holds under one path.
 
-    def __init__(self, path: str | os.PathLike[str], obj: Any, info: Mapping[str, Any] | None = None):
-        self._path = Path(path).absolute()
-        entries = Entries(obj)
-        records = records_of(entries)
-        arrays: dict[str, Any] = {}
-        for name, record in records.items():
-            value = entries.leaves[name].value
-            check_savable(name, value)
-            if _has_data(record):
-                arrays[name or _ROOT] = _storable(value, record)
-        self._orbax = require("orbax.checkpoint", "checkpoint", "nnx.save") if arrays else None
-        self._checkpointer: Any = None
-        try:
-            self._data = self._prepare() if arrays else ""
-            if self._orbax is not None:
-                # made at once: if that fails in the background, the writers wait for the directory for minutes
-                options = self._orbax.AsyncOptions(create_directories_asynchronously=False)
-                handler = self._orbax.PyTreeCheckpointHandler()
-                self._checkpointer = self._orbax.AsyncCheckpointer(handler, async_options=options)
-                self._checkpointer.save(self._path / self._data, args=self._orbax.args.PyTreeSave(arrays))
-            else:
-                self._path.mkdir(parents=True, exist_ok=True)
-        except Exception as error:
-            self._close()
-            raise self._failed(error) from error
-        self._manifest = Manifest(self._data, {}, records, entries.aliases, entries.modules, dict(info or {}))
+    Attributes:
+        kind: "array", "key" (typed random keys), "number" (a Python number) or "text" (a string).
+        shape: the shape; empty for numbers and strings.
+        dtype: the name of the dtype, or of the Python type of a number; empty for strings.
+        type: the name of the Variable type it was held in; empty if there was none.
+    """
 
-    def _prepare(self) -> str:
-        """Makes the directory and names the folder for the data; nobody else's folder has that name."""
-        if self._path.exists() and not self._path.is_dir():
-            raise CheckpointError(NOT_A_DIRECTORY.format(path=self._path))
-        before = read_manifest_or_none(self._path)
-        if jax.process_index() == 0:
-            self._path.mkdir(parents=True, exist_ok=True)
-            remove_data(self._path, but=before.data if before else "")
-        number = int(before.data.removeprefix(DATA_PREFIX)) + 1 if before and before.data else 0
-        return f"{DATA_PREFIX}{number}"
-
-    def finish(self) -> None:
-        """Waits until the data are written, and makes the checkpoint a finished one.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        try:
-            if self._checkpointer is not None:
-                self._checkpointer.wait_until_finished()
-            if jax.process_index() == 0:
-                files = data_files(self._path / self._data) if self._data else {}
-                write_manifest(self._path, dataclasses.replace(self._manifest, files=files))
-                remove_data(self._path, but=self._data)
-        except Exception as error:
-            raise self._failed(error) from error
-        finally:
-            self._close()
-
-    def _failed(self, error: Exception) -> Exception:
-        if isinstance(error, CheckpointError):
-            return error
-        if jax.process_index() == 0:
-            before = read_manifest_or_none(self._path)
-            remove_data(self._path, but=before.data if before else "")
-        return CheckpointError(SAVE_FAILED.format(path=self._path, reason=_first_line(error)))
-
-    def _close(self) -> None:
-        if self._checkpointer is not None:
-            self._checkpointer.close()
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    type: str
 
 
-def read_manifest_or_none(path: Path) -> Manifest | None:
-    """The manifest of a finished checkpoint, if there is a readable one."""
-    try:
-        return read_manifest(path) if is_finished(path) else None
-    except OSError:
-        return None
+def checkpoint_entries(path: str | os.PathLike[str]) -> dict[str, CheckpointEntry]:
+    """Lists what a checkpoint holds, by path, without reading arrays.
 
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        CheckpointError: it is damaged or unfinished.
 
-def _storable(value: Any, record: dict[str, Any]) -> Any:
-    """A leaf as an array of a dtype that the files know."""
-    if record["kind"] == "key":
-        return jax.random.key_data(value)
-    if isinstance(value, (np.ndarray, np.generic)):
-        value = np.array(value)  # a copy: it may change while it is being written
-    stored = _stored_dtype(value.dtype)
-    if stored != value.dtype:
-        record["stored"] = str(stored)
-        return value.astype(stored)
-    return value
-
-
-def _stored_dtype(dtype: Any) -> Any:
-    tensorstore = require("tensorstore", "checkpoint", "nnx.save")
-    try:
-        tensorstore.dtype(str(dtype))
-        return dtype
-    except ValueError:  # four-bit integers and the like: in the next larger that holds all of their values
-        if jnp.issubdtype(dtype, jnp.unsignedinteger):
-            return jnp.dtype(jnp.uint8)
-        return jnp.dtype(jnp.int8 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32)
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/model"
+    >>> nnx.save(path, nnx.Linear(2, 3, ctx=nnx.context(0)))
+    >>> for name, entry in nnx.checkpoint_entries(path).items():
+    ...     print(name, entry.dtype, entry.shape, entry.type)
+    bias float32 (3,) Param
+    kernel float32 (2, 3) Param
+    """
+    manifest = read_manifest(Path(path).absolute())
+    return {
+        name: CheckpointEntry(record.kind, record.shape, record.dtype, record.type)
+        for name, record in manifest.entries.items()
+    }
 
 
 # Loading
 
 
-@dataclasses.dataclass
-class LoadReport:
-    """What did not fit when a checkpoint was loaded with `strict=False`.
-
-    Attributes:
-        missing: paths of the target that the checkpoint does not have.
-        unexpected: paths of the checkpoint that the target does not have.
-        mismatched: for each path of another shape, dtype or kind, what the checkpoint has and what the target has.
-    """
-
-    missing: list[str] = dataclasses.field(default_factory=list)
-    unexpected: list[str] = dataclasses.field(default_factory=list)
-    mismatched: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.mismatched)
-
-    def __str__(self) -> str:
-        lines = []
-        if self.missing:
-            lines.append(f"- missing from the checkpoint: {_listing(self.missing)}")
-        if self.unexpected:
-            lines.append(f"- in the checkpoint, but not in the target: {_listing(self.unexpected)}")
-        shown = list(self.mismatched.items())[:12]
-        lines += [f"- {path!r} is {have} in the checkpoint and {want} in the target" for path, (have, want) in shown]
-        if len(self.mismatched) > len(shown):
-            lines.append(f"- and {len(self.mismatched) - len(shown)} more of another shape or dtype")
-        return "\n".join(lines)
+@overload
+def load(
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    rename: Mapping[str, str] | None = None,
+) -> Any: ...
 
 
+@overload
 def load(
     path: str | os.PathLike[str],
     target: T,
     strict: bool = True,
     *,
     cast: bool = False,
+    verify: bool = True,
+    rename: Mapping[str, str] | None = None,
     report: LoadReport | None = None,
-) -> T:
-    """Fills a target from a checkpoint and returns it.
+) -> T: ...
 
-    Modules, Contexts and a dict are filled in place; of what cannot change (a State, a TrainState, an array) a new one
-    is returned. Arrays take the sharding of those in the target, which may be abstract (`nnx.eval_shape`): each device
-    then reads its own part.
+
+_NO_TARGET: Any = object()
+
+
+def load(
+    path: str | os.PathLike[str],
+    target: Any = _NO_TARGET,
+    strict: bool = True,
+    *,
+    cast: bool = False,
+    verify: bool = True,
+    rename: Mapping[str, str] | None = None,
+    report: LoadReport | None = None,
+) -> Any:
+    """Fills a target from a checkpoint and returns it; without a target, returns what is there.
+
+    Modules, Contexts, dicts and lists are filled in place; immutable targets (a State, a TrainState, an array) are
+    returned as new objects. Arrays take the sharding of those in the target, which may be abstract
+    (`nnx.eval_shape`): each device then reads its own part.
+
+    A static attribute that is not what it was when the checkpoint was saved (a Dropout rate, a clipping that was
+    added to the optimizer) is reported as a warning, or in `report`.
 
     Args:
-        path: what was given to `save`.
-        target: an object of the structure that was saved, with any values.
-        strict: whether everything must fit. If not, what fits is loaded, and the rest is reported and left as it is.
+        path: the directory that was given to `save`.
+        target: an object of the structure that was saved, with any values. Without one, a nested dict of numpy arrays
+            and values is returned, by the segments of their paths.
+        strict: whether everything must fit. If not, what fits is loaded, and the rest is reported and left as it is;
+            optimizer state is then also found when a transformation was added to the chain or removed.
         cast: whether values of another dtype are converted to that of the target.
-        report: is filled with what did not fit, in place of a warning.
+        verify: whether the checksums of the data that are read are compared.
+        rename: new names for paths of the checkpoint, e.g. `{"old/**": "new/**"}`; the first pattern that matches
+            counts.
+        report: is filled with what did not fit or has changed, in place of a warning.
 
     Raises:
         FileNotFoundError: there is nothing at the path.
         CheckpointError: it is damaged or unfinished, or, if `strict`, does not fit. The target is as it was.
+        ValueError: a pattern of `rename` matches nothing.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/model"
     >>> nnx.save(path, nnx.Linear(2, 3, ctx=nnx.context(0)))
     >>> model = nnx.load(path, nnx.Linear(2, 3, ctx=nnx.context(1)))
+    >>> nnx.load(path)["kernel"].shape
+    (2, 3)
     """
     directory = Path(path).absolute()
-    manifest = read_manifest(directory)
-    entries = Entries(target)
-    found, differences = _match(manifest, entries, cast)
-    if differences and strict:
-        raise CheckpointError(DOES_NOT_FIT.format(path=directory, differences=differences))
-    values = _read(directory, manifest, {name: (saved, entries.leaves[name].value) for name, saved in found.items()})
-    filled = entries.fill(values)
+    if target is _NO_TARGET:
+        return _load_all(directory, verify, rename)
+    loading = _Loading(directory, target, strict, cast, verify, rename)
+    filled = loading.run()
     if report is not None:
-        report.__dict__.update(differences.__dict__)
-    elif differences:
-        warnings.warn(LOADED_IN_PART.format(path=directory, differences=differences), stacklevel=2)
+        report.__dict__.update(loading.report.__dict__)
+    elif loading.report:
+        warnings.warn(LOADED_IN_PART.format(path=directory, differences=loading.report), stacklevel=2)
+    elif loading.report.changed:
+        changed = "\n".join(loading.report.changes())
+        warnings.warn(SETTINGS_CHANGED.format(path=directory, changes=changed), stacklevel=2)
     return filled
 
 
-def _match(manifest: Manifest, entries: Entries, cast: bool) -> tuple[dict[str, str], LoadReport]:
-    """For each path of the target the path in the checkpoint that fits; and all that does not."""
-    report = LoadReport()
-    found: dict[str, str] = {}
-    known: set[str] = set()
-    wanted_as = {resolve_alias(path, entries.aliases): path for path in manifest.entries}
-    for path, entry in entries.leaves.items():
-        saved = next(
-            (
-                name
-                for name in (path, resolve_alias(path, manifest.aliases), wanted_as.get(path))
-                if name is not None and name in manifest.entries
-            ),
-            None,
-        )
-        if saved is None:
-            report.missing.append(path)
-            continue
-        have, want = manifest.entries[saved], record_of(path, entry.value, entry.type)
-        if _fits(have, want, cast):
-            found[path] = saved
-        else:
-            report.mismatched[path] = (record_text(have), record_text(want))
-            known.add(saved)
-    known.update(found.values())
-    report.unexpected = [name for name in manifest.entries if name not in known]
-    return found, report
+def _reader(directory: Path, manifest: Manifest, verify: bool) -> ChunkReader | OrbaxReader:
+    if manifest.version == 1:
+        return OrbaxReader(directory, manifest)
+    return ChunkReader(directory, manifest, verify)
 
 
-def _fits(have: Mapping[str, Any], want: Mapping[str, Any], cast: bool) -> bool:
-    kinds = have["kind"], want["kind"]
-    if "text" in kinds or "key" in kinds:
-        return kinds[0] == kinds[1] and all(have.get(k) == want.get(k) for k in ("shape", "dtype"))
-    if "number" in kinds:  # a Python number, and the scalar that a compiled step has made of it
-        return have.get("shape", []) == want.get("shape", []) and (cast or _sort(have) == _sort(want))
-    return have["shape"] == want["shape"] and (cast or have["dtype"] == want["dtype"])
-
-
-def _sort(record: Mapping[str, Any]) -> Any:
-    dtype = jnp.dtype(record["dtype"])
-    return next(sort for sort in (jnp.bool_, jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, sort))
-
-
-def _read(directory: Path, manifest: Manifest, wanted: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """The values of the entries by target path: those of arrays are read, for the place where the old value is."""
-    places = {saved: old for saved, old in wanted.values() if _has_data(manifest.entries[saved])}
-    arrays: dict[str, Any] = {}
-    if places:
-        orbax = require("orbax.checkpoint", "checkpoint", "nnx.load")
-        arguments = {
-            saved or _ROOT: _restore_args(orbax, manifest.entries[saved], old) for saved, old in places.items()
-        }
-        checkpointer = orbax.Checkpointer(orbax.PyTreeCheckpointHandler())
-        try:
-            request = orbax.args.PyTreeRestore(
-                item=dict.fromkeys(arguments, 0), restore_args=arguments, partial_restore=True
-            )
-            arrays = checkpointer.restore(directory / manifest.data, args=request)
-        except Exception as error:
-            raise CheckpointError(READ_FAILED.format(path=directory, reason=_first_line(error))) from error
-        finally:
-            checkpointer.close()
-    return {
-        path: _value(manifest.entries[saved], arrays.get(saved or _ROOT), old) for path, (saved, old) in wanted.items()
-    }
-
-
-def _has_data(record: Mapping[str, Any]) -> bool:
-    return record["kind"] in ("array", "key") and 0 not in record["shape"]
-
-
-def _restore_args(orbax: Any, record: Mapping[str, Any], old: Any) -> Any:
-    sharding = _sharding(old)
-    if sharding is None or record["kind"] == "key" or record.get("weak"):
-        return orbax.RestoreArgs(restore_type=np.ndarray)
-    dtype = None if "stored" in record else old.dtype
-    return orbax.ArrayRestoreArgs(sharding=sharding, dtype=dtype)
-
-
-def _sharding(old: Any) -> Any:
-    """Where a value of the target is bound to be; None for numpy arrays, numbers, and arrays that JAX may move."""
-    if isinstance(old, jax.ShapeDtypeStruct):
-        return old.sharding
-    return old.sharding if isinstance(old, jax.Array) and old.committed else None
-
-
-def _value(record: Mapping[str, Any], array: Any, old: Any) -> Any:
-    """A value as it is put into the target, in the place of `old`."""
-    if record["kind"] == "text":
-        return record["value"]
-    if record["kind"] == "number":
-        value = plain_value(record)
-        if not hasattr(old, "shape") or getattr(old, "weak_type", False):
+def _load_all(directory: Path, verify: bool, rename: Mapping[str, str] | None) -> Any:
+    """What a checkpoint holds, as nested dicts by the segments of the paths."""
+    manifest = read_manifest(directory)
+    names = renamed(manifest.entries, rename or {})
+    whole = {path: _host_place(record) for path, record in manifest.entries.items()}
+    with contextlib.closing(_reader(directory, manifest, verify)) as reader:
+        boxes = {path: whole[path].boxes(record) for path, record in manifest.entries.items() if record.has_data}
+        parts = reader.read(boxes) if boxes else {}
+    root: dict[str, Any] = {}
+    for name, path in names.items():
+        value = whole[path].value(manifest.entries[path], parts.pop(path, None))
+        if name == "":
             return value
-        return _placed(np.asarray(value, old.dtype), old)
-    if array is None:
-        array = _empty(record)
-    if record["kind"] == "key":
-        return _placed(jax.random.wrap_key_data(jnp.asarray(array), impl=record["impl"]), old)
-    if not hasattr(old, "shape"):  # a Python number in the target: the scalar that was saved
-        return jnp.asarray(array.item()) if record.get("weak") else jnp.asarray(array)
-    if "stored" in record or array.dtype != old.dtype:
-        array = array.astype(old.dtype)
-    if record.get("weak"):
-        weak = jnp.asarray(array.item())
-        array = weak if weak.dtype == array.dtype else array
-    return _placed(array, old)
+        *parents, last = name.split("/")
+        inner = root
+        for segment in parents:
+            inner = inner.setdefault(segment, {})
+        inner[last] = value
+    return root
 
 
-def _empty(record: Mapping[str, Any]) -> Any:
-    """The data of an entry that has no elements, for which there are no files."""
-    if record["kind"] == "array":
-        return np.zeros(record["shape"], jnp.dtype(record["dtype"]))
-    key_shape = jax.random.key_data(jax.random.key(0, impl=record["impl"])).shape
-    return np.zeros((*record["shape"], *key_shape), np.uint32)
+def _host_place(record: Record) -> Place:
+    return Place("numpy", record.data_dtype, record.shape) if record.kind == "array" else Place("number")
 
 
-def _placed(array: Any, old: Any) -> Any:
-    """An array as a value of the kind of `old`, at its place."""
-    if isinstance(old, np.generic):
-        return np.asarray(array)[()]
-    if isinstance(old, np.ndarray):
-        return np.asarray(array)
-    sharding = _sharding(old)
-    if sharding is not None:
-        return array if isinstance(array, jax.Array) and array.sharding == sharding else jax.device_put(array, sharding)
-    return jnp.asarray(array)
+class _Loading:
+    """One load into a target: everything that can fail comes first, on every process, then the target is filled."""
+
+    def __init__(
+        self,
+        directory: Path,
+        target: Any,
+        strict: bool,
+        cast: bool,
+        verify: bool,
+        rename: Mapping[str, str] | None,
+    ):
+        self._directory, self._target = directory, target
+        self._strict, self._cast, self._verify, self._rename = strict, cast, verify, rename
+        self._reader: ChunkReader | OrbaxReader | None = None
+        self.report = LoadReport()
+
+    def run(self) -> Any:
+        try:
+            self._agree()
+            if self._first is not None:
+                return self._entries.fill(self._first)
+            with _no_interrupt():
+                return self._fill_part_by_part()
+        finally:
+            if self._reader is not None:
+                self._reader.close()
+
+    def _agree(self) -> None:
+        """Prepares on every process; what fails on one fails on all, before anything is changed."""
+        failure: list[Exception] = []
+
+        def prepare() -> Any:
+            try:
+                self._prepare()
+            except (CheckpointError, FileNotFoundError) as error:
+                failure.append(error)
+                return [isinstance(error, DamagedError), str(error)]
+            return self._checksum
+
+        try:
+            outcomes = Exchange(f"nnx.load({str(self._directory)!r})").together(prepare)
+        except ProcessError as error:
+            raise CheckpointError(str(error)) from error
+        if failure:
+            raise failure[0]
+        for peer, outcome in enumerate(outcomes):
+            if isinstance(outcome, list):
+                damaged, text = outcome
+                raise (DamagedError if damaged else CheckpointError)(f"Process {peer}: {text}")
+            if outcome != outcomes[0]:
+                raise CheckpointError(OTHER_MANIFEST.format(peer=peer, path=self._directory))
+
+    def _prepare(self) -> None:
+        manifest = self._manifest = read_manifest(self._directory)
+        self._checksum = zlib.crc32((self._directory / FILE_NAME).read_bytes()) if manifest.data else 0
+        entries = self._entries = Entries(self._target)
+        entries.check_level()
+        self._places = {path: Place.of(entry.value) for path, entry in entries.leaves.items()}
+        self._found, self.report = match(
+            manifest, entries, self._places, strict=self._strict, cast=self._cast, rename=self._rename
+        )
+        if self.report and self._strict:
+            raise CheckpointError(DOES_NOT_FIT.format(path=self._directory, differences=self.report))
+        entries.release()
+        if any(manifest.entries[saved].has_data for saved in self._found.values()):
+            self._reader = _reader(self._directory, manifest, self._verify)
+        self._groups = self._grouped()
+        # What is read in one go is checked while it is read. Otherwise it is all checked first, and kept by nobody:
+        # nothing of the target may change before the last byte is known to be right.
+        self._first: dict[str, Any] | None = self._values(self._groups[0]) if len(self._groups) == 1 else None
+        if self._first is None and self._verify and self._reader is not None:
+            self._reader.check({path: boxes for group in self._groups for path, boxes in self._boxes(group).items()})
+
+    def _grouped(self) -> list[list[str]]:
+        """The paths of the target in groups that are read together: none larger than the largest array needs to be."""
+        units = [[path for path in unit if path in self._found] for unit in self._entries.units()]
+        sizes = [sum(map(self._bytes, unit)) for unit in units]
+        limit = max(_SMALL, *map(self._bytes, self._found)) if self._found else _SMALL
+        groups: list[list[str]] = [[]]
+        used = 0
+        for unit, size in zip(units, sizes, strict=True):
+            if used and used + size > limit:
+                groups.append([])
+                used = 0
+            groups[-1] += unit
+            used += size
+        return groups
+
+    def _bytes(self, path: str) -> int:
+        record = self._manifest.entries[self._found[path]]
+        if not record.has_data:
+            return 0
+        return sum(box.size for box in self._places[path].boxes(record)) * record.data_dtype.itemsize
+
+    def _boxes(self, group: list[str]) -> dict[str, list[Box]]:
+        """The boxes to read for a group, by path in the checkpoint; two places may want the same array."""
+        wanted: dict[str, list[Box]] = {}
+        for path in group:
+            saved = self._found[path]
+            record = self._manifest.entries[saved]
+            if record.has_data:
+                boxes = wanted.setdefault(saved, [])
+                boxes += [box for box in self._places[path].boxes(record) if box not in boxes]
+        return wanted
+
+    def _values(self, group: list[str], verify: bool | None = None) -> dict[str, Any]:
+        boxes = self._boxes(group)
+        parts = self._reader.read(boxes, verify=verify) if self._reader is not None and boxes else {}
+        values: dict[str, Any] = {}
+        for path in group:
+            saved, place = self._found[path], self._places[path]
+            record = self._manifest.entries[saved]
+            own = None
+            if record.has_data:
+                by_box = dict(zip(boxes[saved], parts[saved], strict=True))
+                own = [by_box[box] for box in place.boxes(record)]
+            values[path] = place.value(record, own)
+        return values
+
+    def _fill_part_by_part(self) -> Any:
+        outside: dict[str, Any] = {}
+        own = set(self._entries.units()[-1])
+        try:
+            for group in self._groups:
+                values = self._values(group, verify=False)
+                outside |= {path: value for path, value in values.items() if path in own}
+                self._entries.fill_cells(values)
+                del values
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise CheckpointError(FILLED_IN_PART.format(path=self._directory, reason=reason)) from error
+        return self._entries.fill_outside(outside)
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _listing(paths: list[str]) -> str:
-    return ", ".join(map(repr, paths[:12])) + (f" and {len(paths) - 12} more" if len(paths) > 12 else "")
+@contextlib.contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Lets Ctrl-C wait until the block has ended: a target must not stay half filled."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if received:
+        raise KeyboardInterrupt

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from nnx.training.checkpoint import Saving, load, read_manifest_or_none
-from nnx.training.manifest import CheckpointError, is_finished
+from nnx.training.checkpoint import Saving, load
+from nnx.training.manifest import CheckpointError, is_finished, read_manifest_or_none
 
 T = TypeVar("T")
 

@@ -17,6 +17,7 @@ from nnx.core.info import MODULE, ModuleBase, join
 from nnx.core.state import State
 from nnx.core.updates import check_levels, update
 from nnx.core.variables import Node, Spec
+from nnx.training.hyperparameters import hyperparameters_of
 from nnx.training.variable_tree import key_segments
 
 SAME_PATH = "Two leaves have the same path, {path!r}: keys of dicts must differ as text. Nothing was saved or changed."
@@ -32,6 +33,15 @@ class Entry(NamedTuple):
     type: str
 
 
+class Cell(NamedTuple):
+    """One cell of a Module: the root it is reached from, its path there, its leaves, and how to rebuild its value."""
+
+    root: Any
+    path: str
+    leaves: list[str]
+    rebuild: Rebuild
+
+
 class Entries:
     """The entries of a target in order, the aliases, the classes of its Modules, and how to fill it."""
 
@@ -41,13 +51,14 @@ class Entries:
         self.modules: dict[str, str] = {}
         self._target = target
         self._order: list[str] = []
+        self._outside: list[str] = []  # leaves of Contexts and of pytrees that are not in a Module
         self._roots: list[tuple[str, Any]] = []
         self._contexts: list[tuple[str, Context]] = []
-        self._cells: list[
-            tuple[Any, str, list[str], Rebuild]
-        ] = []  # (root Module, path there, its leaves, how to rebuild)
+        self._cells: list[Cell] = []
+        self.hyperparameters: dict[str, list[str]] = {}
         self._walk: Traversal | None = None
         self._rebuild = self._collect("", target, "")
+        self._outside = list(self._order)
         if self._roots:
             self._collect_modules()
 
@@ -95,13 +106,14 @@ class Entries:
                 paths.append(join(paths[parent], name))
                 roots.append((roots[parent][0], join(roots[parent][1], name)))
             self.modules[paths[i]] = type(module).__name__
+            self.hyperparameters[paths[i]] = hyperparameters_of(module)
         for at, name, kind in walk.cells:
             path = join(paths[at], name)
             type_name = kind.type.__name__ if type(kind) is Spec else ""
             before = len(self._order)
             rebuild = self._collect(path, walk.modules[at].__dict__[name], type_name)
             own = self._order[before:]
-            self._cells.append((roots[at][0], join(roots[at][1], name), own, rebuild))
+            self._cells.append(Cell(roots[at][0], join(roots[at][1], name), own, rebuild))
         self._collect_aliases(walk, paths)
 
     def _collect_aliases(self, walk: Traversal, paths: list[str]) -> None:
@@ -122,34 +134,76 @@ class Entries:
         self.leaves[path] = Entry(value, type_name)
         self._order.append(path)
 
-    def fill(self, values: Mapping[str, Any]) -> Any:
-        """Writes values into the target: in place into Modules, Contexts and a dict, else into a new one.
+    def units(self) -> list[list[str]]:
+        """Returns the paths that have to be filled together: those of each cell, and those outside of Modules."""
+        return [*([cell.leaves for cell in self._cells]), self._outside]
 
-        Args:
-            values: by path; what has none stays as it is.
+    def release(self) -> None:
+        """Forgets the values of the target, so that each can be freed as soon as it is replaced."""
+        self.leaves = {path: Entry(None, entry.type) for path, entry in self.leaves.items()}
 
-        Returns:
-            The target, or the one that takes its place.
-        """
+    def check_level(self) -> None:
+        """Raises TraceContextError if the target cannot be changed here."""
         if self._walk is not None:
             check_levels(self._walk.modules, "loading into it")
         for _, context in self._contexts:
             context.check_level("...")
+
+    def fill(self, values: Mapping[str, Any]) -> Any:
+        """Writes values into the target: in place where it can change, else into a new one.
+
+        Args:
+            values: by path; the other leaves keep their values.
+
+        Returns:
+            The target, or the one that takes its place.
+        """
+        self.check_level()
+        self.fill_cells(values)
+        return self.fill_outside(values)
+
+    def fill_cells(self, values: Mapping[str, Any]) -> None:
+        """Writes values into Modules: whole units only. What a filled cell held before is let go."""
         states: dict[int, tuple[Any, dict[str, Any]]] = {}
-        for root, path, own, rebuild in self._cells:
-            if any(name in values for name in own):
-                states.setdefault(id(root), (root, {}))[1][path] = rebuild(values)
-        filled = self._rebuild(values)
+        left = []
+        for cell in self._cells:
+            if any(name in values for name in cell.leaves):
+                states.setdefault(id(cell.root), (cell.root, {}))[1][cell.path] = cell.rebuild(values)
+            else:
+                left.append(cell)
         for root, leaves in states.values():
             update(root, State(leaves))
+        self._cells = left
+
+    def fill_outside(self, values: Mapping[str, Any]) -> Any:
+        """Writes values into Contexts, dicts and lists, and returns the target or the one that takes its place."""
+        filled = self._rebuild(values)
         for prefix, context in self._contexts:
             for name, stream in context._streams.items():
                 stream.key = values.get(_under(prefix, f"{name}/key"), stream.key)
                 stream.count = values.get(_under(prefix, f"{name}/count"), stream.count)
-        if type(self._target) is dict:
-            self._target.update(filled)
-            return self._target
-        return filled
+        return _into(self._target, filled)
+
+
+def fills_in_place(target: Any) -> bool:
+    """Whether all of a target is filled in place, so that who holds it sees what was loaded."""
+    if type(target) is tuple:
+        return all(map(fills_in_place, target))
+    return isinstance(target, (ModuleBase, Context, list, dict))
+
+
+def _into(target: Any, filled: Any) -> Any:
+    """Puts what was rebuilt into the dicts and lists of the target, at any depth; returns what is to be used."""
+    if isinstance(target, dict) and type(filled) is type(target):
+        for key in target:
+            target[key] = _into(target[key], filled[key])
+        return target
+    if type(target) is list:
+        target[:] = [_into(old, new) for old, new in zip(target, filled, strict=True)]
+        return target
+    if type(target) is tuple:
+        return tuple([_into(old, new) for old, new in zip(target, filled, strict=True)])
+    return filled
 
 
 def resolve_alias(path: str, aliases: Mapping[str, str]) -> str:

@@ -1,0 +1,217 @@
+"""Matching: which entry of a checkpoint goes to which path of the target, and what does not fit."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx.training.entries import Entries, resolve_alias
+from nnx.training.hyperparameters import changes
+from nnx.training.manifest import Manifest
+from nnx.training.places import Place
+from nnx.training.records import Record, record_of
+from nnx.training.renaming import renamed
+
+NEEDS_X64 = "{record}, which JAX holds only with jax_enable_x64 (or cast=True)"
+
+
+@dataclasses.dataclass
+class LoadReport:
+    """What did not fit when a checkpoint was loaded with `strict=False`.
+
+    It is true if something did not fit; `moved` and `changed` do not count.
+
+    Attributes:
+        missing: paths of the target that the checkpoint does not have.
+        unexpected: paths of the checkpoint that the target does not have.
+        mismatched: for each path of another shape, dtype or kind, what the checkpoint has and what the target has.
+        moved: paths of optimizer state that was found in another place of the chain, with the path it was saved under.
+        changed: for each static attribute that is not as it was saved, its value then and now.
+    """
+
+    missing: list[str] = dataclasses.field(default_factory=list)
+    unexpected: list[str] = dataclasses.field(default_factory=list)
+    mismatched: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    moved: dict[str, str] = dataclasses.field(default_factory=dict)
+    changed: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        lines = []
+        if self.missing:
+            lines.append(f"- missing from the checkpoint: {_listing(self.missing)}")
+        if self.unexpected:
+            lines.append(f"- in the checkpoint, but not in the target: {_listing(self.unexpected)}")
+        shown = list(self.mismatched.items())[:12]
+        lines += [f"- {path!r} is {have} in the checkpoint and {want} in the target" for path, (have, want) in shown]
+        if len(self.mismatched) > len(shown):
+            lines.append(f"- and {len(self.mismatched) - len(shown)} more of another shape or dtype")
+        if self.moved:
+            pairs = [f"{saved} -> {path}" for path, saved in self.moved.items()]
+            lines.append(f"- optimizer state that was found in another place: {_listing(pairs)}")
+        return "\n".join([*lines, *self.changes()])
+
+    def changes(self) -> list[str]:
+        """Returns a line for each static attribute that is not as it was saved."""
+        lines = [
+            f"- {where} was {then} when the checkpoint was saved, and is {now} in the target"
+            for where, (then, now) in list(self.changed.items())[:12]
+        ]
+        more = len(self.changed) - len(lines)
+        return [*lines, f"- and {more} more settings"] if more > 0 else lines
+
+
+def match(
+    manifest: Manifest,
+    entries: Entries,
+    places: Mapping[str, Place],
+    *,
+    strict: bool,
+    cast: bool,
+    rename: Mapping[str, str] | None,
+) -> tuple[dict[str, str], LoadReport]:
+    """Finds for each path of the target the path in the checkpoint that fits.
+
+    Args:
+        manifest: the checkpoint.
+        entries: the target.
+        places: the places of its values.
+        strict: whether everything must fit; if not, optimizer state is also found in other places of a chain.
+        cast: whether other dtypes fit.
+        rename: new names for paths of the checkpoint.
+
+    Returns:
+        The paths in the checkpoint by path of the target, and a report of all that does not fit.
+    """
+    report = LoadReport()
+    by_name = renamed(manifest.entries, rename or {})
+    candidates = _candidates(manifest, entries, by_name)
+    if not strict:
+        for path, saved in _rechained(manifest, entries, by_name).items():
+            candidates.pop(path, None)
+            if saved is not None:
+                candidates[path] = report.moved[path] = saved
+    found: dict[str, str] = {}
+    for path, entry in entries.leaves.items():
+        saved = candidates.get(path)
+        if saved is None:
+            report.missing.append(path)
+            continue
+        have, want = manifest.entries[saved], record_of(path, entry.value, entry.type)
+        reason = _misfit(have, want, places[path], cast)
+        if reason is None:
+            found[path] = saved
+        else:
+            report.mismatched[path] = reason
+    known = set(candidates.values())
+    report.unexpected = [name for name in manifest.entries if name not in known]
+    report.moved = {path: saved for path, saved in report.moved.items() if path in found and path != saved}
+    same = {path for path, name in manifest.modules.items() if entries.modules.get(path) == name}
+    saved_settings = {path: lines for path, lines in manifest.hyperparameters.items() if path in same}
+    report.changed = changes(saved_settings, entries.hyperparameters)
+    return found, report
+
+
+def _candidates(manifest: Manifest, entries: Entries, by_name: Mapping[str, str]) -> dict[str, str]:
+    """For each path of the target the entry of that name: its own, or one that either side knows as shared."""
+    wanted_as = {resolve_alias(name, entries.aliases): saved for name, saved in by_name.items()}
+    found: dict[str, str] = {}
+    for path in entries.leaves:
+        for name, table in ((path, by_name), (resolve_alias(path, manifest.aliases), by_name), (path, wanted_as)):
+            if name in table:
+                found[path] = table[name]
+                break
+    return found
+
+
+def _misfit(have: Record, want: Record, place: Place, cast: bool) -> tuple[str, str] | None:
+    """Returns both sides as text if a saved value does not fit its place, else None."""
+    if not _fits(have, want, cast) or not _in_range(have, want):
+        return str(have), str(want)
+    if have.kind == "array" and not cast and place.kind in ("number", "jax"):
+        dtype = have.data_dtype
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            return NEEDS_X64.format(record=have), str(want)
+    return None
+
+
+def _fits(have: Record, want: Record, cast: bool) -> bool:
+    kinds = have.kind, want.kind
+    if "text" in kinds or "key" in kinds:
+        return kinds[0] == kinds[1] and have.shape == want.shape and have.dtype == want.dtype
+    if "number" in kinds:  # a Python number, and the scalar that a compiled step has made of it
+        return have.shape == want.shape and (cast or _sort(have) == _sort(want))
+    return have.shape == want.shape and (cast or have.dtype == want.dtype)
+
+
+def _sort(record: Record) -> Any:
+    dtype = jnp.dtype(record.dtype)
+    return next(sort for sort in (jnp.bool_, jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, sort))
+
+
+def _in_range(have: Record, want: Record) -> bool:
+    """Whether a Python integer can be an element of the array in its place."""
+    if have.kind != "number" or have.dtype != "int" or want.kind != "array":
+        return True
+    dtype = jnp.dtype(want.dtype)
+    if not jnp.issubdtype(dtype, np.integer):
+        return abs(have.value) < 2**1023 and not (jnp.issubdtype(dtype, np.bool_) and have.value not in (0, 1))
+    return jnp.iinfo(dtype).min <= have.value <= jnp.iinfo(dtype).max
+
+
+# Optimizer state that moved
+
+
+def _chain_place(path: str, type_name: str) -> tuple[str, str] | None:
+    """Splits the path of optimizer state into the optimizer and what it is there, without its place in the chain.
+
+    `optimizer/opt_state/1/0/mu/encoder/0/kernel` is `mu/encoder/0/kernel` of `optimizer/opt_state`: adding a
+    transformation to the chain changes the numbers and nothing else.
+    """
+    segments = path.split("/")
+    if type_name != "OptState" or "opt_state" not in segments:
+        return None
+    at = len(segments) - 1 - segments[::-1].index("opt_state")
+    rest = at + 1
+    while rest < len(segments) - 1 and segments[rest].isdecimal():
+        rest += 1
+    return "/".join(segments[: at + 1]), "/".join(segments[rest:])
+
+
+def _in_chains(types: Mapping[str, str]) -> dict[str, dict[str, list[str]]]:
+    """Groups paths of optimizer state, given with their Variable types, by optimizer and by what they are there."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for path, type_name in types.items():
+        place = _chain_place(path, type_name)
+        if place is not None:
+            found.setdefault(place[0], {}).setdefault(place[1], []).append(path)
+    return found
+
+
+def _rechained(manifest: Manifest, entries: Entries, by_name: Mapping[str, str]) -> dict[str, str | None]:
+    """Finds the state of optimizers whose chain has changed, for each path of it in the target.
+
+    Where the chain differs, a path that both sides have need not mean the same thing (the count of Adam, the count of
+    a schedule), so only what comes equally often on both sides is paired, in order; the rest is None.
+    """
+    saved = _in_chains({name: manifest.entries[path].type for name, path in by_name.items()})
+    wanted = _in_chains({path: entry.type for path, entry in entries.leaves.items()})
+    found: dict[str, str | None] = {}
+    for optimizer, parts in wanted.items():
+        before = saved.get(optimizer, {})
+        if before == parts:
+            continue
+        for part, paths in parts.items():
+            names = before.get(part, [])
+            matching = names if len(names) == len(paths) else [None] * len(paths)
+            found |= {path: None if name is None else by_name[name] for path, name in zip(paths, matching, strict=True)}
+    return found
+
+
+def _listing(paths: list[str]) -> str:
+    return ", ".join(map(repr, paths[:12])) + (f" and {len(paths) - 12} more" if len(paths) > 12 else "")

@@ -1,0 +1,112 @@
+"""Places: where in the target a value goes, so that the old value itself need not be kept.
+
+A place knows what kind of value is expected (a numpy array, a Python number, a `jax.Array` with its sharding) and which
+boxes of the saved array this process has to read for it.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx.training.chunks import Box, box_of
+from nnx.training.records import Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a value of the target is.
+
+    Attributes:
+        kind: "number" (a Python number or string), "scalar" (a numpy scalar), "numpy" or "jax".
+        dtype: the dtype of an array.
+        shape: its shape.
+        sharding: the sharding of an array that is bound to its devices, or None.
+        weak: whether it is a scalar of weak type.
+    """
+
+    kind: str
+    dtype: Any = None
+    shape: tuple[int, ...] = ()
+    sharding: Any = None
+    weak: bool = False
+
+    @classmethod
+    def of(cls, old: Any) -> "Place":
+        """Returns the place of a value."""
+        if not hasattr(old, "shape"):
+            return cls("number")
+        shape, dtype = tuple(old.shape), old.dtype
+        if isinstance(old, (np.ndarray, np.generic)):
+            return cls("scalar" if isinstance(old, np.generic) else "numpy", dtype, shape)
+        bound = isinstance(old, jax.ShapeDtypeStruct) or (isinstance(old, jax.Array) and old.committed)
+        sharding = old.sharding if bound else None
+        return cls("jax", dtype, shape, sharding, bool(getattr(old, "weak_type", False)))
+
+    def boxes(self, record: Record) -> list[Box]:
+        """Returns the boxes of a saved array that this process reads: those of its devices, each once."""
+        shape = record.data_shape
+        whole = [Box((0,) * len(shape), shape)]
+        if not self._is_sharded(record):
+            return whole
+        indices = self.sharding.addressable_devices_indices_map(shape).values()
+        return list(dict.fromkeys(box_of(index, shape) for index in indices if index is not None))
+
+    def _is_sharded(self, record: Record) -> bool:
+        """Whether each device gets its own part, and not all of a value that is made on the host."""
+        if self.kind != "jax" or self.sharding is None or record.weak:
+            return False
+        return record.kind == "array" or isinstance(self.sharding, jax.sharding.NamedSharding)
+
+    def value(self, record: Record, parts: Sequence[np.ndarray] | None) -> Any:
+        """Makes the value that goes to this place.
+
+        Args:
+            record: the record of the saved value.
+            parts: the data of `boxes`; None where there are none.
+        """
+        if record.kind == "text":
+            return record.value
+        if record.kind == "number":
+            value = record.plain_value
+            return value if self.kind == "number" or self.weak else self._put(np.asarray(value, self.dtype))
+        if parts is None:  # an array without elements
+            shape = record.data_shape
+            parts = [np.zeros(box.shape, record.data_dtype) for box in self.boxes(record)]
+            if not parts:
+                parts = [np.zeros(shape, record.data_dtype)]
+        if record.kind == "array" and self.dtype is not None and record.data_dtype != self.dtype:
+            parts = [part.astype(self.dtype) for part in parts]
+        if self._is_sharded(record):
+            data = self._assemble(record, parts)
+            return data if record.kind == "array" else jax.random.wrap_key_data(data, impl=record.impl)
+        if record.kind == "key":
+            return self._put(jax.random.wrap_key_data(jnp.asarray(parts[0]), impl=record.impl))
+        if record.weak and self.kind in ("number", "jax"):
+            weak = jnp.asarray(parts[0].item())
+            if self.kind == "number" or weak.dtype == parts[0].dtype:
+                return self._put(weak)
+        return jnp.asarray(parts[0]) if self.kind == "number" else self._put(parts[0])
+
+    def _assemble(self, record: Record, parts: Sequence[np.ndarray]) -> Any:
+        shape = record.data_shape
+        by_box: Mapping[Box, np.ndarray] = dict(zip(self.boxes(record), parts, strict=True))
+        dtype = parts[0].dtype if parts else (self.dtype if record.kind == "array" else np.dtype(np.uint32))
+
+        def part(index: Any) -> np.ndarray:
+            return by_box[box_of(index, shape)]
+
+        return jax.make_array_from_callback(shape, self.sharding, part, dtype=dtype)
+
+    def _put(self, array: Any) -> Any:
+        if self.kind == "scalar":
+            return np.asarray(array)[()]
+        if self.kind == "numpy":
+            return np.asarray(array)
+        if self.sharding is not None:
+            return jax.device_put(array, self.sharding)
+        # an array that may be moved is put where JAX would put it; `device_put` takes aligned memory as it is
+        return array if isinstance(array, jax.Array) else jax.device_put(array)

@@ -1,0 +1,220 @@
+"""Records: what an entry of a checkpoint is, without its data, and which dtypes have data at all."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from nnx.core.repr import short
+
+NOT_SAVABLE = """Cannot save {path!r}: {value} is not data. Arrays, keys, numbers, strings, Modules, Contexts and \
+pytrees of them can be saved."""
+ABSTRACT = """Cannot save {path!r}: it is {value}, which has no values. An abstract model (from nnx.eval_shape) can be \
+a target of nnx.load."""
+TRACED = "Cannot save {path!r}: it is {value}. Save outside of jit and other transforms."
+DELETED = """Cannot save {path!r}: its buffer was deleted, most likely donated to a compiled step. Save what the step \
+returned or updated."""
+UNKNOWN_DTYPE = """Cannot save {path!r}: it is a {dtype} array, and checkpoints hold booleans, integers, floats and \
+complex numbers of up to 64 bits per part, in the byte order of this machine. {advice}"""
+
+_ADVICE = {
+    "m": "Save it as integers: array.astype('int64').",
+    "M": "Save it as integers: array.astype('int64').",
+    "f": "Save it as float64.",
+    "c": "Save it as complex128.",
+    "U": "Save a list of Python strings instead.",
+    "S": "Save a list of Python strings instead, or the bytes as uint8.",
+    "O": "Save a list of its elements instead.",
+}
+
+_PARTS = {"bool": (bool,), "int": (int,), "float": (float,), "complex": (list,)}  # JSON types of Python's numbers
+_PLAIN_DTYPES = {
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What an entry is, without its data.
+
+    Attributes:
+        kind: "array", "key" (typed random keys), "number" (a Python number) or "text" (a string).
+        dtype: the name of the dtype, or of the Python type of a number.
+        shape: the shape; of keys, without the words of each key.
+        type: the name of the Variable type it was held in, if any.
+        value: the number (a complex one as its two parts) or text.
+        impl: the implementation of the keys.
+        weak: whether it was a scalar of weak type.
+        stored: the dtype it has in the files, where version 1 of the format did not know its own.
+    """
+
+    kind: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    type: str = ""
+    value: Any = None
+    impl: str = ""
+    weak: bool = False
+    stored: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"type": self.type} if self.type else {}
+        fields["kind"] = self.kind
+        if self.kind == "text":
+            return {**fields, "value": self.value}
+        fields["dtype"] = self.dtype
+        if self.kind == "number":
+            return {**fields, "value": self.value}
+        fields["shape"] = list(self.shape)
+        fields |= {"impl": self.impl} if self.kind == "key" else {}
+        return fields | ({"weak": True} if self.weak else {})
+
+    @property
+    def has_data(self) -> bool:
+        """Whether there are bytes in the files for it."""
+        return self.kind in ("array", "key") and 0 not in self.shape
+
+    @property
+    def plain_value(self) -> Any:
+        """The value of a number or text, which the manifest holds itself."""
+        return complex(*self.value) if self.dtype == "complex" else self.value
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        """The shape of the data in the files: of keys, with the words of each key."""
+        return (*self.shape, *key_words(self.impl)) if self.kind == "key" else self.shape
+
+    @property
+    def data_dtype(self) -> Any:
+        """The dtype of the data in the files."""
+        return jnp.dtype(np.uint32 if self.kind == "key" else self.dtype)
+
+    def __str__(self) -> str:
+        if self.kind == "text":
+            return "a string"
+        if self.kind == "number":
+            return f"the number {self.plain_value!r}"
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def key_words(impl: str) -> tuple[int, ...]:
+    """Returns the shape of one key's data."""
+    return jax.random.key_data(jax.random.key(0, impl=impl)).shape
+
+
+def record_of(path: str, value: Any, type_name: str) -> Record:
+    """Returns the record of a leaf.
+
+    Raises:
+        TypeError: it cannot be saved.
+    """
+    number = None if isinstance(value, np.generic) else _number_type(value)
+    if number is not None:
+        stored = [value.real, value.imag] if number is complex else number(value)
+        return Record("number", number.__name__, type=type_name, value=stored)
+    if isinstance(value, str) and not isinstance(value, np.generic):
+        return Record("text", type=type_name, value=str(value))
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(NOT_SAVABLE.format(path=path, value=short(value)))
+    dtype, shape = str(value.dtype), tuple(value.shape)
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        concrete = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+        impl = str(jax.random.key_impl(value)) if concrete else ""
+        return Record("key", dtype, shape, type_name, impl=impl)
+    weak = bool(getattr(value, "weak_type", False)) and shape == ()
+    return Record("array", dtype, shape, type_name, weak=weak)
+
+
+def _number_type(value: Any) -> Any:
+    return next((cls for cls in (bool, int, float, complex) if isinstance(value, cls)), None)
+
+
+def check_savable(path: str, value: Any) -> None:
+    """Raises if a leaf has no values to save."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise ValueError(ABSTRACT.format(path=path, value=short(value)))
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(TRACED.format(path=path, value=short(value)))
+    if isinstance(value, jax.Array) and value.is_deleted():
+        raise ValueError(DELETED.format(path=path))
+
+
+def check_dtype(path: str, value: Any) -> None:
+    """Raises if a leaf is a numpy array of a dtype that checkpoints do not hold."""
+    if isinstance(value, (np.ndarray, np.generic)) and not is_storable(value.dtype):
+        dtype = value.dtype
+        if dtype.isnative:
+            advice = _ADVICE.get(dtype.kind, "Save its fields one by one.")
+        else:
+            advice = "Convert it: array.astype(array.dtype.newbyteorder('='))."
+        raise TypeError(UNKNOWN_DTYPE.format(path=path, dtype=dtype, advice=advice))
+
+
+def is_storable(dtype: Any) -> bool:
+    """Whether arrays of a dtype can be saved: the dtypes of JAX, which are also those of every numpy on every host."""
+    return dtype.isnative and (dtype.name in _PLAIN_DTYPES or dtype.type.__module__ == "ml_dtypes")
+
+
+# Reading records that somebody else may have written
+
+
+def parse_record(fields: Any) -> Record:
+    """Makes a record of what was found in a manifest.
+
+    Raises:
+        ValueError: it is not what `Record.to_json` writes.
+    """
+    if not isinstance(fields, dict):
+        raise ValueError(f"an entry is {short(fields)} instead of an object")
+    unknown = set(fields) - {field.name for field in dataclasses.fields(Record)}
+    if unknown:
+        raise ValueError(f"an entry has the unknown field {sorted(unknown)[0]!r}")
+    shape = fields.get("shape", [])
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape) or len(shape) > 64:
+        raise ValueError(f"the shape of an entry is {short(shape)}")
+    texts = {name: fields.get(name, "") for name in ("kind", "dtype", "type", "impl", "stored")}
+    if not all(isinstance(text, str) for text in texts.values()) or not isinstance(fields.get("weak", False), bool):
+        raise ValueError(f"an entry has a field of the wrong type: {short(fields)}")
+    record = Record(**texts, shape=tuple(shape), value=fields.get("value"), weak=fields.get("weak", False))
+    _check_record(record)
+    return record
+
+
+def _check_record(record: Record) -> None:
+    if record.kind == "text":
+        if not isinstance(record.value, str):
+            raise ValueError(f"a text is {short(record.value)}")
+    elif record.kind == "number":
+        if not isinstance(record.value, _PARTS.get(record.dtype, ())) or (
+            record.dtype != "bool" and isinstance(record.value, bool)
+        ):
+            raise ValueError(f"a number of type {record.dtype!r} is {short(record.value)}")
+        if record.dtype == "complex" and [type(part) for part in record.value] != [float, float]:
+            raise ValueError(f"a complex number is {short(record.value)}")
+    elif record.kind == "array":
+        _check_dtype(record.dtype)
+        if record.stored:
+            _check_dtype(record.stored)
+    elif record.kind == "key":
+        try:
+            key_words(record.impl)
+        except Exception:
+            raise ValueError(f"a key has the unknown implementation {record.impl!r}") from None
+    else:
+        raise ValueError(f"an entry is of the unknown kind {record.kind!r}")
+    if record.kind in ("array", "key") and math.prod(record.shape) * 64 >= 2**63:
+        raise ValueError(f"an array has the impossible shape {list(record.shape)}")
+
+
+def _check_dtype(name: str) -> None:
+    try:
+        dtype = jnp.dtype(name)
+    except (TypeError, ValueError, SyntaxError):
+        raise ValueError(f"an array has the unknown dtype {name!r}") from None
+    if str(dtype) != name or not is_storable(dtype):
+        raise ValueError(f"an array has the dtype {name!r}, which no checkpoint holds")

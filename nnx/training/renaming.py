@@ -1,0 +1,101 @@
+"""Renaming the paths of a checkpoint: globs on the left, where what they matched goes on the right."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+BAD_RENAME = """rename maps the paths of the checkpoint to those of the target, as in {{"old/**": "new/**"}}; \
+{old!r}: {new!r} does not: {reason}."""
+MATCHES_NOTHING = "no path of the checkpoint matches {old!r}; the paths there are: {paths}"
+SAME_NAME = "rename={rename} gives {first!r} and {second!r} of the checkpoint the same name, {new!r}."
+
+
+def renamed(paths: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
+    """Returns the paths of a checkpoint by their new names.
+
+    Args:
+        paths: the paths in the checkpoint.
+        rename: for each pattern the new name. `*` is one segment or a part of one, `**` any number of segments; the
+            n-th wildcard on the right is replaced by what the n-th one on the left matched. The first pattern that
+            matches a path counts.
+
+    Raises:
+        ValueError: a pattern matches nothing, or two paths get the same name.
+    """
+    paths = list(paths)
+    patterns = [(_split(old, old, new), _split(new, old, new), old, new) for old, new in rename.items()]
+    for left, right, old, new in patterns:
+        if _wildcards(left) != _wildcards(right):
+            reason = "both sides must have the same wildcards, in the same order"
+            raise ValueError(BAD_RENAME.format(old=old, new=new, reason=reason))
+    used: set[str] = set()
+    found: dict[str, str] = {}
+    for path in paths:
+        name = path
+        for left, right, old, _ in patterns:
+            captured = _match(left, path.split("/"))
+            if captured is not None:
+                used.add(old)
+                name = _fill(right, captured)
+                break
+        if name in found:
+            raise ValueError(SAME_NAME.format(rename=dict(rename), first=found[name], second=path, new=name))
+        found[name] = path
+    for _, _, old, new in patterns:
+        if old not in used:
+            shown = ", ".join(map(repr, paths[:8])) + (" ..." if len(paths) > 8 else "")
+            reason = MATCHES_NOTHING.format(old=old, paths=shown)
+            raise ValueError(BAD_RENAME.format(old=old, new=new, reason=reason))
+    return found
+
+
+def _split(pattern: object, old: object, new: object) -> list[str]:
+    if not isinstance(pattern, str):
+        raise ValueError(BAD_RENAME.format(old=old, new=new, reason=f"{pattern!r} is not a string"))
+    return pattern.split("/")
+
+
+def _wildcards(segments: Sequence[str]) -> list[str]:
+    return list(itertools.chain(*(["**"] if part == "**" else ["*"] * part.count("*") for part in segments)))
+
+
+def _match(pattern: Sequence[str], segments: Sequence[str]) -> list[str] | None:
+    """Returns what the wildcards of a pattern stand for in a path, or None if it does not match."""
+    if not pattern:
+        return None if segments else []
+    head, rest = pattern[0], pattern[1:]
+    if head == "**":
+        for count in range(len(segments), -1, -1):
+            captured = _match(rest, segments[count:])
+            if captured is not None:
+                return ["/".join(segments[:count]), *captured]
+        return None
+    if not segments:
+        return None
+    first = _match_segment(head, segments[0])
+    captured = None if first is None else _match(rest, segments[1:])
+    return None if first is None or captured is None else [*first, *captured]
+
+
+def _match_segment(pattern: str, segment: str) -> list[str] | None:
+    head, star, rest = pattern.partition("*")
+    if not star:
+        return [] if segment == pattern else None
+    if not segment.startswith(head):
+        return None
+    for end in range(len(segment), len(head) - 1, -1):
+        captured = _match_segment(rest, segment[end:])
+        if captured is not None:
+            return [segment[len(head) : end], *captured]
+    return None
+
+
+def _fill(pattern: Sequence[str], captured: Sequence[str]) -> str:
+    values = iter(captured)
+    filled = []
+    for part in pattern:
+        if part == "**":
+            filled.append(next(values))
+        else:
+            pieces = part.split("*")
+            filled.append(pieces[0] + "".join(next(values) + piece for piece in pieces[1:]))
+    return "/".join(filter(None, filled))
