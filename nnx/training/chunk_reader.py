@@ -4,7 +4,6 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,6 +12,7 @@ import numpy as np
 from nnx.core.files import inside, open_regular
 from nnx.training.chunks import Box, Chunk, parse_index
 from nnx.training.manifest import DAMAGED, DamagedError, Manifest
+from nnx.training.workers import Workers
 
 THREADS = 4
 _STEP = 1 << 20  # how many bytes are read at a time where they are only checked
@@ -37,7 +37,7 @@ class ChunkReader:
         self._directory, self._manifest, self._verify = directory, manifest, verify
         self._files: dict[str, BinaryIO] = {}
         self._chunks: dict[str, list[Chunk]] = {}
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="nnx-read")
+        self._workers = Workers(THREADS)
         self._local = threading.local()
         try:
             self._open()
@@ -131,8 +131,7 @@ class ChunkReader:
 
     def _for_each(self, work: Callable[[Any], None], jobs: Sequence[Any]) -> None:
         try:
-            for _ in self._pool.map(work, jobs):
-                pass
+            self._workers.map(work, list(jobs))
         except DamagedError:
             raise
         except OSError as error:
@@ -140,7 +139,7 @@ class ChunkReader:
             raise DamagedError(DAMAGED.format(path=self._directory, reason=reason)) from error
 
     def _check_chunk(self, chunk: Chunk) -> None:
-        buffer = self._scratch(_STEP)
+        buffer: Any = self._scratch(_STEP)
         checksum = 0
         for first in range(0, chunk.size, _STEP):
             part = buffer[: min(_STEP, chunk.size - first)]
@@ -149,6 +148,7 @@ class ChunkReader:
         self._compare(chunk, checksum)
 
     def _read_chunk(self, chunk: Chunk, places: Sequence[tuple[Box, np.ndarray]], verify: bool) -> None:
+        data: Any
         for box, array in places:
             target = _contiguous_part(chunk.box, box, array)
             if target is not None:  # read it where it belongs
@@ -166,7 +166,7 @@ class ChunkReader:
                 values = data.view(array.dtype).reshape(chunk.box.shape)
                 array[overlap.slices(box.start)] = values[overlap.slices(chunk.box.start)]
 
-    def _fill(self, chunk: Chunk, buffer: np.ndarray, first: int) -> None:
+    def _fill(self, chunk: Chunk, buffer: Any, first: int) -> None:
         view, done = memoryview(buffer), 0
         while done < len(view):
             count = os.preadv(self._files[chunk.file].fileno(), [view[done:]], chunk.offset + first + done)
@@ -187,13 +187,13 @@ class ChunkReader:
         return buffer[:size]
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._workers.close()
         for file in self._files.values():
             file.close()
 
 
 def _aligned_zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns zeros at an address that XLA takes without copying. New memory is zero, so a hole never shows old data."""
+    """Returns zeros, so that a hole never shows old data, at an address that XLA takes without copying."""
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = np.zeros(count + 64, np.uint8)
     first = -memory.ctypes.data % 64

@@ -112,7 +112,6 @@ class Saving:
             return ""
         data = new_data_folder()
         (self._path / data).mkdir()
-        sync_directory(self._path)
         return data
 
     def _take(self, elsewhere: set[str], on_hosts: bool) -> None:
