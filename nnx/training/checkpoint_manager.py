@@ -255,7 +255,7 @@ class CheckpointManager:
             lock = WriterLock(self.directory / LOCK_NAME, self.directory)
             lock.acquire()
         except OSError as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}".rstrip(".")
             raise CheckpointError(SAVE_FAILED.format(path=self._steps.path(step), reason=reason)) from error
         try:
             self._steps.tidy()

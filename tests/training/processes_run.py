@@ -57,7 +57,9 @@ def set_values(things, value: float):
 def seen(things):
     """The values on this process, as something that can be printed and compared."""
     model = things["optimizer"].model
-    shards = {str(shard.index[0].start or 0): np.asarray(shard.data).tolist() for shard in model.kernel.addressable_shards}
+    shards = {
+        str(shard.index[0].start or 0): np.asarray(shard.data).tolist() for shard in model.kernel.addressable_shards
+    }
     return {
         "shards": shards,
         "right": all(row[0] == things["data"]["position"] + int(at) for at, rows in shards.items() for row in rows[:1]),
@@ -71,12 +73,11 @@ def seen(things):
 
 def loop(directory: Path, own: int, count: int):
     """Saves and loads at once, over and over, at one path."""
-    things, wrong = make(own), []
+    things, target, wrong, found = make(own), make(own + 5), [], {}
     for i in range(count):
         set_values(things, 10 * i)
         nnx.save(directory / "loop", things)
-        back = nnx.load(directory / "loop", make(own + 5))
-        found = seen(back)
+        found = seen(nnx.load(directory / "loop", target))
         if not found["right"] or found["position"] != 10 * i:
             wrong.append(i)
     return {"wrong": wrong, **{name: found[name] for name in ("position", "local", "order", "key", "flags")}}
@@ -169,7 +170,7 @@ def killed(directory: Path, own: int):
         return {"error": str(error), "seconds": time.monotonic() - begun}
 
 
-def terminated(directory: Path, own: int):
+def until_terminated(directory: Path, own: int):
     """One process gets SIGTERM: both save the same step once more and end."""
     things = make(own)
     manager = nnx.CheckpointManager(directory / "t", every_steps=1000, save_on_sigterm=True)
@@ -179,14 +180,13 @@ def terminated(directory: Path, own: int):
         set_values(things, step)
         manager.save(step, things)
         time.sleep(0.01)
-    return {"error": "was not ended"}
 
 
 if __name__ == "__main__":
     mode, address, process, directory = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
     jax.distributed.initialize(address, num_processes=2, process_id=process, initialization_timeout=100)
-    work = {"checks": checks, "killed": killed, "terminated": terminated}[mode]
+    work = {"checks": checks, "killed": killed}[mode]
     print(json.dumps(work(directory, own=10 * (process + 1))), flush=True)
     if mode == "killed":
         os._exit(0)  # what is left is JAX waiting for the dead process
-    jax.distributed.shutdown()
+    until_terminated(directory, own=process)

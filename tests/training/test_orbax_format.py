@@ -60,7 +60,9 @@ def test_an_old_checkpoint_is_loaded(version_1):
 
 def test_without_orbax_the_error_names_the_extra(version_1, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(ImportError, match=r"format version 1 needs the package 'orbax'.*pip install 'nnx\[checkpoint\]'"):
+    with pytest.raises(
+        ImportError, match=r"format version 1 needs the package 'orbax'.*pip install 'nnx\[checkpoint\]'"
+    ):
         nnx.load(version_1, make())
 
 
