@@ -218,6 +218,7 @@ class CheckpointManager:
 
     def _save(self, step: int, obj: Any, metrics: Mapping[str, float], overwrite: bool) -> None:
         self._busy = True
+        sigterm.watch(self)
         try:
             save = unique_token()
             self._ask(f"save({step})", lambda: self._begin(step, save, overwrite))
@@ -240,11 +241,11 @@ class CheckpointManager:
                 arguments = (step, saving, exchange, lock)
                 self._writer = threading.Thread(target=self._complete, args=arguments, name=f"nnx-save-{step}")
                 _unfinished.add(self)
-                sigterm.watch(self)
                 self._writer.start()
             self._last_time = time.monotonic()
         finally:
             self._busy = False
+            self._unwatch()
         if not self._asynchronous:
             self._raise_error()
 
@@ -303,9 +304,13 @@ class CheckpointManager:
             self._writer.join()
             self._writer = None
             _unfinished.discard(self)
-            if not self._save_on_sigterm:
-                sigterm.unwatch(self)
+            self._unwatch()
         self._raise_error()
+
+    def _unwatch(self) -> None:
+        """Stops waiting for SIGTERM, unless something is being written or is to be."""
+        if self._writer is None and not self._save_on_sigterm:
+            sigterm.unwatch(self)
 
     def _raise_error(self) -> None:
         if self._error is not None:
