@@ -20,7 +20,7 @@ import numpy as np
 
 from nnx.core.repr import short
 
-CHUNK = 16 << 20
+CHUNK = 8 << 20
 """The most bytes a chunk has, unless a single element is larger."""
 
 

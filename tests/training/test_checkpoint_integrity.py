@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.training import checkpoint, chunks
+from nnx.training import chunks, loading
 from nnx.training.manifest import seal
 
 
@@ -53,7 +53,7 @@ def refused(directory, match=None):
 @pytest.mark.parametrize("part_by_part", [False, True])
 def test_every_flipped_bit_truncation_and_loss_of_every_file_is_noticed(saved, monkeypatch, part_by_part):
     if part_by_part:  # as large checkpoints are: all is checked before anything is filled
-        monkeypatch.setattr(checkpoint, "_SMALL", 1)
+        monkeypatch.setattr(loading, "SMALL", 1)
     draw = random.Random(0)
     assert [file.name for file in files_of(saved)] == ["manifest.json", "0.bin", "0.json"]
     for file in files_of(saved):
@@ -221,7 +221,7 @@ def test_large_arrays_are_cut_into_chunks_that_follow_each_other(monkeypatch):
 @pytest.mark.parametrize("shape", [(6, 5), (64, 3), (1, 50), (4, 4, 4)])
 def test_what_was_saved_in_chunks_comes_back(tmp_path, monkeypatch, shape):
     monkeypatch.setattr(chunks, "CHUNK", 40)
-    monkeypatch.setattr(checkpoint, "_SMALL", 1)
+    monkeypatch.setattr(loading, "SMALL", 1)
     x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
     nnx.save(tmp_path / "c", nnx.Dict(a=nnx.Param(x), b=nnx.Param(x[::-1].T), c=np.asfortranarray(x)))
     target = nnx.Dict(a=nnx.Param(0 * x), b=nnx.Param(0 * x.T), c=np.zeros(shape, np.float32))

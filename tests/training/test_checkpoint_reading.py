@@ -56,6 +56,11 @@ def test_keys_and_wide_numbers_come_back_as_they_are(tmp_path):
     assert found["wide"].dtype == np.int64
 
 
+def test_keys_that_look_like_paths_lose_nothing(tmp_path):
+    nnx.save(tmp_path / "c", {"a": 1, "a/b": 2, "c": {"d": 3}, "c/e": 4})
+    assert nnx.load(tmp_path / "c") == {"a": 1, "a/b": 2, "c": {"d": 3, "e": 4}}
+
+
 def test_a_single_array_comes_back_as_itself(tmp_path):
     nnx.save(tmp_path / "c", jnp.arange(3))
     assert nnx.load(tmp_path / "c").tolist() == [0, 1, 2]

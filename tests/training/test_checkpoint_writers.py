@@ -156,6 +156,7 @@ def test_a_load_needs_no_more_than_the_model_and_its_largest_array(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
     assert done.returncode == 0, done.stderr
     more = {kind: float(megabytes) for kind, megabytes in map(str.split, done.stdout.splitlines())}
-    # what comes on top of the target: two arrays that are read together, and little else
-    assert more["uncommitted"] < 40 and more["init_sharded"] < 40, more
+    # What comes on top of the target: two arrays that are read together, and, where the parts on the devices are not
+    # those in the file, one chunk for each of four threads. Without freeing the old arrays it would be 96 MB more.
+    assert more["uncommitted"] < 40 and more["init_sharded"] < 70, more
     assert more["abstract"] < 96 + 40, more  # here the load makes the arrays
