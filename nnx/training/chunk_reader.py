@@ -10,13 +10,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from nnx.core.files import inside, open_regular
+from nnx.training.checksum import BLOCK, checksum
 from nnx.training.chunks import Box, Chunk, parse_index
 from nnx.training.manifest import DAMAGED, DamagedError, Manifest
 from nnx.training.workers import Workers
 
 THREADS = 4
-_STEP = 1 << 20  # how many bytes are read at a time where they are only checked
-
 Wanted = Mapping[str, Sequence[Box]]
 """The boxes that this process needs of each array, by path."""
 
@@ -139,13 +138,12 @@ class ChunkReader:
             raise DamagedError(DAMAGED.format(path=self._directory, reason=reason)) from error
 
     def _check_chunk(self, chunk: Chunk) -> None:
-        buffer: Any = self._scratch(_STEP)
-        checksum = 0
-        for first in range(0, chunk.size, _STEP):
-            part = buffer[: min(_STEP, chunk.size - first)]
+        buffer, found = self._scratch(BLOCK), 0  # a block at a time, which the cache of the processor holds
+        for first in range(0, chunk.size, BLOCK):
+            part = buffer[: min(BLOCK, chunk.size - first)]
             self._fill(chunk, part, first)
-            checksum = zlib.crc32(part, checksum)
-        self._compare(chunk, checksum)
+            found = checksum(part, found)
+        self._compare(chunk, found)
 
     def _read_chunk(self, chunk: Chunk, places: Sequence[tuple[Box, np.ndarray]], verify: bool) -> None:
         data: Any
@@ -159,7 +157,7 @@ class ChunkReader:
             data, rest = self._scratch(chunk.size), places
             self._fill(chunk, data, 0)
         if verify:
-            self._compare(chunk, zlib.crc32(data))
+            self._compare(chunk, checksum(data))
         for box, array in rest:
             overlap = chunk.box.overlap(box)
             if overlap is not None:
@@ -174,8 +172,8 @@ class ChunkReader:
                 raise self._damaged(chunk.file, "is shorter than it was")
             done += count
 
-    def _compare(self, chunk: Chunk, checksum: int) -> None:
-        if checksum != chunk.crc32:
+    def _compare(self, chunk: Chunk, found: int) -> None:
+        if found != chunk.checksum:
             where = f"bytes {chunk.offset} to {chunk.offset + chunk.size}"
             raise self._damaged(chunk.file, f"is not as it was saved: the checksum of {where} differs")
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from nnx.core.files import open_exclusive, sync_directory, sync_file
+from nnx.training.checksum import checksum
 from nnx.training.chunks import Box, Chunk, Piece, boxes, index_text
 from nnx.training.workers import Workers
 
@@ -65,8 +66,8 @@ def write_pieces(folder: Path, process: int, pieces: Sequence[Piece]) -> dict[st
                     )
                     first, offset = first + size, offset + size
         chunks: dict[str, list[Chunk]] = {}
-        for path, start, size, box, checksum in placed:
-            chunks.setdefault(path, []).append(Chunk(name, start, size, checksum.result(), box))
+        for path, start, size, box, written in placed:
+            chunks.setdefault(path, []).append(Chunk(name, start, size, written.result(), box))
         sync_file(file)
     index = index_text(chunks).encode()
     with open_exclusive(folder / f"{process}.json") as file:
@@ -83,7 +84,7 @@ def _write(handle: int, data: Any, offset: int, room: "_Room") -> int:
         written = 0
         while written < len(view):
             written += os.pwrite(handle, view[written:], offset + written)
-        return zlib.crc32(view)
+        return checksum(data)
     finally:
         room.leave(len(data))
 

@@ -187,10 +187,17 @@ class Loading:
             self._reader.check({path: boxes for group in self._groups for path, boxes in self._boxes(group).items()})
 
     def _grouped(self) -> list[list[str]]:
-        """The paths of the target in groups that are read together: none larger than the largest array needs to be."""
+        """The paths of the target in groups that are read together: none larger than the largest array needs to be.
+
+        Only arrays of Modules make room when they are replaced. Without any (the target is abstract, or a pytree of
+        which a new one is made) all are read in one go.
+        """
         units = [[path for path in unit if path in self._found] for unit in self._entries.units()]
         sizes = [sum(map(self._bytes, unit)) for unit in units]
         limit = max(SMALL, *map(self._bytes, self._found)) if self._found else SMALL
+        makes_room = [path for unit in units[:-1] for path in unit if not self._places[path].abstract]
+        if sum(map(self._bytes, makes_room)) <= limit:
+            return [[path for unit in units for path in unit]]
         groups: list[list[str]] = [[]]
         used = 0
         for unit, size in zip(units, sizes, strict=True):
