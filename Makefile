@@ -13,7 +13,7 @@ ARGS   ?=
 
 export PYTHONHASHSEED := 0
 
-.PHONY: help demo test lint format bench docs examples clean
+.PHONY: help demo test torture lint format bench docs examples clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -24,6 +24,9 @@ demo: $(VENV)/.ready-all ## train a small model and show it learning (ARGS="--st
 
 test: $(VENV)/.ready-dev ## run every test (ARGS="tests/core -k partition")
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -q -n auto --dist loadgroup $(ARGS)
+
+torture: $(VENV)/.ready-dev ## kill, damage and race checkpoints for half an hour (ARGS="--kills 10 --pairs 2")
+	@PYTHONPATH=. JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -W ignore -m tests.torture.checkpoints $(ARGS)
 
 lint: $(VENV)/.ready-dev ## ruff (rules and formatting) and pyright
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . && $(BIN)/pyright --warnings
