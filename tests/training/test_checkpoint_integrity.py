@@ -1,8 +1,10 @@
 """Damaged and hostile checkpoints: always a CheckpointError that names the file, and never a half-loaded target."""
 
 import json
+import os
 import random
 import shutil
+import signal
 import zlib
 
 import jax
@@ -227,3 +229,51 @@ def test_what_was_saved_in_chunks_comes_back(tmp_path, monkeypatch, shape):
     target = nnx.Dict(a=nnx.Param(0 * x), b=nnx.Param(0 * x.T), c=np.zeros(shape, np.float32))
     nnx.load(tmp_path / "c", target)
     assert (target.a == x).all() and (target.b == x[::-1].T).all() and (target.c == x).all()
+
+
+def test_a_file_that_cannot_be_read_again_says_that_the_target_is_filled_in_part(saved, monkeypatch):
+    monkeypatch.setattr(loading, "SMALL", 1)
+    read = loading.ChunkReader.read
+
+    def fails_later(self, wanted, **options):
+        if "model/w" in wanted:
+            raise OSError(5, "Input/output error")
+        return read(self, wanted, **options)
+
+    monkeypatch.setattr(loading.ChunkReader, "read", fails_later)
+    with pytest.raises(
+        nnx.CheckpointError, match="could not be read again: .*Input/output error.*filled in part: build it"
+    ):
+        nnx.load(saved, make(1.0))
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_read_again(saved, monkeypatch):
+    read_manifest, calls = loading.read_manifest, []
+
+    def replaced(directory):
+        manifest = read_manifest(directory)
+        if not calls:
+            calls.append(1)
+            nnx.save(saved, make(4.0))  # what the manifest names is gone now
+        return manifest
+
+    monkeypatch.setattr(loading, "read_manifest", replaced)
+    assert values(nnx.load(saved, make(1.0))) == values(make(4.0))
+    calls.clear()
+    assert nnx.load(saved)["epoch"] == 4
+
+
+def test_ctrl_c_waits_until_the_target_is_filled(saved, monkeypatch):
+    monkeypatch.setattr(loading, "SMALL", 1)
+    fill_cells = loading.Entries.fill_cells
+
+    def interrupted(self, values):
+        os.kill(os.getpid(), signal.SIGINT)
+        fill_cells(self, values)
+
+    monkeypatch.setattr(loading.Entries, "fill_cells", interrupted)
+    target = make(1.0)
+    with pytest.raises(KeyboardInterrupt):
+        nnx.load(saved, target)
+    assert values(target) == values(make(2.0))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

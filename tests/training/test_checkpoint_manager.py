@@ -88,11 +88,15 @@ nnx.CheckpointManager(sys.argv[1]).save(0, {"x": jnp.ones(1000)})
 """
 
 
-def test_a_program_that_ends_finishes_its_save_or_says_how(tmp_path):
+def test_a_program_that_ends_finishes_its_save_or_says_why_it_could_not(tmp_path):
     command = [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    finished = nnx.CheckpointManager(tmp_path / "run").steps() == [0]
-    assert finished or "End with manager.wait()" in done.stderr, done.stderr
+    assert nnx.CheckpointManager(tmp_path / "run").steps() == [0] and done.stderr == "", done.stderr
+    program = f"from nnx.training import saving\nsaving.write_pieces = lambda *args: 1 / 0\n{ENDS_AT_ONCE}"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "b")], capture_output=True, text=True, timeout=250
+    )
+    assert "could not be completed: division by zero\nEnd with manager.wait()" in done.stderr
 
 
 def test_steps_that_are_not_there_or_there_already_are_named(tmp_path):

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import nnx
 from nnx.core.writer_lock import WriterLock
-from nnx.training import saving, workers
+from nnx.training import loading, saving, workers
 
 SIZES = (5, 1000, 3)
 
@@ -160,3 +161,29 @@ def test_a_load_needs_no_more_than_the_model_and_its_largest_array(tmp_path):
     # those in the file, one chunk for each of four threads. Without freeing the old arrays it would be 96 MB more.
     assert more["uncommitted"] < 40 and more["init_sharded"] < 70, more
     assert more["abstract"] < 96 + 40, more  # here the load makes the arrays
+
+
+def test_a_disk_that_the_processes_do_not_share_is_a_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "VISIBLE_WITHIN", 0.05)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)  # process 0 has saved, and this one does not see it
+    with pytest.raises(
+        nnx.CheckpointError, match="Process 1 does not see what process 0 wrote to .*all processes share"
+    ):
+        nnx.save(tmp_path / "c", {"epoch": 1})
+
+
+def test_processes_that_read_different_checkpoints_load_neither(tmp_path, monkeypatch):
+    class OtherProcess:
+        def __init__(self, label):
+            pass
+
+        def together(self, work):
+            return [work(), loading._Outcome(123)]
+
+    nnx.save(tmp_path / "c", {"epoch": 1})
+    monkeypatch.setattr(loading, "Exchange", OtherProcess)
+    monkeypatch.setattr(loading, "_ATTEMPTS", 2)
+    target = {"epoch": 0}
+    with pytest.raises(nnx.CheckpointError, match="Process 1 and process 0 read different checkpoints at .*Nothing"):
+        nnx.load(tmp_path / "c", target)
+    assert target == {"epoch": 0}
