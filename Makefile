@@ -14,7 +14,7 @@ SECONDS ?= 600
 
 export PYTHONHASHSEED := 0
 
-.PHONY: help demo test fuzz lint format bench docs examples clean
+.PHONY: help demo test fuzz torture lint format bench docs examples clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -28,6 +28,9 @@ test: $(VENV)/.ready-dev ## run every test (ARGS="tests/core -k partition")
 
 fuzz: $(VENV)/.ready-dev ## compare lifted with eager on random programs (SECONDS=600 ARGS="--start 1")
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
+
+torture: $(VENV)/.ready-dev ## kill, damage and race checkpoints for half an hour (ARGS="--kills 10 --pairs 2")
+	@PYTHONPATH=. JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -W ignore -m tests.torture.checkpoints $(ARGS)
 
 lint: $(VENV)/.ready-dev ## ruff (rules and formatting) and pyright
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . && $(BIN)/pyright --warnings

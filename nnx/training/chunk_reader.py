@@ -4,19 +4,18 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from nnx.core.files import inside, open_regular
+from nnx.training.checksum import BLOCK, checksum
 from nnx.training.chunks import Box, Chunk, parse_index
 from nnx.training.manifest import DAMAGED, DamagedError, Manifest
+from nnx.training.workers import Workers
 
 THREADS = 4
-_STEP = 1 << 20  # how many bytes are read at a time where they are only checked
-
 Wanted = Mapping[str, Sequence[Box]]
 """The boxes that this process needs of each array, by path."""
 
@@ -37,7 +36,7 @@ class ChunkReader:
         self._directory, self._manifest, self._verify = directory, manifest, verify
         self._files: dict[str, BinaryIO] = {}
         self._chunks: dict[str, list[Chunk]] = {}
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="nnx-read")
+        self._workers = Workers(THREADS)
         self._local = threading.local()
         try:
             self._open()
@@ -131,8 +130,7 @@ class ChunkReader:
 
     def _for_each(self, work: Callable[[Any], None], jobs: Sequence[Any]) -> None:
         try:
-            for _ in self._pool.map(work, jobs):
-                pass
+            self._workers.map(work, list(jobs))
         except DamagedError:
             raise
         except OSError as error:
@@ -140,15 +138,15 @@ class ChunkReader:
             raise DamagedError(DAMAGED.format(path=self._directory, reason=reason)) from error
 
     def _check_chunk(self, chunk: Chunk) -> None:
-        buffer = self._scratch(_STEP)
-        checksum = 0
-        for first in range(0, chunk.size, _STEP):
-            part = buffer[: min(_STEP, chunk.size - first)]
+        buffer, found = self._scratch(BLOCK), 0  # a block at a time, which the cache of the processor holds
+        for first in range(0, chunk.size, BLOCK):
+            part = buffer[: min(BLOCK, chunk.size - first)]
             self._fill(chunk, part, first)
-            checksum = zlib.crc32(part, checksum)
-        self._compare(chunk, checksum)
+            found = checksum(part, found)
+        self._compare(chunk, found)
 
     def _read_chunk(self, chunk: Chunk, places: Sequence[tuple[Box, np.ndarray]], verify: bool) -> None:
+        data: Any
         for box, array in places:
             target = _contiguous_part(chunk.box, box, array)
             if target is not None:  # read it where it belongs
@@ -159,14 +157,14 @@ class ChunkReader:
             data, rest = self._scratch(chunk.size), places
             self._fill(chunk, data, 0)
         if verify:
-            self._compare(chunk, zlib.crc32(data))
+            self._compare(chunk, checksum(data))
         for box, array in rest:
             overlap = chunk.box.overlap(box)
             if overlap is not None:
                 values = data.view(array.dtype).reshape(chunk.box.shape)
                 array[overlap.slices(box.start)] = values[overlap.slices(chunk.box.start)]
 
-    def _fill(self, chunk: Chunk, buffer: np.ndarray, first: int) -> None:
+    def _fill(self, chunk: Chunk, buffer: Any, first: int) -> None:
         view, done = memoryview(buffer), 0
         while done < len(view):
             count = os.preadv(self._files[chunk.file].fileno(), [view[done:]], chunk.offset + first + done)
@@ -174,8 +172,8 @@ class ChunkReader:
                 raise self._damaged(chunk.file, "is shorter than it was")
             done += count
 
-    def _compare(self, chunk: Chunk, checksum: int) -> None:
-        if checksum != chunk.crc32:
+    def _compare(self, chunk: Chunk, found: int) -> None:
+        if found != chunk.checksum:
             where = f"bytes {chunk.offset} to {chunk.offset + chunk.size}"
             raise self._damaged(chunk.file, f"is not as it was saved: the checksum of {where} differs")
 
@@ -187,13 +185,13 @@ class ChunkReader:
         return buffer[:size]
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._workers.close()
         for file in self._files.values():
             file.close()
 
 
 def _aligned_zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns zeros at an address that XLA takes without copying. New memory is zero, so a hole never shows old data."""
+    """Returns zeros, so that a hole never shows old data, at an address that XLA takes without copying."""
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = np.zeros(count + 64, np.uint8)
     first = -memory.ctypes.data % 64

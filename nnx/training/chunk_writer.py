@@ -4,7 +4,7 @@ import os
 import threading
 import zlib
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import jax
 import numpy as np
 
 from nnx.core.files import open_exclusive, sync_directory, sync_file
+from nnx.training.checksum import checksum
 from nnx.training.chunks import Box, Chunk, Piece, boxes, index_text
+from nnx.training.workers import Workers
 
 THREADS = 4
 IN_FLIGHT = 256 << 20
@@ -48,8 +50,8 @@ def write_pieces(folder: Path, process: int, pieces: Sequence[Piece]) -> dict[st
     placed: list[tuple[str, int, int, Box, Future[int]]] = []
     offset = 0
     with open_exclusive(folder / name) as file:
-        # the pool ends first: until then its threads write to the file
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="nnx-write") as pool:
+        # the workers end first: until then they write to the file
+        with Workers(THREADS) as workers:
             room = _Room(IN_FLIGHT)
             for piece in pieces:
                 data = np.asarray(piece.values, order="C")
@@ -60,12 +62,12 @@ def write_pieces(folder: Path, process: int, pieces: Sequence[Piece]) -> dict[st
                     room.enter(size)
                     part = flat[first : first + size]
                     placed.append(
-                        (piece.path, offset, size, box, pool.submit(_write, file.fileno(), part, offset, room))
+                        (piece.path, offset, size, box, workers.submit(_write, file.fileno(), part, offset, room))
                     )
                     first, offset = first + size, offset + size
         chunks: dict[str, list[Chunk]] = {}
-        for path, start, size, box, checksum in placed:
-            chunks.setdefault(path, []).append(Chunk(name, start, size, checksum.result(), box))
+        for path, start, size, box, written in placed:
+            chunks.setdefault(path, []).append(Chunk(name, start, size, written.result(), box))
         sync_file(file)
     index = index_text(chunks).encode()
     with open_exclusive(folder / f"{process}.json") as file:
@@ -75,14 +77,14 @@ def write_pieces(folder: Path, process: int, pieces: Sequence[Piece]) -> dict[st
     return {name: {"size": offset}, f"{process}.json": {"size": len(index), "crc32": zlib.crc32(index)}}
 
 
-def _write(handle: int, data: np.ndarray, offset: int, room: "_Room") -> int:
+def _write(handle: int, data: Any, offset: int, room: "_Room") -> int:
     """Writes bytes to their place in a file and returns their checksum; neither holds the interpreter's lock."""
     try:
         view = memoryview(data)
         written = 0
         while written < len(view):
             written += os.pwrite(handle, view[written:], offset + written)
-        return zlib.crc32(view)
+        return checksum(data)
     finally:
         room.leave(len(data))
 

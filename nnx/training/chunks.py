@@ -2,8 +2,8 @@
 
 Every process writes one data file, `<process>.bin`, with the parts of arrays that it owns, end to end, and one index,
 `<process>.json`, that says where each part is. A *piece* is a part of an array that is in the memory of one device or
-host; a *chunk* is a run of its rows of at most `CHUNK` bytes, in C order, with its own CRC-32. A chunk is the unit that
-is written, read and checked. Nothing in a data file lies outside of a chunk, so every byte is covered.
+host; a *chunk* is a run of its rows of at most `CHUNK` bytes, in C order, with its own checksum. A chunk is the unit
+that is written, read and checked. Nothing in a data file is outside of a chunk, so every byte is covered.
 
 A *box* is a rectangular part of an array: the index where it starts, and its shape.
 """
@@ -20,7 +20,7 @@ import numpy as np
 
 from nnx.core.repr import short
 
-CHUNK = 16 << 20
+CHUNK = 8 << 20
 """The most bytes a chunk has, unless a single element is larger."""
 
 
@@ -68,7 +68,7 @@ class Chunk:
     file: str
     offset: int
     size: int
-    crc32: int
+    checksum: int
     box: Box
 
 
@@ -116,7 +116,7 @@ def boxes(start: Sequence[int], shape: Sequence[int], itemsize: int) -> Iterator
 def index_text(chunks: Mapping[str, Sequence[Chunk]]) -> str:
     """Writes the chunks of one data file, by path, as JSON."""
     rows = {
-        path: [[chunk.offset, chunk.size, chunk.crc32, chunk.box.start, chunk.box.shape] for chunk in found]
+        path: [[chunk.offset, chunk.size, chunk.checksum, chunk.box.start, chunk.box.shape] for chunk in found]
         for path, found in chunks.items()
     }
     return json.dumps(rows, separators=(",", ":"))
@@ -149,12 +149,12 @@ def parse_index(text: bytes, file: str, file_size: int, shapes: Mapping[str, tup
 
 
 def _parse_chunk(row: Any, file: str, file_size: int, shape: tuple[int, ...], itemsize: int) -> Chunk:
-    offset, size, crc32, start, extent = row
-    numbers = (offset, size, crc32, *start, *extent)
+    offset, size, checksum, start, extent = row
+    numbers = (offset, size, checksum, *start, *extent)
     if any(type(n) is not int or n < 0 for n in numbers) or not len(start) == len(extent) == len(shape):
         raise ValueError(f"the index has the chunk {short(row)}")
     box = Box(tuple(start), tuple(extent))
     inside = all(a + n <= whole for a, n, whole in zip(start, extent, shape, strict=True))
     if not inside or size != box.size * itemsize or offset + size > file_size:
         raise ValueError(f"the index has the chunk {short(row)}, which does not fit the array or the file")
-    return Chunk(file, offset, size, crc32, box)
+    return Chunk(file, offset, size, checksum, box)

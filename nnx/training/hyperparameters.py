@@ -72,6 +72,10 @@ def _plain(value: Any) -> str | None:
     if isinstance(value, (int, float, complex, np.number)):
         number = complex(value)
         return repr(number.real if not number.imag else number).removesuffix(".0")
+    return _dtype_name(value)
+
+
+def _dtype_name(value: Any) -> str | None:
     is_dtype = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
     if is_dtype or (hasattr(value, "dtype") and not hasattr(value, "shape")):  # jnp.float32 is an object with a dtype
         try:

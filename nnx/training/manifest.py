@@ -23,6 +23,7 @@ import jax
 from nnx.core.files import atomic_file, inside, open_regular, unique_token
 from nnx.core.repr import short
 from nnx.training.records import Record, parse_record
+from nnx.training.records import check_savable as check_savable  # safetensors imports it from here
 
 FORMAT = "nnx checkpoint"
 VERSION = 2
@@ -70,6 +71,7 @@ class Manifest:
         hyperparameters: the static attributes of each Module, as text, by path.
         info: what else belongs to it, e.g. step and metrics.
         version: the version of the format.
+        checksum: the CRC-32 of the file it was read from, which tells two saves at one path apart.
     """
 
     data: str
@@ -80,6 +82,7 @@ class Manifest:
     hyperparameters: Mapping[str, list[str]]
     info: Mapping[str, Any]
     version: int = VERSION
+    checksum: int = 0
 
     def to_json(self) -> str:
         """Writes the manifest, sealed with its checksum."""
@@ -196,7 +199,7 @@ def _parse(directory: Path) -> Manifest:
             raise CheckpointError(NEWER.format(path=directory, found=version, known=VERSION))
         if version >= 2 and raw[:_OPENING_LENGTH] != _OPENING.format(zlib.crc32(raw[_OPENING_LENGTH:])).encode():
             raise ValueError("its checksum differs: it is not as it was saved")
-        return _manifest_of(fields, version)
+        return dataclasses.replace(_manifest_of(fields, version), checksum=zlib.crc32(raw))
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:

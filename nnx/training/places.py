@@ -26,6 +26,7 @@ class Place:
         shape: its shape.
         sharding: the sharding of an array that is bound to its devices, or None.
         weak: whether it is a scalar of weak type.
+        abstract: whether there is no value yet.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class Place:
     shape: tuple[int, ...] = ()
     sharding: Any = None
     weak: bool = False
+    abstract: bool = False
 
     @classmethod
     def of(cls, old: Any) -> "Place":
@@ -44,7 +46,8 @@ class Place:
             return cls("scalar" if isinstance(old, np.generic) else "numpy", dtype, shape)
         bound = isinstance(old, jax.ShapeDtypeStruct) or (isinstance(old, jax.Array) and old.committed)
         sharding = old.sharding if bound else None
-        return cls("jax", dtype, shape, sharding, bool(getattr(old, "weak_type", False)))
+        weak = bool(getattr(old, "weak_type", False))
+        return cls("jax", dtype, shape, sharding, weak, isinstance(old, jax.ShapeDtypeStruct))
 
     def boxes(self, record: Record) -> list[Box]:
         """Returns the boxes of a saved array that this process reads: those of its devices, each once."""

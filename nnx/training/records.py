@@ -123,11 +123,14 @@ def record_of(path: str, value: Any, type_name: str) -> Record:
         raise TypeError(NOT_SAVABLE.format(path=path, value=short(value)))
     dtype, shape = str(value.dtype), tuple(value.shape)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        concrete = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
-        impl = str(jax.random.key_impl(value)) if concrete else ""
-        return Record("key", dtype, shape, type_name, impl=impl)
+        return Record("key", dtype, shape, type_name, impl=_impl(value))
     weak = bool(getattr(value, "weak_type", False)) and shape == ()
     return Record("array", dtype, shape, type_name, weak=weak)
+
+
+def _impl(keys: Any) -> str:
+    concrete = isinstance(keys, jax.Array) and not isinstance(keys, jax.core.Tracer)
+    return str(jax.random.key_impl(keys)) if concrete else ""
 
 
 def _number_type(value: Any) -> Any:

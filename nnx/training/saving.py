@@ -112,7 +112,6 @@ class Saving:
             return ""
         data = new_data_folder()
         (self._path / data).mkdir()
-        sync_directory(self._path)
         return data
 
     def _take(self, elsewhere: set[str], on_hosts: bool) -> None:
@@ -173,7 +172,7 @@ class Saving:
             self._release()
             if isinstance(error, CheckpointError) or not isinstance(error, (OSError, ProcessError, MemoryError)):
                 raise
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
             raise CheckpointError(SAVE_FAILED.format(path=self._path, reason=reason)) from error
 
     def _remove_unfinished(self) -> None:

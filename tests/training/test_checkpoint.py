@@ -310,7 +310,7 @@ def test_a_key_of_another_kind_is_refused(tmp_path):
 
 
 def test_what_cannot_be_saved_is_named(tmp_path):
-    with pytest.raises(TypeError, match="Cannot save 'f': .* is no data"):
+    with pytest.raises(TypeError, match="Cannot save 'f': .* is not data"):
         nnx.save(tmp_path / "c", {"f": lambda x: x})
     with pytest.raises(ValueError, match="Cannot save 'x': .* has no values"):
         nnx.save(tmp_path / "c", {"x": jax.ShapeDtypeStruct((2,), jnp.float32)})
@@ -351,7 +351,7 @@ def test_every_truncated_or_missing_file_is_noticed(tmp_path):
     for file in data_files(tmp_path / "c"):
         whole = file.read_bytes()
         file.write_bytes(whole[: len(whole) // 2])
-        check_refused(tmp_path / "c", target, f"damaged: the file nnx-data-0/.*{file.name} has {len(whole) // 2} bytes")
+        check_refused(tmp_path / "c", target, f"damaged: the file nnx-data-.*/{file.name} has {len(whole) // 2} bytes")
         file.unlink()
         check_refused(tmp_path / "c", target, f"damaged: the file .*{file.name} is missing")
         file.write_bytes(whole)
@@ -368,16 +368,9 @@ def test_a_damaged_or_foreign_manifest_is_noticed(tmp_path):
     manifest.write_text('{"format": "something", "version": 1}')
     check_refused(tmp_path / "c", target, "not a checkpoint of this library: .*'something'")
     manifest.write_text(json.dumps({**json.loads(text), "version": 99}))
-    check_refused(tmp_path / "c", target, "format version 99; this version of the library reads up to 1")
+    check_refused(tmp_path / "c", target, "format version 99; this version of the library reads up to 2")
     manifest.unlink()
     check_refused(tmp_path / "c", target, "not a finished checkpoint: it has no manifest.json.*interrupted")
-
-
-def test_bytes_that_orbax_cannot_read_are_an_error_that_names_the_checkpoint(tmp_path):
-    nnx.save(tmp_path / "c", make_net(0))
-    for file in data_files(tmp_path / "c"):
-        file.write_bytes(b"x" * file.stat().st_size)
-    check_refused(tmp_path / "c", make_net(1), "could not be read: .*Nothing was loaded")
 
 
 @pytest.fixture
@@ -425,7 +418,7 @@ except nnx.CheckpointError as error:
     print("error:", error)
 print(nnx.load(path, {"x": jnp.zeros(10)})["x"].tolist())
 import pathlib
-print(sorted(p.name for p in pathlib.Path(path).iterdir()))
+print(sorted(p.name[:8] for p in pathlib.Path(path).iterdir()))
 """
 
 
@@ -436,10 +429,4 @@ def test_a_full_disk_is_a_clear_error_and_the_earlier_checkpoint_stays(tmp_path)
     lines = done.stdout.splitlines()
     assert lines and lines[0].startswith("error: Could not save to"), done.stdout + done.stderr
     assert "File too large" in lines[0] and "intact" in lines[0]
-    assert lines[1:] == [str([float(i) for i in range(10)]), "['manifest.json', 'nnx-data-0']"]
-
-
-def test_without_orbax_the_error_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(ImportError, match=r"nnx.save needs the package 'orbax'.*pip install 'nnx\[checkpoint\]'"):
-        nnx.save(tmp_path / "c", make_net())
+    assert lines[1:] == [str([float(i) for i in range(10)]), "['manifest', 'nnx-data']"]

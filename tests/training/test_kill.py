@@ -16,7 +16,7 @@ import nnx
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
 STEPS = 4000
-KILLS = 50
+KILLS = 20  # `make torture` goes on for longer
 
 
 def load_script():
@@ -27,14 +27,14 @@ def load_script():
     return module
 
 
-@pytest.mark.timeout(900)  # half a minute on two idle cores
-def test_fifty_kills_while_saving_change_nothing(tmp_path):
+@pytest.mark.timeout(900)
+def test_kills_while_saving_change_nothing(tmp_path):
     draw = random.Random(0)
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "PYTHONWARNINGS": "ignore",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),  # fifty processes, one compilation
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),  # many processes, one compilation
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }

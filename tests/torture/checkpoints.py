@@ -1,0 +1,236 @@
+"""Checkpoints under torture, far longer than `make test`: `make torture`, or `python -m tests.torture.checkpoints`.
+
+- kills: a process that saves in a loop is killed at random moments. What is there afterwards is one whole save, and not
+  an older one than the last that was finished.
+- writers: two processes save to one path while a third loads. No load ever sees parts of two saves.
+- bits: one bit of one file is flipped, over and over. It is always a CheckpointError.
+- pairs: two processes with 2 and with 4 devices each go through all checks of tests/training/processes_run.py.
+
+Each prints one line, and the program fails if one of them finds anything.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import nnx
+from tests.training.test_processes import finish_pair, start_pair
+
+SHAPES = ((300, 100), (7,), (), (50_000,))
+
+
+def make(value: float):
+    return {"value": int(value), "arrays": [np.full(shape, value, np.float32) for shape in SHAPES]}
+
+
+def value_of(found) -> int:
+    """The one value that all parts of a checkpoint have; a mixture is an error."""
+    values = {found["value"], *(float(x) for array in found["arrays"].values() for x in np.unique(array))}
+    if len(values) != 1:
+        raise AssertionError(f"a mixture of the saves {sorted(values)}")
+    return int(values.pop())
+
+
+# Kills
+
+
+def save_in_place(path: Path, first: int, say: Callable[[int], None]) -> None:
+    for value in range(first, first + 10_000):
+        nnx.save(path / "c", make(value))
+        say(value)
+
+
+def save_steps(path: Path, first: int, say: Callable[[int], None], asynchronous: bool) -> None:
+    manager = nnx.CheckpointManager(path, keep_last=2, asynchronous=asynchronous)
+    for value in range(first, first + 10_000):
+        manager.save(value, make(value))  # in the background: the one before is finished now
+        if not asynchronous:
+            say(value)
+        elif value > first:
+            say(value - 1)
+
+
+def newest(path: Path) -> int:
+    if (path / "c").exists():
+        return value_of(nnx.load(path / "c"))
+    step = nnx.CheckpointManager(path).latest_step()
+    found = -1 if step is None else value_of(nnx.load(path / str(step)))
+    if step is not None and found != step:
+        raise AssertionError(f"step {step} holds the values of {found}")
+    return found
+
+
+def kill_once(path: Path, job: Callable[[Path, int, Callable[[int], None]], None], first: int, seconds: float) -> int:
+    """Runs a job in a child, kills it some time after its first save, and returns the last save it finished."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        try:
+            job(path, first, lambda value: os.write(write, f"{value}\n".encode()) and None)
+        except BaseException as error:
+            os.write(write, f"failed: {error!r}\n".encode())
+        os._exit(1)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.readline()
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        lines = [said, *pipe.readlines()]
+    if any("failed" in line for line in lines) or not said:
+        raise AssertionError("".join(lines))
+    return max(int(line) for line in lines)
+
+
+def kills(count: int) -> None:
+    jobs = {
+        "overwrite": save_in_place,
+        "sync": lambda path, first, say: save_steps(path, first, say, asynchronous=False),
+        "async": lambda path, first, say: save_steps(path, first, say, asynchronous=True),
+    }
+    draw = random.Random(0)
+    for name, job in jobs.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path, last = Path(folder), -1
+            for _ in range(count):
+                finished = kill_once(path, job, last + 1, draw.uniform(0, 0.06))
+                found = read_in_child(lambda path=path: newest(path))
+                if found < finished:
+                    raise AssertionError(f"{name}: save {finished} was finished, and {found} is there")
+                last = max(found, finished)
+            left = sum(1 for entry in path.rglob("nnx-data-*"))
+            print(f"kills, {name}: {count} kills, {last + 1} saves, nothing lost or mixed, {left} data folders left")
+
+
+def read_in_child(question: Callable[[], int]) -> int:
+    """Loads in a child: this process forks, and must not start the threads of JAX."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = str(question())
+        except BaseException as error:
+            answer = repr(error)
+        os.write(write, answer.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    try:
+        return int(answer)
+    except ValueError:
+        raise AssertionError(answer) from None
+
+
+# Writers
+
+
+def writers(count: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "c"
+        read_in_child(lambda: nnx.save(path, make(0)) or 0)
+
+        def write(first: int) -> int:
+            for value in range(first, first + count):
+                nnx.save(path, make(value))
+            return first + count - 1
+
+        children = []
+        for first in (1_000_000, 2_000_000):
+            child = os.fork()
+            if child == 0:
+                try:
+                    write(first)
+                except BaseException as error:
+                    print(repr(error), file=sys.stderr, flush=True)
+                    os._exit(1)
+                os._exit(0)
+            children.append(child)
+        alive, loads, refused = set(children), 0, 0
+        while alive:
+            try:
+                value_of(nnx.load(path))
+                loads += 1
+            except nnx.CheckpointError:
+                refused += 1  # replaced again and again while it was being read
+            for child in list(alive):
+                done, status = os.waitpid(child, os.WNOHANG)
+                if done:
+                    alive.discard(child)
+                    if status:
+                        raise AssertionError(f"a writer failed with status {status}")
+        last = value_of(nnx.load(path))
+        if last not in (1_000_000 + count - 1, 2_000_000 + count - 1):
+            raise AssertionError(f"the last finished save was lost: found {last}")
+        names = sorted(name[:8] for name in os.listdir(path))
+        if names != ["manifest", "nnx-data"]:
+            raise AssertionError(f"left behind: {names}")
+    print(f"writers: 2 x {count} saves, {loads} loads without a mixture, {refused} refused")
+
+
+# Bits
+
+
+def bits(count: int) -> None:
+    draw = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "c"
+        nnx.save(path, make(3))
+        files = [file for file in path.rglob("*") if file.is_file()]
+        for file in files:
+            whole = file.read_bytes()
+            for _ in range(count):
+                at = draw.randrange(8 * len(whole))
+                damaged = bytearray(whole)
+                damaged[at // 8] ^= 1 << at % 8
+                file.write_bytes(damaged)
+                try:
+                    nnx.load(path)
+                except nnx.CheckpointError:
+                    continue
+                raise AssertionError(f"bit {at} of {file.name} was not noticed")
+            file.write_bytes(whole)
+    print(f"bits: {count} flips in each of {len(files)} files, all noticed")
+
+
+# Pairs
+
+
+def pairs(count: int) -> None:
+    for run in range(count):
+        devices = 2 if run % 2 == 0 else 4
+        folder = Path(tempfile.mkdtemp())
+        first, second = finish_pair(start_pair("checks", folder, devices), (143, 143))
+        shutil.rmtree(folder)
+        for name in ("loop", "managed", "failing"):
+            if first[name] != second[name] or first["loop"]["wrong"]:
+                raise AssertionError(f"run {run}, {devices} devices each: {first[name]} and {second[name]}")
+        print(f"pairs: run {run + 1} of {count}, 2 x {devices} devices: equal steps and values", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100, help="kills of each kind of save")
+    parser.add_argument("--writers", type=int, default=40, help="saves of each of two writers")
+    parser.add_argument("--bits", type=int, default=500, help="flips in each file")
+    parser.add_argument("--pairs", type=int, default=20, help="runs of two processes")
+    options = parser.parse_args()
+    # kills first, then the others: until then this process must not have started the threads of JAX
+    for part, work in {"kills": kills, "writers": writers, "bits": bits, "pairs": pairs}.items():
+        if getattr(options, part):
+            work(getattr(options, part))
+
+
+if __name__ == "__main__":
+    main()
