@@ -31,6 +31,9 @@ class Features:
     def without(names: Iterable[str]) -> "Features":
         return Features(frozenset(name.strip().replace(" ", "-") for name in names if name))
 
+    def less(self, *names: str) -> "Features":
+        return Features.without([*self.off, *names])
+
     def on(self, name: str) -> bool:
         return name.replace(" ", "-") not in self.off
 

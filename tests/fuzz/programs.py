@@ -61,6 +61,10 @@ class Program:
             text = f"{name}{form}({text}{', g' if TRANSFORMS[name].two else ''})"
         return text
 
+    def reties(self) -> bool:
+        """Whether some statement attaches or detaches a Ref."""
+        return any("nnx.Ref(" in line or "del p.r" in line for lines in (self.f, self.g, *self.edits) for line in lines)
+
     def uses_g(self) -> bool:
         return any(TRANSFORMS[name].two for name in self.transforms)
 
@@ -97,9 +101,9 @@ class Scope:
     sliced: bool = False  # parameters are slices
     many: bool = False  # in a body that runs many times, where every dtype stays as it is
 
-    def module(self, name: str = "p") -> str:
+    def module(self, name: str = "p", roots: tuple[str, ...] | None = None) -> str:
         """A guard that finds a Module."""
-        root = self.rng.choice(self.roots)
+        root = self.rng.choice(roots or self.roots)
         return f"({name} := at({root}, {self.rng.choice(self.graph.paths[root])!r}))"
 
     def amount(self) -> str:
@@ -141,14 +145,15 @@ def operation(name: str, sort: str, weight: int = 10) -> Callable[[Any], Any]:
     return register
 
 
-def when(scope: Scope, names: str, statement: str, other: str = "") -> str:
+def when(scope: Scope, names: str, statement: str, other: str = "", roots: tuple[str, ...] | None = None) -> str:
     """`if` the Modules and attributes are there: the statement. `names` are those of `p`, `other` those of `q`."""
-    guard = f"{scope.module()} and has(p, {', '.join(map(repr, names.split()))})" if names else scope.module()
+    guard = scope.module("p", roots)
+    if names:
+        guard += f" and has(p, {', '.join(map(repr, names.split()))})"
     if other or " q" in statement or statement.startswith("q"):
-        second = (
-            f"{scope.module('q')} and has(q, {', '.join(map(repr, other.split()))})" if other else scope.module("q")
-        )
-        guard = f"{guard} and {second}"
+        guard += f" and {scope.module('q', roots)}"
+    if other:
+        guard += f" and has(q, {', '.join(map(repr, other.split()))})"
     if "\n" in statement or statement.startswith("if "):
         inner = "\n".join(f"    {line}" for line in statement.split("\n"))
         return f"if {guard}:\n{inner}"
@@ -290,7 +295,7 @@ def replace_dict(scope: Scope) -> str:
 
 @operation("share pytree", STRUCTURE, 5)
 def share_pytree(scope: Scope) -> str:
-    return when(scope, "t0", "q.t0 = p.t0", "t0")
+    return when(scope, "t0", "q.t0 = p.t0", "t0", roots=("m", "n"))
 
 
 @operation("new submodule", STRUCTURE, 8)
@@ -356,7 +361,7 @@ def change_static(scope: Scope) -> str:
 @operation("share static", STRUCTURE, 6)
 def share_static(scope: Scope) -> str:
     name, _ = scope.static()
-    return when(scope, name, f"q.{name} = p.{name}")
+    return when(scope, name, f"q.{name} = p.{name}", roots=("m", "n"))
 
 
 @operation("new ref", STRUCTURE, 12)
@@ -417,6 +422,9 @@ def draw_lines(scope: Scope, sorts: set[str], count: int) -> list[str]:
     return [op.draw(scope) for op in scope.rng.choices(chosen, weights, k=count)]
 
 
+SHARING = ("shared static", "share static", "shared pytree", "share pytree")
+LEAVING = ("link", "unlink", "new submodule", "append", "put into dict")
+
 ILLEGAL = {
     "s0": "m.s0 = 'changed'",
     "c0": "m.c0 = leaf(num(1))",
@@ -431,6 +439,9 @@ def draw_program(seed: int, features: Features = EVERYTHING) -> Program:
     stack = draw_transforms(rng, features)
     many = any(t.many for t in stack)
     stacked = any(t.stacked for t in stack)
+    drawn_from, features = features, features.less(*(name for t in stack for name in t.lacks))
+    # two attributes that hold one object stay in the call, both of them: beyond it, nothing is promised about identity
+    features = features.less(*(LEAVING if rng.random() < 0.5 else SHARING))
     graph = Builder(rng, features, stacked, 40 if stack[0].compiled else 2).build()
     options: dict[str, Any] = {
         "mapped": any(t.mapped for t in stack),
@@ -463,7 +474,7 @@ def draw_program(seed: int, features: Features = EVERYTHING) -> Program:
     returns = "None" if many else rng.choice(RETURNS)
     return Program(
         seed=seed,
-        features=features,
+        features=drawn_from,
         build=build,
         f=f,
         g=g,

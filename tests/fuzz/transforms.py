@@ -23,9 +23,13 @@ TWO = (0, 1)
 
 
 class Gradient(NamedTuple):
-    """In an eager result, the place of a derivative, which the runner computes by differences."""
+    """In an eager result, the place of a derivative of `total`, which the runner computes by differences.
+
+    Forms: the "gradient" of the first argument, "cotangents" of both, or the "directional" derivative.
+    """
 
     form: str
+    total: Any
 
 
 class Transform:
@@ -44,10 +48,11 @@ class Transform:
       outermost: whether it must not be inside another transform.
       compiled: whether only XLA shows its effect.
       derivative: whether it returns one.
+      lacks: features that programs leave out under it.
       unique_keys: whether no key may be drawn twice.
     """
 
-    def __init__(self, lifted: Function, eager: Function, weight: int = 10, **flags: bool):
+    def __init__(self, lifted: Function, eager: Function, weight: int = 10, **flags: Any):
         self.name = lifted.__name__
         self.lifted, self.eager, self.weight = lifted, eager, weight
         self.many = flags.get("many", False)
@@ -60,6 +65,7 @@ class Transform:
         self.compiled = flags.get("compiled", False)
         self.derivative = flags.get("derivative", False)
         self.reverse = self.derivative and self.name != "jvp"
+        self.lacks = flags.get("lacks", ())
         self.unique_keys = flags.get("unique_keys", True)
 
     def __call__(self, *functions: Function) -> Function:
@@ -77,7 +83,7 @@ class Transform:
 TRANSFORMS: dict[str, Transform] = {}
 
 
-def transform(eager: Function, weight: int = 10, **flags: bool) -> Callable[[Function], Transform]:
+def transform(eager: Function, weight: int = 10, **flags: Any) -> Callable[[Function], Transform]:
     def register(lifted: Function) -> Transform:
         pair = TRANSFORMS[lifted.__name__] = Transform(lifted, eager, weight, **flags)
         return pair
@@ -143,7 +149,8 @@ def clone(f: Function) -> Function:
     return call
 
 
-@transform(same, 8, stateless=True)
+# a State is what it says: it has the Module's own numpy arrays, and one entry for each attribute that holds a pytree
+@transform(same, 8, stateless=True, lacks=("numpy", "shared pytree", "share pytree"))
 def merge(f: Function) -> Function:
     def call(m: Any, n: Any, x: Any, ctx: Any) -> Any:
         both = nnx.Dict(m=m, n=n).partition().merge()
@@ -159,7 +166,7 @@ def with_gradient(form: str) -> Callable[[Function], Function]:
     def eager(f: Function) -> Function:
         def call(*args: Any) -> Any:
             total, extra = f(*args)
-            return total, {"derivative": Gradient(form), "extra": extra}
+            return total, {"derivative": Gradient(form, total), "extra": extra}
 
         return call
 
@@ -192,7 +199,7 @@ def grad_stateless(f: Function) -> Function:
     return call
 
 
-@transform(with_gradient("gradient"), 6, derivative=True, unique_keys=False)
+@transform(with_gradient("cotangents"), 6, derivative=True, unique_keys=False)
 def vjp(f: Function) -> Function:
     def call(m: Any, n: Any, x: Any, ctx: Any) -> Any:
         total, pull, extra = nnx.vjp(f, m, n, x, ctx, has_aux=True)

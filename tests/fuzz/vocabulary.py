@@ -349,7 +349,9 @@ def canonical(value: Any, numbers: dict[int, int] | None = None, module_number: 
             result = describe(value(2)) if value.__module__ == __name__ else None
             return ("function", value.__qualname__, result, attributes)
         if isinstance(value, functools.partial):
-            return ("partial", value.func.__qualname__, describe(value.args), describe(tuple(value.keywords.items())))
+            # numbered apart: like a function, a partial is one value, whose parts a rebuilt Module may share
+            parts = canonical((value.args, tuple(value.keywords.items())))
+            return ("partial", value.func.__qualname__, parts)
         if isinstance(value, (Token, Opaque)):
             return (cls.__name__, value.k)
         if not isinstance(value, (list, dict, set, frozenset, tuple)) and not hasattr(value, "__dataclass_fields__"):
