@@ -115,13 +115,15 @@ def _assign_to_variable(module: Any, name: str, spec: Spec, sort: int, value: An
         if value._spec is not spec:
             where = f"attribute {name!r} of {type(module).__name__}"
             raise ValueError(INCOMPATIBLE_CONTAINER.format(where=where, old=spec, new=value._spec))
-        value = fresh(value.value)
+        value = value.value if spec.type is Static else fresh(value.value)
     else:
         _refuse_module(module, name, spec, sort, value)
     if spec.type is Static:
         _refuse_captured(module, name, value)
         module._nnx_info.changed()
-    elif spec.on_set is not None:
+        module.__dict__[name] = value
+        return
+    if spec.on_set is not None:
         value = spec.on_set(value, spec.metadata)
     if is_container(value) and not is_container(module.__dict__.get(name)):
         module._nnx_info.changed()  # flat forms compare the containers they know of; see ties

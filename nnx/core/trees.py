@@ -77,6 +77,8 @@ def holds_state(value: Any) -> bool:
 
 def find_module(tree: Any) -> Any:
     """The first Module or Ref that is a leaf of a pytree, or None."""
+    if isinstance(tree, (list, dict, tuple)) and contains_itself(tree):
+        return None
     return next(filter(holds_state, jax.tree.leaves(tree)), None)
 
 

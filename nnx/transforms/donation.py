@@ -58,11 +58,15 @@ class Variant:
         if kept_refs is None:
             given = _without_aliases(given, kept)
         result = self.jitted(given, kept, forks) if forks else self.jitted(given, kept)
+        self.known = None
         if effects_of(result).changed == self.given_cells and not self.compares_data:
+            if kept_refs is None and all(map(leaf_types.get, set(map(type, values)))):
+                kept_refs = [*map(_weak, kept)]
             if kept_refs is not None:
-                self.known = [*map(weakref.ref, result[0])], kept_refs
-            elif all(map(leaf_types.get, set(map(type, values)))):  # pytrees are compared every time
-                self.known = [*map(weakref.ref, result[0])], [*map(_weak, kept)]
+                try:
+                    self.known = [*map(weakref.ref, result[0])], kept_refs
+                except TypeError:  # a cell has become a tuple, dict or list: pytrees are compared every time
+                    pass
         return result
 
     def _known_apart(self, given: Any, kept: Any) -> list[Any] | None:

@@ -265,3 +265,13 @@ def test_a_donated_function_keeps_no_array_alive():
     model.a, model.b = 0.0, 0.0
     gc.collect()
     assert [ref() for ref in arrays] == [None, None]
+
+
+def test_a_donated_function_can_turn_a_value_into_a_tree():
+    model = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+    sow = nnx.jit(lambda m: m.sow(nnx.Intermediate, "sown", m.w), donate_argnums=0)
+    replace = nnx.jit(lambda m: setattr(m, "w", {"a": m.w, "b": (m.w + 1,)}), donate_argnums=0)
+    sow(model)
+    assert model.pop_state(nnx.Intermediate)["sown"].value[0].tolist() == [1.0, 1.0]
+    replace(model)
+    assert model.w["b"][0].tolist() == [2.0, 2.0] and model.w["a"].tolist() == [1.0, 1.0]

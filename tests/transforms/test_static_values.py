@@ -8,6 +8,7 @@ import types
 import warnings
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -402,6 +403,21 @@ def test_a_body_that_runs_many_times_must_not_change_a_config_in_place():
 
 
 # values that contain themselves, and functions that change themselves
+
+
+def test_a_declared_static_field_accepts_a_value_that_contains_itself():
+    @nnx.dataclass
+    class Record(nnx.Module):
+        w: jax.Array = nnx.param_field()
+        knot: object = nnx.static_field(default=None)
+
+    items = [1]
+    items.append(items)
+    for knot in (items, collections.OrderedDict(items=items)):
+        record = Record(jnp.ones(2))
+        record.knot = knot
+        assert nnx.jit(lambda record: record.w * 2)(record)[0] == 2.0
+        assert "knot" in repr(record)
 
 
 def test_values_that_contain_themselves_are_static_values():
