@@ -1,6 +1,7 @@
 """Donation: giving away exactly the buffers that a lifted function replaces.
 
-Which ones these are is known only after tracing, so a function is traced once to see, then compiled with them donated.
+Which ones these are is known only after tracing. So a function is traced once to see, and compiled inside of another
+function that donates them.
 """
 
 import functools
@@ -121,21 +122,28 @@ class Donation:
         key = _avals((cells, data)) if self.by_avals else None
         found = self.compiled.get(key)
         if found is None:
-            result = jax.eval_shape(self.entry.traced, cells, data, forks)
+            result = jax.eval_shape(self._nested, cells, data, forks)
             replaced = frozenset(self._replaced(result, len(cells)) & self.donatable)
             traced = functools.partial(self.traced, replaced)
             jitted = jax.jit(traced, donate_argnums=0, **self.entry.owner.options)
             is_given = [*(i in replaced for i in range(len(cells))), *self.data]
             found = self.compiled[key] = Variant(jitted, is_given, len(cells), self.types)
-            self.entry.owner.count_trace(-1)  # the look ahead and the compilation are one trace to the user
         return found
+
+    def _nested(self, cells: Any, data: Any, forks: Any) -> Any:
+        """The function as it is compiled without donation, for use inside of another.
+
+        JAX caches its trace, which does not depend on donation. So looking ahead traces the user's function, and the
+        donating function that calls it does not trace it again.
+        """
+        return self.entry.jitted(cells, data, forks) if forks else self.entry.jitted(cells, data)
 
     def traced(self, replaced: frozenset[int], given: Any, kept: Any, forks: Any = ()) -> Any:
         given, kept = iter(given), iter(kept)
         count = len(self.entry.signature.key.cells) if self.entry.signature.key is not None else 0
         cells = [next(given) if i in replaced else next(kept) for i in range(count)]
         data = tuple([next(given) if flag else next(kept) for flag in self.data])
-        result = self.entry.traced(cells, data, forks)
+        result = self._nested(cells, data, forks)
         self.types.update(map(_type_of, jax.tree.leaves((cells, result[0]))))
         if self._replaced(result, count) & self.donatable != replaced:
             raise OtherChangeSet

@@ -41,10 +41,15 @@ from nnx.transforms.wrapper import dress
 F = TypeVar("F", bound=Callable[..., Any])
 
 RETRACES_BEFORE_WARNING = 10
+MAX_ENTRIES = 256  # compiled signatures of one function; a program that needs more has a value that never repeats
 
 STATIC_RETRACES = """{name} has been traced {count} times because the static attribute {path!r} changed ({before} -> \
 {after} this time). A static value is part of the compiled function. If it is a counter or another number that changes \
 from step to step, keep it in a Variable: nnx.Variable(0)."""
+
+TOO_MANY_ENTRIES = """{name} has been compiled for {count} different structures, and forgets the oldest from now on. \
+The last call differed from the one before in: {reasons}. Keep what changes from call to call in a Variable, or pass \
+it as an array."""
 
 CLOSES_OVER = """{name}, given to nnx.jit, closes over a Module: {what}. Its weights are constants of the compiled \
 function: later changes are not seen, and it cannot be changed inside. Pass it as an argument."""
@@ -184,8 +189,10 @@ class Jit:
         entry = self.entries.get(key)
         if entry is None:
             self._warn_of_closure()
-            self._explain_structure(call)
+            reasons = self._explain_structure(call)
             entry = self.entries[key] = Entry(self, call, args, kwargs)
+            if len(self.entries) > MAX_ENTRIES:
+                self._drop_oldest(reasons)
         self._last = (key, entry)
         return call, entry
 
@@ -257,10 +264,15 @@ class Jit:
             ]
             self._warn(NOT_POPPED.format(name=self.name, paths=", ".join(paths)), "sown")
 
-    def _explain_structure(self, call: Call) -> None:
-        """Says why a call needs a compilation of its own, where asked; warns of static values that keep changing."""
+    def _drop_oldest(self, reasons: str) -> None:
+        """Forgets the signature that was compiled first, and warns once that there are too many."""
+        self.entries.pop(next(iter(self.entries)), None)
+        self._warn(TOO_MANY_ENTRIES.format(name=self.name, count=MAX_ENTRIES, reasons=reasons), "entries")
+
+    def _explain_structure(self, call: Call) -> str:
+        """Returns how a call differs from the one before; warns of it if asked, and of values that keep changing."""
         if self._last is None:
-            return
+            return ""
         last = self._last[1]
         old, new = last.signature, call.signature
         reasons = []
@@ -275,8 +287,12 @@ class Jit:
             reasons.append(f"the Contexts: {old.contexts} -> {new.contexts}")
         if (old.treedef, old.marks) != (new.treedef, new.marks):
             reasons.append(f"the arguments: {old.treedef} -> {new.treedef}")
+        if old.ties != new.ties:
+            reasons.append("the attributes that share a Ref or hold one container")
+        text = "; ".join(reasons)
         if self.explain and reasons:
-            warnings.warn(f"{self.name} is compiled again: {'; '.join(reasons)}", UserWarning, stacklevel=4)
+            warnings.warn(f"{self.name} is compiled again: {text}", UserWarning, stacklevel=4)
+        return text
 
     def _count_static_retraces(self, differences: Sequence[Any]) -> None:
         for path, before, after in differences:

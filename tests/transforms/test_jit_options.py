@@ -242,3 +242,35 @@ def test_out_shardings_accept_one_sharding_per_filter():
     model = make(nnx.context(0))
     for value, expected in ((model.kernel, rows), (model.bias, rows), (model.count, whole)):
         assert isinstance(value.sharding, NamedSharding) and value.sharding.is_equivalent_to(expected, value.ndim)
+
+
+def test_a_donated_function_is_traced_once_per_shape():
+    traces = []
+
+    @nnx.jit(donate_argnums=0)
+    def step(model, x):
+        traces.append(x.shape)
+        model.w = model.w + x.sum()
+
+    model = nnx.Dict(w=nnx.Param(jnp.ones(3)))
+    for length in (1, 1, 2, 2, 1):
+        step(model, jnp.ones(length))
+    assert traces == [(1,), (2,)] and step.trace_count == 2
+    assert model.w[0] == 8.0
+
+
+def test_a_function_compiled_for_too_many_structures_forgets_the_oldest_and_says_why(monkeypatch):
+    from nnx.transforms import jit as module
+
+    monkeypatch.setattr(module, "MAX_ENTRIES", 3)
+    f = nnx.jit(lambda model: model.w * model.n)
+    model = nnx.Dict(w=nnx.Param(jnp.ones(())))
+    with pytest.warns(UserWarning, match="compiled for 3 different structures.*n: static 2 -> static 3"):
+        for n in range(5):
+            model.n = n
+            assert f(model) == n
+    assert f.trace_count == 5
+    model.n = 0
+    assert f(model) == 0 and f.trace_count == 6
+    model.n = 4
+    assert f(model) == 4 and f.trace_count == 6
