@@ -1,8 +1,9 @@
 """One safetensors file: reading tensors and parts of them, and writing them one at a time.
 
-The bytes of a tensor are covered by checksums where this library wrote the file. They are kept in the metadata, under
-`nnx.crc32`: the size of a *chunk*, then the CRC-32 of every chunk of every tensor, in the order of the data. A tensor
-begins with a new chunk, so a reader of one part of it verifies the chunks it touches and no others.
+In a file that this library wrote, checksums cover every byte of every tensor. They are kept in the metadata, under
+`nnx.checksums`: the size of a *chunk*, then the checksum of every chunk of every tensor, in the order of the data (the
+same checksum as in checkpoints: see `nnx/training/checksum.py`). A tensor begins with a new chunk, so a reader of one
+part of it verifies the chunks it touches and no others.
 
 Tensors are read into fresh memory rather than copied from a memory map: the pages of a map count as memory of the
 process for as long as it exists, which would make a load peak at twice the model.
@@ -12,7 +13,6 @@ import contextlib
 import math
 import mmap
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,11 +21,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from nnx.interop.safetensors_header import INVALID, MAX_LENGTH, Header, Tensor, make_header, parse_header
+from nnx.training.checksum import checksum
 from nnx.training.manifest import CheckpointError
 
 CHUNK = 2**22  # bytes: large enough for a read to be cheap, small enough that a reader of one part reads little more
 THREADS = min(8, os.cpu_count() or 1)
-CHECKSUMS = "nnx.crc32"
+CHECKSUMS = "nnx.checksums"
 
 WRONG_CHECKSUM = """{path} is damaged: the bytes of {name!r} do not match their checksum. Nothing was loaded. \
 If another program changed the values and kept the metadata, load with verify=False."""
@@ -118,7 +119,7 @@ class TensorFile:
             whole = _aligned_bytes(stop - start)
             self._read_at(tensor.start + start, whole)
             wanted[:] = whole[low - start : high - start]
-        if expected is not None and zlib.crc32(whole.data) != expected:
+        if expected is not None and checksum(whole) != expected:
             raise CheckpointError(WRONG_CHECKSUM.format(path=self.path, name=name))
 
     def _read_at(self, position: int, buffer: np.ndarray) -> None:
@@ -251,9 +252,9 @@ def write_tensors(
     with ThreadPoolExecutor(THREADS) as pool:  # the checksums of an array are computed while it is being written
         for _ in placed:
             chunks = list(_chunks(next(arrays)))
-            checksums = pool.map(zlib.crc32, chunks)
+            checksums = pool.map(checksum, chunks)
             for chunk in chunks:
-                file.write(chunk)
+                file.write(chunk.data)
             found += checksums
             chunk = chunks = checksums = None  # they keep the array in memory while the next one is made
     # A checksum has a fixed number of digits, so the header is as long as the blank one.
@@ -262,8 +263,8 @@ def write_tensors(
     file.write(header)
 
 
-def _chunks(array: np.ndarray) -> Iterator[memoryview]:
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     for start in range(0, len(data), CHUNK):
         yield data[start : start + CHUNK]
 
