@@ -315,7 +315,7 @@ class Copier:
 
     def __init__(self, leaf: Callable[[Any], Any]):
         self.leaf = leaf
-        self.made: dict[int, Any] = {}  # the copies of mutable values, by the id of the original
+        self.made: dict[int, Any] = {}  # the copies by the id of the original: what was one object stays one
 
     def copy(self, value: Any) -> Any:
         """Returns the copy of a value: the value itself if nothing in it can change."""
@@ -325,19 +325,20 @@ class Copier:
         content = None if isinstance(value, (enum.Enum, np.generic)) else content_of(cls)
         if content is None or not content.is_copied:
             return self._copy_method(value) if cls is types.MethodType else self.leaf(value)
+        found = self.made.get(id(value))
+        if found is not None:
+            return found
         if content.is_mutable:
-            found = self.made.get(id(value))
-            if found is None:
-                items = content.base.items(value) if content.base.fill is None else ()
-                found = self.made[id(value)] = content.make(cls, [self.copy(item) for item in items], value)
-                for step in self.fill(found, value):
-                    step()
+            items = content.base.items(value) if content.base.fill is None else ()
+            found = self.made[id(value)] = content.make(cls, [self.copy(item) for item in items], value)
+            for step in self.fill(found, value):
+                step()
             return found
         items, attributes = content.base.items(value), content.attributes(value)
         new_items, new_attributes = self._copies(items, attributes)
         if all(map(is_, items, new_items)) and all(map(is_, attributes.values(), new_attributes.values())):
             return value
-        made = content.make(cls, new_items, value)
+        made = self.made[id(value)] = content.make(cls, new_items, value)
         for step in content.steps(made, new_items, new_attributes):
             step()
         return made

@@ -43,6 +43,7 @@ class Registry:
         self.see(roots)
         self.see(list(self.modules))
         numbers: dict[int, int] = {}
+        homes: dict[int, str] = {}
         lines: dict[str, Any] = {}
         variables: list[Any] = []
         for number, module in enumerate(self.modules):
@@ -58,7 +59,9 @@ class Registry:
                     continue
                 if isinstance(variable, nnx.Variable):
                     variables.append((module, name))
-                data = abstract(value) if types_only else concrete(value, numbers)
+                data = concrete(value, numbers) if not types_only else abstract(value)
+                if types_only and isinstance(value, (list, dict)):  # one container under two attributes is structure
+                    data = (data, homes.setdefault(id(value), place))
                 metadata = {key: item for key, item in variable.metadata.items() if item is not None}
                 lines[place] = (type(variable).__name__, *([canonical(metadata)] if metadata else []), data)
         groups = [group for group in tied(variables) if len(group) > 1]
