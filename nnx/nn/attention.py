@@ -293,7 +293,8 @@ class MultiHeadAttention(Module):
             inputs_k: `[batch..., key_length, in_kv_features]`; `inputs_q` by default.
             inputs_v: an array like `inputs_k`, which is its default.
             mask: an array that is true where a query may attend to a key; broadcasts to `[batch..., heads,
-                query_length, key_length]`. In decode mode, `key_length` is the cache's `max_length`.
+                query_length, key_length]`. In decode mode, `key_length` is the cache's `max_length`. A query that may
+                see no key attends to nothing: the output projection gets zeros.
             deterministic: whether to skip dropout; overrides the instance's and the Context's.
             ctx: the Context, with the stream "dropout"; needed only for dropout.
             sow_weights: whether to record the attention weights as the `Intermediate` "attention_weights".
@@ -428,7 +429,10 @@ class MultiHeadAttention(Module):
             options["key_value_seq_lengths"] = jnp.minimum(slots[..., 0] + 1, cache.max_length)
         else:
             visible = cache.mask(slots, self.sliding_window)
-            options["mask"] = visible if mask is None else visible & mask.astype(bool)
+            if mask is not None:
+                # A query that sees nothing returns zeros, but no mask may hide that its row has overflowed.
+                visible = (visible & mask.astype(bool)) | cache.overflowed[..., None, None, None]
+            options["mask"] = visible
         return query, key, value
 
 

@@ -117,6 +117,8 @@ def fusion_obstacle(
         right = local_window_size if isinstance(local_window_size, int) else local_window_size[1]
         if right != 0:
             return "it only supports windows into the past: pass is_causal=True"
+    if local_window_size is not None and query_length > key_length:
+        return f"with a window it takes no more queries than keys, and there are {query_length} and {key_length}"
     if bias is not None or mask is not None:
         if query_length % 2 or key_length % 2:
             return f"with a bias or mask it takes even lengths, and they are {query_length} and {key_length}"

@@ -6,9 +6,10 @@ head_dim]` with `heads` a multiple of `kv_heads` (grouped-query attention). Ther
 - **cudnn**, the fused kernel of NVIDIA GPUs, which never writes the attention weights to memory;
 - **xla**, the same through `jax.nn.dot_product_attention` without a fused kernel;
 - the *explicit* weights below, also "xla", for what the other two cannot do: dropout, returning the weights, a
-  `precision`, values with a different head size, float16 off the GPU.
+  `precision`, values with a different head size, float16 off the GPU, and no keys at all.
 
-`attention_kernel` decides which kernel a call uses.
+`attention_kernel` decides which kernel a call uses. A query that sees no key returns zeros with each of them: left
+alone, the kernels disagree on such a query (the average of all values, zeros or NaN, depending on what hides the keys).
 """
 
 import math
@@ -45,8 +46,8 @@ DOES_NOT_BROADCAST = (
     "{shape}, got {got}."
 )
 
-# The logit of a hidden key. It is finite because a query that sees nothing would otherwise compute `inf - inf` in the
-# softmax. `jax.nn.dot_product_attention` uses the same number.
+# The logit of a hidden key. It is finite because a query that sees no key would otherwise compute `inf - inf` in the
+# softmax, and its gradient would be NaN. `jax.nn.dot_product_attention` uses the same number.
 _MASKED = -0.7 * float(np.finfo(np.float32).max)
 
 
@@ -75,7 +76,7 @@ def dot_product_attention(
     """Attends from queries to keys, and averages the values accordingly.
 
     Pass causality, lengths and windows as arguments where you can: a fused kernel skips what they hide, while it has to
-    read a `mask`.
+    read a `mask`. A query that may see no key at all returns zeros, and no gradient flows through it.
 
     Args:
         query: `[batch..., query_length, heads, head_dim]` with any number of batch axes, including none.
@@ -147,6 +148,7 @@ def dot_product_attention(
         or precision is not None
         or module is not None
         or value.shape[-1] != key.shape[-1]
+        or key.shape[-3] == 0
         or (implementation == "xla" and query.dtype == jnp.float16)
     )
     if not explicit:
@@ -207,6 +209,7 @@ def _delegated(
 ) -> jax.Array:
     """Attends with `jax.nn.dot_product_attention`, which takes exactly one batch axis."""
     batch = query.shape[:-3]
+    seen = _seen(mask, query.shape[-3], key.shape[-3], key_lengths, is_causal, window)
     # cuDNN's window is a causal one with a left bound; `fusion_obstacle` lets no other window through.
     if implementation == "cudnn" and window is not None:
         is_causal, window = True, (window[0], 0)
@@ -219,6 +222,9 @@ def _delegated(
         lengths = (query.shape[-3], key.shape[-3])
         mask = None if mask is None else jnp.broadcast_to(mask, (*mask.shape[:2], *lengths))
         bias = None if bias is None else bias.astype(query.dtype)
+        # Not every version of cuDNN takes a row of length 0 (some return NaN), so such a row gets one key here; `seen`
+        # zeros its output below.
+        key_lengths = None if key_lengths is None else jnp.maximum(key_lengths, 1)
     out = jax.nn.dot_product_attention(
         _collapsed(query),
         _collapsed(key),
@@ -232,7 +238,8 @@ def _delegated(
         local_window_size=window,
         implementation=implementation,
     )
-    return out.reshape(query.shape)
+    out = out.reshape(query.shape)
+    return out if seen is None else jnp.where(jnp.swapaxes(seen, -3, -2), out, 0)
 
 
 @compiled_body
@@ -271,6 +278,9 @@ def _explicit(
     if visible is not None:
         logits = jnp.where(visible, logits, _MASKED)
     weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
+    seen = _seen(mask, query_length, key_length, key_lengths, is_causal, window)
+    if seen is not None:
+        weights = jnp.where(seen, weights, 0)
 
     if dropout_rng is not None:
         shape = weights.shape[-2:] if broadcast_dropout else weights.shape
@@ -308,6 +318,39 @@ def _visible(
     for part in parts:
         visible = part if visible is None else visible & part
     return visible
+
+
+def _seen(
+    mask: jax.Array | None,
+    query_length: int,
+    key_length: int,
+    key_lengths: jax.Array | None,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+) -> jax.Array | None:
+    """Returns which queries see at least one key, or `None` if shapes and settings alone show that all of them do.
+
+    The result has at least three axes and broadcasts to `[batch..., heads, query_length, 1]`.
+    """
+    if mask is not None:
+        visible: Any = _visible(mask, query_length, key_length, key_lengths, is_causal, window)
+        seen = visible.any(-1, keepdims=True)
+        return seen.reshape((1,) * (3 - seen.ndim) + seen.shape)
+
+    # Without a mask, query `i` sees the keys from `max(i - left, 0)` to `min(i + right, key_length - 1)`. Whether there
+    # are any takes one comparison per query, instead of one per query and key.
+    left, right = (query_length, key_length) if window is None else window
+    right = min(right, 0) if is_causal else right
+    if key_lengths is None:
+        # Query 0 is the first to look only before the first key, and the last query the first to look only past the
+        # last key. If they and the window itself are fine, so is every query.
+        if right >= 0 and left + right >= 0 and query_length - left <= key_length and key_length > 0:
+            return None
+        end = key_length
+    else:
+        end = jnp.minimum(key_lengths, key_length)[..., None, None, None]
+    queries = jnp.arange(query_length)[None, :, None]
+    return jnp.maximum(queries - left, 0) < jnp.minimum(queries + right + 1, end)
 
 
 def _collapsed(array: jax.Array) -> jax.Array:

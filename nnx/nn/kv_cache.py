@@ -134,6 +134,9 @@ class KVCache(Module):
             A boolean mask of shape `[batch..., 1, length, max_length]`.
         """
         slots = jnp.arange(self.max_length, dtype=jnp.int32)
+        # The query of an overflowing row sees the last slot even through a window, because the NaN is there. If it saw
+        # nothing, its output would be zeros, and the overflow would go unnoticed.
+        positions = jnp.minimum(positions, self.max_length - 1)
         return positions_visible(positions[..., None, :, None], slots, causal=True, window=window)
 
     @property

@@ -218,6 +218,18 @@ class TestOverflow:
         assert layer.cache.overflowed.tolist() == [True, False]
         assert np.isfinite(layer.cache.key).all()  # no old key was lost
 
+    def test_no_mask_hides_that_a_row_overflowed(self):
+        layer, x = attention(), numpy_normal(2, 1, FEATURES)
+        layer.cache.index = jnp.array([8, 2])
+        nothing = jnp.zeros((1, MAX_LENGTH), bool)
+        out = nnx.jit(lambda m, token: m(token, decode=True, mask=nothing))(layer, x)
+        assert np.isnan(out[0]).all()
+        agree(out[1, 0], layer.out.bias)
+
+    @pytest.mark.parametrize("window", [None, 1, 3])
+    def test_a_position_past_the_end_sees_the_last_slot(self, window):
+        assert cache().mask(jnp.array([[3], [9]]), window)[..., -1].all()
+
     def test_under_jit_a_chunk_that_fits_only_in_part_turns_the_row_nan(self):
         layer = attention()
         layer.cache.index = jnp.array([6, 1])
