@@ -1,1 +1,1 @@
-"""Side by side with hand-written JAX and with peers: one file a question, `make bench` prints one table."""
+"""Compares NNX with hand-written JAX and with peers: one file per question; `make bench` prints one table."""

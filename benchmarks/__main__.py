@@ -1,10 +1,10 @@
-"""Asks every question and prints one table.
+"""Answers every question and prints one table.
 
 Usage:
 
     python -m benchmarks                            everything
     python -m benchmarks --only train_step          one question
-    python -m benchmarks --quick                    a fifth of the time, and less surely
+    python -m benchmarks --quick                    a fifth of the time, less precise
     python -m benchmarks --strict                   a missed goal is an error
 """
 
@@ -36,7 +36,7 @@ COLUMNS = ("measure", "ours", "result", "goal", "", "others, best time (multiple
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=QUESTIONS, help="this question; may be given several times")
+    parser.add_argument("--only", action="append", choices=QUESTIONS, help="ask only this question; can be repeated")
     parser.add_argument("--quick", action="store_true", help="a fifth of the time")
     parser.add_argument("--strict", action="store_true", help="exit with an error when a goal is missed")
     args = parser.parse_args()
@@ -51,7 +51,7 @@ def main() -> int:
         try:
             for row in importlib.import_module(f"benchmarks.{question}").measure(settings):
                 rows.append(row)
-        except Exception as error:  # one question that cannot be asked does not silence the others
+        except Exception as error:  # a question that fails does not stop the others
             traceback.print_exc()
             failed += 1
             lines.append((question, "", "", "", "FAIL", type(error).__name__, command))

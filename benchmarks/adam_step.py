@@ -1,7 +1,7 @@
-"""What does an Adam step cost when optax's state is held in a Module, against optax written by hand over nested dicts?
+"""What does an Adam step cost when a Module holds the optax state, compared with hand-written optax over nested dicts?
 
-Fifteen layers of a kernel and a bias with a real gradient. Held in two ways: in a Module that a user may write, which
-keeps what `tx.init` returned as one attribute, and in `nnx.Optimizer`.
+Fifteen layers of a kernel and a bias with a real gradient. The state is held in two ways: in a Module such as a user
+might write, which keeps the result of `tx.init` as one attribute, and in `nnx.Optimizer`.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from benchmarks.harness import OURS, Contender, Row, Settings, interleave, ratio
 def measure(settings: Settings) -> Iterator[Row]:
     seconds = settings.seconds(10)
     timings = interleave(_contenders(_OwnOptimizer), seconds=seconds)
-    yield ratio_row("Adam step, state in a Module of one's own, 30 Variables", timings, "raw optax", 1.1)
+    yield ratio_row("Adam step, state in a user-defined Module, 30 Variables", timings, "raw optax", 1.1)
     timings = interleave(_contenders(nnx.Optimizer), seconds=seconds)
     yield ratio_row("Adam step through nnx.Optimizer, 30 Variables", timings, "raw optax", 1.1)
 
@@ -41,7 +41,7 @@ class _Stack(nnx.Module):
 
 
 class _OwnOptimizer(nnx.Module):
-    """What a user writes who keeps optax's state in a Module."""
+    """What a user would write to keep the optax state in a Module."""
 
     def __init__(self, model: nnx.Module, tx: optax.GradientTransformation):
         self.tx = tx

@@ -1,6 +1,6 @@
-"""The model that several questions share: blocks of a kernel, a bias and a counter, in every library's own way.
+"""The model that several questions share: blocks of a kernel, a bias and a counter, written in each library's style.
 
-`raw` is the same thing as nested dicts, `{"blocks": {"000": {"kernel": …, "bias": …, "counter": …}}}`.
+`raw` is the same model as nested dicts, `{"blocks": {"000": {"kernel": …, "bias": …, "counter": …}}}`.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def block_values(i: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 class Counter(nnx.Variable):
-    """How often a block ran."""
+    """The number of times a block ran."""
 
 
 class Block(nnx.Module):
@@ -39,7 +39,7 @@ class Blocks(nnx.Module):
 
 
 class FlaxCounter(flax.nnx.Variable):
-    """How often a block ran."""
+    """The number of times a block ran."""
 
 
 class FlaxBlock(flax.nnx.Module):

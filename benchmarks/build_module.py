@@ -1,4 +1,4 @@
-"""What does it cost to build a Module with nothing in it?"""
+"""What does it cost to build an empty Module?"""
 
 import equinox as eqx
 import flax.nnx

@@ -3,9 +3,9 @@
     python -m benchmarks.checkpoint_io                     one gigabyte, five rounds
     python -m benchmarks.checkpoint_io --gigabytes 0.1
 
-All measures alternate within a round, and the least of the rounds counts: on a busy machine that is the one that was
-disturbed least. The CPU time of the whole process is given as well; a busy machine changes it less. Files are read from
-the page cache, where a checksum costs the most compared with reading.
+All measurements alternate within a round, and the lowest of the rounds counts: on a busy machine, that is the one that
+was disturbed least. The CPU time of the whole process is given as well, since a busy machine changes it less. Files are
+read from the page cache, where a checksum costs the most relative to reading.
 """
 
 import argparse
@@ -29,7 +29,7 @@ ARRAYS = 16
 
 
 def make(gigabytes: float, value: float | None) -> nnx.Dict:
-    """A model of sixteen equal matrices: random numbers, or one value."""
+    """Makes a model of sixteen equal matrices: random numbers, or one value."""
     rows = int(gigabytes * 1e9 / 4 / 1000 / ARRAYS)
     draw = np.random.default_rng(0)
 
@@ -42,13 +42,13 @@ def make(gigabytes: float, value: float | None) -> nnx.Dict:
 
 
 def memory() -> float:
-    """The gigabytes that this process has allocated."""
+    """Returns the gigabytes that this process has allocated."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) / 1e6 for line in file if line.startswith("RssAnon"))
 
 
 def measured(work: Callable[[], Any]) -> tuple[float, float, float]:
-    """The seconds it takes, those of the CPU, and the gigabytes allocated at the peak on top of those before."""
+    """Returns the seconds it takes, those of the CPU, and the gigabytes allocated at the peak on top of those before."""
     before, peak, done = memory(), 0.0, threading.Event()
 
     def watch() -> None:

@@ -1,11 +1,11 @@
-"""How everything here is timed and judged.
+"""How the benchmarks are timed and judged.
 
-A *contender* is a function without arguments that performs the operation once. All contenders of a question run in one
-process, in turns: the same code varies by more than ten percent from one run to the next, and by far less between two
-neighbouring turns. A turn is a burst of calls that ends when the last result is ready. The *best* turn is what the
-operation costs when nothing disturbs it; ratios are ratios of bests.
+A *contender* is a function without arguments that performs the operation once. All contenders for a question run in one
+process, taking turns: the same code varies by more than ten percent from one run to the next, but by far less between
+neighboring turns. A turn is a burst of calls that ends when the last result is ready. The *best* turn shows what the
+operation costs when nothing disturbs it; ratios are ratios of best turns.
 
-A *row* is one line of the table: our time, what it is held against, the goal, and the peers for comparison.
+A *row* is one line of the table: our time, the time it is compared with, the goal, and the peers for information.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measured goal. `value` is held against `limit`; both are in the unit that `goal` is written in."""
+    """One measured goal. `value` is compared with `limit`; both are in the unit that `goal` is written in."""
 
     measure: str
     ours: float
@@ -50,7 +50,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How long to measure: `--quick` answers in a fifth of the time, and less surely."""
+    """How long to measure: `--quick` takes a fifth of the time and is less precise."""
 
     quick: bool = False
 
@@ -70,13 +70,13 @@ def interleave(
 
     Args:
         contenders: the functions to time, by name.
-        seconds: how long to measure in all; up to three times as long while the best times are still falling.
-        turn: about how many seconds one turn takes; a contender slower than that makes one call a turn. Short turns are
+        seconds: the total time to measure; up to three times as long while the best times are still falling.
+        turn: the approximate seconds per turn; a contender slower than that makes one call a turn. Short turns are
             more likely to pass undisturbed.
-        clock: for seconds of pure computation, such as tracing, `time.process_time` does not count what other programs
-            take meanwhile.
-        compared: how many of them, from the first, a goal compares; the others, there for information, get a quarter of
-            their time each.
+        clock: the clock to use. For pure computation, such as tracing, `time.process_time` ignores the time that other
+            programs take meanwhile.
+        compared: the number of contenders, from the first, that a goal compares. The others are included for
+            information and get a quarter of their time each.
     """
     calls = {name: _calls_per_turn(run, turn) for name, run in contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in contenders}
@@ -87,10 +87,10 @@ def interleave(
     gc.disable()
     try:
         while (total := sum(spent.values())) < seconds or (total < 3 * seconds and not _is_settled(times)):
-            shuffle(order)  # nobody always runs after the same neighbour, who leaves the caches in his own state
+            shuffle(order)  # so that no contender always inherits the cache contents of the same neighbor
             share = 2 * min(spent[name] for name in pair)
             for name in order:
-                # a slow contender takes fewer turns, so that all get about their share of the time
+                # a slow contender gets fewer turns, so that each gets about its share of the time
                 if spent[name] <= (share if name in pair else share / 8):
                     times[name].append(_seconds_per_call(contenders[name], calls[name], clock))
                     spent[name] += times[name][-1] * calls[name]
@@ -103,7 +103,7 @@ def interleave(
 
 
 def _is_settled(times: dict[str, list[float]]) -> bool:
-    """Whether the last quarter of the turns brought no better time (by a percent) than those before."""
+    """Returns whether the last quarter of the turns improved the best time by less than a percent."""
     return all(len(values) < 4 or min(values[: -(len(values) // 4)]) <= 1.01 * min(values) for values in times.values())
 
 
@@ -129,13 +129,13 @@ def _calls_per_turn(run: Contender, turn: float) -> int:
 
 
 def ratio_row(measure: str, timings: Mapping[str, Timing], against: str, limit: float, goal: str = "") -> Row:
-    """Our best time as a multiple of another contender's."""
+    """Returns the row for our best time as a multiple of another contender's."""
     ours, other = timings[OURS].best, timings[against].best
     return Row(measure, ours, ours / other, limit, goal or f"≤ {limit:g} × {against}", "×", _others(timings))
 
 
 def time_row(measure: str, timings: Mapping[str, Timing], limit: float) -> Row:
-    """Our best time, as such."""
+    """Returns the row for our best time in seconds."""
     ours = timings[OURS].best
     return Row(measure, ours, ours, limit, f"≤ {seconds_text(limit)}", "s", _others(timings))
 
@@ -145,7 +145,7 @@ def _others(timings: Mapping[str, Timing]) -> dict[str, float]:
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration as a person writes it.
+    """Formats a duration for people.
 
     >>> seconds_text(2.1e-05), seconds_text(0.25)
     ('21 µs', '250 ms')

@@ -1,7 +1,7 @@
-"""What do the built-in layers cost to build and to trace? A stack of 48 transformer blocks made of them.
+"""What do the built-in layers cost to build and to trace? Uses a stack of 48 transformer blocks made of them.
 
-Building is measured warm, against flax; tracing the gradient, in seconds of processor time, against the
-same function over dicts.
+Building is measured warm, against flax. Tracing the gradient is measured in seconds of processor time, against the same
+function over dicts.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""What does it cost to split a model of 300 Variables and to put it together again?"""
+"""What does it cost to split a model of 300 Variables and to merge it again?"""
 
 import equinox as eqx
 import flax.nnx

@@ -1,4 +1,4 @@
-"""What does it cost to read a parameter, outside of any transform? (The call of the lambda is included.)"""
+"""What does it cost to read a parameter outside of any transform? (Includes the call of the lambda.)"""
 
 import equinox as eqx
 import flax.nnx

@@ -5,8 +5,8 @@ Usage:
     python -m benchmarks.safetensors_files                  1 GB, three rounds
     python -m benchmarks.safetensors_files --size 200 --rounds 5
 
-Each way runs in a process of its own, in turns with the others, on a file that is in the page cache. Printed are the
-best time and the largest peak of resident memory over what the process had before, both as multiples of the model.
+Each contender runs in its own process, taking turns with the others, on a file in the page cache. Prints the best time
+and the largest peak of resident memory on top of what the process had before, both as multiples of the model.
 """
 
 import argparse
@@ -23,7 +23,7 @@ WAYS += ("nnx jax, unverified", "nnx sharded by rows", "nnx sharded by columns",
 
 
 def peak() -> int:
-    """The largest resident memory of this process so far, in bytes."""
+    """Returns the largest resident memory of this process so far, in bytes."""
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
@@ -57,7 +57,7 @@ def child(way: str, path: Path, megabytes: int) -> None:
         nnx.save_safetensors(path, nnx.State(arrays))
     elif way == "safetensors write":
         safetensors.numpy.save_file(arrays, path)
-        with open(path, "rb") as file:  # as ours: on the disk
+        with open(path, "rb") as file:  # synced to disk, like ours
             os.fsync(file.fileno())
     elif way == "safetensors numpy":
         result = safetensors.numpy.load_file(path)
@@ -74,7 +74,7 @@ def child(way: str, path: Path, megabytes: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=1000, help="of the model, in MB")
+    parser.add_argument("--size", type=int, default=1000, help="the size of the model in MB")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--child", nargs=2)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What does State cost as an argument and result of raw `jax.jit`, against the same leaves in nested dicts?"""
+"""What does a State cost as an argument and result of raw `jax.jit`, compared with the same leaves in nested dicts?"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,7 @@
-"""How long does it take to trace and to compile, with Modules of one's own?
+"""How long do tracing and compiling take with user-defined Modules?
 
-Tracing the gradient of 48 transformer blocks, against the same function over dicts; and compiling a scanned stack,
-which must not take longer for more layers. In seconds of processor time.
+Traces the gradient of 48 transformer blocks, compared with the same function over dicts, and compiles a scanned stack,
+which must not take longer with more layers. Times are in seconds of processor time.
 """
 
 import time
@@ -32,7 +32,7 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 
 def trace_ours(make: Callable[[], Any]) -> Contender:
-    """Traces the gradient of `mean(model(x) ** 2)`, as a new function each time, so that no cache knows it."""
+    """Traces the gradient of `mean(model(x) ** 2)`, as a new function each time, so that no cache applies."""
     model, x = make(), inputs()
 
     def run() -> None:

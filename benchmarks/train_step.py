@@ -1,10 +1,11 @@
-"""What does a lifted step cost, against the same step written by hand with raw `jax.jit` over nested dicts?
+"""What does a lifted step cost, compared with the same step written by hand with raw `jax.jit` over nested dicts?
 
-The step runs every block and changes its kernel and its counter. Two hand-written versions: one whose dicts are split
-so that only what changes is returned, and one in which the biases change too, so that everything is. Then the same
-with more around it: donated, two Modules with keyword arguments and a Context, and a Module made between calls.
+The step runs every block and changes its kernel and its counter. There are two hand-written versions: one whose dicts
+are split so that only what changes is returned, and one in which the biases change too, so that everything is returned.
+More cases follow: a donated step, a step with two Modules, keyword arguments and a Context, and a Module made between
+calls.
 
-The computation is tiny on purpose: what is left is what the library adds.
+The computation is deliberately tiny, so that what remains is the library's overhead.
 """
 
 import dataclasses
@@ -191,7 +192,7 @@ def _equinox(model: EquinoxBlocks, x: jax.Array, everything: bool) -> Contender:
     return run
 
 
-# More around the step.
+# Variations of the step.
 
 
 def _donated() -> dict[str, Contender]:

@@ -1,6 +1,7 @@
-"""The transformer that the tracing questions share: pre-norm blocks, over dicts and as Modules of one's own.
+"""The transformer that the tracing questions share: pre-norm blocks, over dicts and as user-defined Modules.
 
-Both are written as a careful user writes them, line by line the same, so that a difference in time is the library's.
+Both are written the way a careful user would write them, line by line the same, so any difference in time comes from
+the library.
 """
 
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ def causal_mask() -> jax.Array:
 
 
 def shapes() -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Layer, parameter and shape of everything in one block."""
+    """Returns the layer, parameter name and shape of everything in one block."""
     for norm in ("norm1", "norm2"):
         yield norm, "scale", (FEATURES,)
         yield norm, "bias", (FEATURES,)
@@ -87,7 +88,7 @@ def raw_loss(params: list[Raw], x: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
-# As Modules of one's own.
+# As user-defined Modules.
 
 
 class Norm(nnx.Module):

@@ -1,7 +1,7 @@
-"""The functional API: split a Module into State and ModuleDef, and use any JAX transform on the two.
+"""The functional API: split a Module into State and ModuleDef, and use any JAX transform on them.
 
-Fits a line through noisy points. `partition` gives the state, typed and split by filters; `moduledef.apply` runs the
-model on given states and returns the output together with the new state. Nothing is changed in place.
+Fits a line through noisy points. `partition` returns the state, typed and split by filters, and `moduledef.apply` runs
+the model on given states and returns the output together with the new state. Nothing is changed in place.
 """
 
 import argparse
@@ -19,7 +19,7 @@ steps = 200 if args.smoke else args.steps
 
 
 class Count(nnx.Variable):
-    """How often the model was called; state that is no parameter."""
+    """The number of calls to the model: state that is not a parameter."""
 
 
 class Line(nnx.Module):

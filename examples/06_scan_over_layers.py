@@ -1,9 +1,9 @@
 """Scan over layers by hand: many layers as one Module with stacked parameters, run by `jax.lax.scan`.
 
-What `nnx.Scan` does, spelled out with partition and merge. The linear layers differ, so their parameters are stacked
-and scanned over; the batch norm is one for all of them, so its parameters are the same in every step and its running
-averages are handed from layer to layer; every layer gets a dropout key of its own. Classifies handwritten digits, and
-checks that the scan gives what a Python loop over the layers gives.
+This is what `nnx.Scan` does, spelled out with partition and merge. The linear layers differ, so their parameters are
+stacked and scanned over. All of them share one batch norm, so its parameters are the same in every step and its running
+averages are passed from layer to layer. Every layer gets its own dropout key. Classifies handwritten digits, and checks
+that the scan agrees with a Python loop over the layers.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Block(nnx.Module):
 
 
 stacked = nnx.All(nnx.Param, nnx.PathMatches("linear/*"))
-parts = (stacked, nnx.BatchStat, ...)  # one per layer; handed on; the same in all layers
+parts = (stacked, nnx.BatchStat, ...)  # one per layer; passed from layer to layer; the same in all layers
 
 
 class DeepClassifier(nnx.Module):
@@ -73,7 +73,7 @@ class DeepClassifier(nnx.Module):
         return self.out(x)
 
     def unrolled(self, x: jax.Array, *, ctx: nnx.Context) -> jax.Array:
-        """The same without a scan, for use after training."""
+        """Computes the same without a scan, for use after training."""
         (params, rest), moduledef = self.blocks.partition(stacked, ...)
         x = self.embed(x)
         for i in range(LAYERS):

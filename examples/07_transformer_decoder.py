@@ -1,8 +1,8 @@
-"""A Transformer decoder with scan over layers and a KV cache, that learns to write digits pixel by pixel.
+"""A Transformer decoder with scan over layers and a KV cache that learns to write digits pixel by pixel.
 
-A handwritten digit of scikit-learn is a text of 65 tokens: its label, then 64 pixels of 17 grey levels. The layers are
-one Module with stacked parameters (`nnx.Scan`); new digits are drawn one token at a time, with the keys and values of
-earlier tokens from the cache, and the cache is checked against the full pass.
+A handwritten digit from scikit-learn is a sequence of 65 tokens: its label, then 64 pixels with 17 gray levels. The
+layers are one Module with stacked parameters (`nnx.Scan`). New digits are drawn one token at a time, with the keys and
+values of earlier tokens from the cache, and the results of the cache are checked against a full pass.
 """
 
 import argparse
@@ -22,7 +22,7 @@ args.add_argument("--steps", type=int, default=600)
 args.add_argument("--smoke", action="store_true", help="a short run, for the tests")
 args = args.parse_args()
 steps = 30 if args.smoke else args.steps
-LEVELS, LENGTH = 17, 64  # grey levels, pixels
+LEVELS, LENGTH = 17, 64  # gray levels, pixels
 LAYERS, HEADS, WIDTH = (2, 2, 32) if args.smoke else (3, 4, 64)
 
 digits = load_digits()
@@ -76,7 +76,7 @@ def train_step(optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
 
 @nnx.jit(stateful=False)
 def write(decoder: Decoder, digit_labels: jax.Array, ctx: nnx.Context):
-    """Pixels and logits of one digit per label: [batch, 64], [batch, 64, LEVELS]."""
+    """Returns the pixels and logits of one digit per label: [batch, 64], [batch, 64, LEVELS]."""
     decoder.init_cache(len(digit_labels))
 
     @nnx.scan(variable_broadcast=nnx.Param, split_rngs="sample", length=LENGTH)

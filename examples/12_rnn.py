@@ -1,7 +1,7 @@
-"""A recurrent network that reads a digit row by row, and says after each row what it has seen so far.
+"""A recurrent network that reads a digit row by row, and guesses after each row which digit it is.
 
-The image of 8 rows is a sequence of 8 steps of 8 pixels; an LSTM cell goes over it (`nnx.RNN`). Trained to answer after
-every step, the network shows how much of a digit one must see to know it.
+An image of 8 rows is a sequence of 8 steps of 8 pixels, and `nnx.RNN` runs an LSTM cell over it. Because the network is
+trained to answer after every step, it shows how much of a digit you need to see to recognize it.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""A character-level transformer on one device, on eight, or on several hosts: one script, and the mesh is a flag.
+"""A character-level transformer on one device, on eight, or on several hosts: one script, with the mesh as a flag.
 
     python examples/13_sharded.py                  one device
     python examples/13_sharded.py --mesh 8         parameters and batch split over 8 devices (FSDP)
     python examples/13_sharded.py --mesh 2x4       batch over 2, heads and hidden units over 4 (FSDP × tensor parallel)
 
-On a machine with fewer devices, virtual ones on the CPU stand in. Several processes, each with a part of the mesh, give
-the same losses again; start one per host (or both here), with `--address host:port` of the first:
+On a machine with fewer devices, virtual CPU devices are used instead. Several processes, each with a part of the mesh,
+reproduce the same losses. Start one per host (or both here), with the `--address host:port` of the first:
 
     python examples/13_sharded.py --mesh 2x4 --processes 2 --process-id 0
     python examples/13_sharded.py --mesh 2x4 --processes 2 --process-id 1
@@ -28,7 +28,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--mesh", default="1", help="devices for data, or data×model: 1, 8, 2x4, …")
 parser.add_argument("--processes", type=int, default=1)
 parser.add_argument("--process-id", type=int, default=0)
-parser.add_argument("--address", default="127.0.0.1:12913", help="of the first process")
+parser.add_argument("--address", default="127.0.0.1:12913", help="the address of the first process")
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--smoke", action="store_true", help="a few small steps, for the tests")
 args = parser.parse_args()
@@ -38,7 +38,7 @@ WIDTH, HEADS, LAYERS = (32, 4, 2) if args.smoke else (128, 8, 4)
 STEPS = 30 if args.smoke else args.steps
 
 
-# Devices: the only part that knows how many there are
+# Devices: the only part that depends on how many there are
 
 DATA, MODEL = map(int, (args.mesh + "x1").split("x")[:2])
 jax.config.update("jax_num_cpu_devices", DATA * MODEL // args.processes)
@@ -49,7 +49,7 @@ mesh = jax.make_mesh((DATA, MODEL), ("data", "model"), axis_types=(AxisType.Auto
 rules = nnx.fsdp_tensor_parallel_rules()
 
 
-# The model: it names the axes of its activations; its layers have names for those of their parameters
+# The model: it names the axes of its activations, and its layers name those of their parameters
 
 HIDDEN = ("batch", "length", "embed")
 
@@ -92,7 +92,7 @@ def train_step(optimizer, tokens):  # [batch, length + 1]
     return loss
 
 
-# The data: every process draws the same batch, and keeps the rows of its own devices
+# The data: every process draws the same batch and keeps the rows of its devices
 
 text = "\n".join(pydoc_data.topics.topics.values())
 characters = np.minimum(np.frombuffer(text.encode("ascii", "replace"), np.uint8), VOCAB - 1).astype(np.int32)

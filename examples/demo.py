@@ -1,11 +1,11 @@
-"""A small GPT learns English, a character at a time, from the documentation that comes with every Python.
+"""A small GPT learns English, one character at a time, from the documentation that comes with every Python.
 
     make demo                                          about two minutes on two CPU cores
-    make demo ARGS="--steps 3000 --resume"             train on from the last checkpoint
+    make demo ARGS="--steps 3000 --resume"             continue training from the last checkpoint
     make demo ARGS="--size medium --steps 5000"        a larger model, for a GPU
 
-Prints the loss on text held out, beside that of a bigram table (how well the last character alone predicts the next
-one), then draws text from the model. The checkpoint, metrics and a plot of the loss go to examples/output/demo/.
+Prints the loss on held-out text next to that of a bigram table (how well the last character alone predicts the next
+one), then samples text from the model. The checkpoint, metrics and a plot of the loss go to examples/output/demo/.
 """
 
 import argparse
@@ -34,7 +34,7 @@ STEPS = 800
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--size", choices=SIZES, default="small")
 parser.add_argument("--steps", type=int, default=STEPS)
-parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
 parser.add_argument("--smoke", action="store_true", help="a short run, for the tests")
 args = parser.parse_args()
 if args.smoke:
@@ -43,7 +43,7 @@ layers, heads, width, context, batch = SIZES[args.size]
 output = pathlib.Path(__file__).parent / "output" / ("demo-smoke" if args.smoke else f"demo-{args.size}")
 began = time.perf_counter()
 
-# The text. Topics quote each other, so a paragraph is kept once: what is held out was not read in training.
+# The text. Topics quote each other, so duplicate paragraphs are dropped: training never sees held-out text.
 
 paragraphs = list(dict.fromkeys("\n\n".join(topics.values()).split("\n\n")))
 np.random.default_rng(0).shuffle(paragraphs)
@@ -65,7 +65,7 @@ def train_batch(step: int) -> jax.Array:
 valid_batches = min(1 if args.smoke else 20, len(valid) // (batch * context + 1))
 valid_windows = windows(valid, np.arange(valid_batches * batch) * context)
 
-# The baseline: how often each character followed each other one, with one imagined time more than was seen.
+# The baseline: how often each character followed each other one, with add-one smoothing.
 
 counts = np.ones((len(alphabet), len(alphabet)))
 np.add.at(counts, (train[:-1], train[1:]), 1)
@@ -124,10 +124,10 @@ with nnx.TrainLog(total=args.steps, path=output, name="demo", interval=5) as log
         else:
             log(step, loss=loss)
 
-# Text, drawn with the cache of keys and values
+# Sample text with the cache of keys and values
 
 half = context // 2
-texts = valid_windows[:2, :half]  # [2, half]: the beginning is real, what follows is not
+texts = valid_windows[:2, :half]  # [2, half]: a real beginning, which the model continues
 ctx = nnx.context(sample=0)
 for _ in range(2 if args.smoke else 10):
     texts = jnp.concatenate([texts, continue_texts(model, texts[:, -half:], ctx, length=half, temperature=0.7)], axis=1)

@@ -1,8 +1,8 @@
-"""Runs every example and prints the final metric of each, which is the last line it prints.
+"""Runs every example and prints its final metric, which is the last line of its output.
 
 Usage:
 
-    python examples/run_all.py            small settings, as the tests do
+    python examples/run_all.py            small settings, as in the tests
     python examples/run_all.py --full     as a reader would run them
     python examples/run_all.py 01 06      only these
 """
@@ -17,7 +17,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 def run(path: pathlib.Path, full: bool) -> tuple[bool, float, str]:
-    """Runs one example; gives whether it succeeded, the seconds it took, and its last line."""
+    """Runs one example; returns whether it succeeded, the seconds it took, and its last line."""
     start = time.perf_counter()
     command = [sys.executable, str(path), *([] if full else ["--smoke"])]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -30,7 +30,7 @@ def run(path: pathlib.Path, full: bool) -> tuple[bool, float, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("only", nargs="*", help="beginnings of the names to run, such as 01")
+    parser.add_argument("only", nargs="*", help="prefixes of the examples to run, such as 01")
     parser.add_argument("--full", action="store_true", help="at full settings")
     args = parser.parse_args()
 

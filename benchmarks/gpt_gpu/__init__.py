@@ -1,1 +1,1 @@
-"""How fast GPT-2 trains: the step of examples/gpt beside the best hand-written JAX, and PyTorch where it is there."""
+"""How fast GPT-2 trains: the step of examples/gpt next to the best hand-written JAX, and PyTorch if it is installed."""

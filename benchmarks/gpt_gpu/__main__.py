@@ -1,14 +1,14 @@
 """Training steps of GPT-2 per second: nnx, hand-written JAX and PyTorch, interleaved in one process.
 
     python -m benchmarks.gpt_gpu                       GPT-2 small, batches of 32 × 1024 tokens, on a GPU
-    python -m benchmarks.gpt_gpu --tiny                what it does elsewhere: a tiny model, to see that it runs
+    python -m benchmarks.gpt_gpu --tiny                the default without a GPU: a tiny model, to see that it runs
     python -m benchmarks.gpt_gpu --seconds 60          measure longer
     python -m benchmarks.gpt_gpu --without torch       leave a contender out
 
-All use bfloat16 for the computation, float32 for the parameters, and AdamW. Tokens are random; speed does not depend on
-them. The JAX steps start from the same weights, and so from the same loss. "The same, tuned" is hand-written JAX with
-the changes that examples/gpt/model.py explains (see raw.py): what remains between it and nnx is the library. PyTorch
-takes part where it is installed and there is a GPU.
+All contenders compute in bfloat16 with float32 parameters, and use AdamW. Tokens are random, because speed does not
+depend on them. The JAX steps start from the same weights, and therefore from the same loss. "The same, tuned" is
+hand-written JAX with the changes that examples/gpt/model.py explains (see raw.py): any remaining difference to nnx is
+the library's. PyTorch takes part if it is installed and there is a GPU.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def adamw(mask: Any) -> optax.GradientTransformation:
 
 
 def make_ours(setting: Setting) -> Callable[[], jax.Array]:
-    """One step of the model in examples/gpt."""
+    """Makes the training step of the model in examples/gpt."""
     model = GPT(setting.config, ctx=nnx.context(0))
     optimizer = nnx.Optimizer(model, adamw(decayed))
     tokens = random_tokens(setting)
@@ -74,7 +74,7 @@ def make_ours(setting: Setting) -> Callable[[], jax.Array]:
 
 
 def make_raw(setting: Setting, tuned: bool = False) -> Callable[[], jax.Array]:
-    """One step over dicts, from the same weights."""
+    """Makes the step over dicts, starting from the same weights."""
     params = raw.from_model(nested_params(GPT(setting.config, ctx=nnx.context(0))))
     tx = adamw(raw.decayed)
     opt_state = tx.init(params)
@@ -94,7 +94,7 @@ def nested_params(model: GPT) -> dict[str, Any]:
 
 
 def make_torch(setting: Setting) -> Callable[[], Any]:
-    """One step in PyTorch."""
+    """Makes the step in PyTorch."""
     from benchmarks.gpt_gpu.torch_step import make_contender
 
     config = setting.config
@@ -112,7 +112,7 @@ CONTENDERS: dict[str, Callable[[Setting], Callable[[], Any]]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model; the default where there is no GPU")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model; the default without a GPU")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long to measure, in all")
     parser.add_argument("--without", action="append", default=[], choices=CONTENDERS, help="leave this one out")
     args = parser.parse_args()

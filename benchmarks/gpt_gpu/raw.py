@@ -1,9 +1,9 @@
-"""The step a careful person writes without a library: parameters in dicts, layers in a Python loop.
+"""The step a careful person would write without a library: parameters in dicts, layers in a Python loop.
 
-Computation is in bfloat16 with parameters in float32, with cuDNN's attention on a GPU, bfloat16 logits, and a
-cross-entropy whose gradient is written by hand and so keeps nothing but the logits. `tuned` adds the two things that
-examples/gpt does beyond that: positions looked up for each text, and a gelu that is computed again in the backward
-pass. `from_model` takes the weights of the nnx model, so that the two can be compared number by number.
+Computes in bfloat16 with float32 parameters, cuDNN attention on a GPU, bfloat16 logits, and a cross-entropy with a
+hand-written gradient that keeps nothing but the logits. `tuned` adds the two things that examples/gpt does beyond that:
+positions looked up for each text, and a gelu that is recomputed in the backward pass. `from_model` takes the weights of
+the nnx model, so that the two can be compared number by number.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ DTYPE = jnp.bfloat16
 
 
 def from_model(params: dict[str, Any]) -> Params:
-    """A copy of the parameters of `examples.gpt.model.GPT`, given as nested dicts, one dict per layer."""
+    """Copies the parameters of `examples.gpt.model.GPT` into nested dicts, one dict per layer."""
     blocks = params["blocks"]["scan_module"]
     attention = blocks["attention"]
     depth, width = blocks["norm1"]["scale"].shape
@@ -64,7 +64,7 @@ def _block(params: Params, x: jax.Array, implementation: str, gelu: Any) -> jax.
 
 
 def logits(params: Params, tokens: jax.Array, tuned: bool) -> jax.Array:
-    """`[batch, length, vocab]` in bfloat16."""
+    """Returns `[batch, length, vocab]` in bfloat16."""
     implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     vectors = params["position"][positions if tuned else slice(tokens.shape[1])]
@@ -78,7 +78,7 @@ def logits(params: Params, tokens: jax.Array, tuned: bool) -> jax.Array:
 
 @jax.custom_vjp
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean cross-entropy."""
+    """Returns the mean cross-entropy."""
     return _forward(logits, targets)[0]
 
 
@@ -103,12 +103,12 @@ def loss(params: Params, tokens: jax.Array, tuned: bool) -> jax.Array:
 
 
 def decayed(params: Params) -> Any:
-    """True for what weight decay applies to: matrices, not biases and norms."""
+    """Returns true for what weight decay applies to: matrices, not biases and norms."""
     return jax.tree.map_with_path(lambda path, _: path[-1] not in (DictKey("bias"), DictKey("scale")), params)
 
 
 def make_step(tx: optax.GradientTransformation, tuned: bool, compiler_options: dict[str, Any]) -> Any:
-    """`step(params, opt_state, tokens)` gives the new parameters, optimizer state and the loss."""
+    """Makes `step(params, opt_state, tokens)`, which returns the new parameters, optimizer state and loss."""
 
     def step(params: Params, opt_state: Any, tokens: jax.Array) -> tuple[Params, Any, jax.Array]:
         value, grads = jax.value_and_grad(loss)(params, tokens, tuned)

@@ -1,6 +1,6 @@
 """The same step in PyTorch: `torch.compile`, scaled-dot-product attention, bfloat16 autocast, fused AdamW.
 
-The model is that of nanoGPT, with one matrix for queries, keys and values, as PyTorch does it best.
+The model is that of nanoGPT, with one matrix for queries, keys and values, which suits PyTorch best.
 """
 
 from collections.abc import Callable
@@ -64,7 +64,7 @@ class Pending:
 
 
 def make_contender(sizes: tuple[int, int, int, int, int], batch: int, rate: float, decay: float) -> Callable[[], Any]:
-    """A function that does one step on its own random tokens; `sizes` are vocab, context, layers, heads, width."""
+    """Makes a function that runs one step on random tokens; `sizes` are vocab, context, layers, heads, width."""
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     model = GPT(*sizes).cuda()

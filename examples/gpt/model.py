@@ -1,8 +1,9 @@
-"""GPT: a decoder-only Transformer of the shape of GPT-2, from built-in layers.
+"""GPT: a decoder-only Transformer with the shape of GPT-2, made of built-in layers.
 
-The blocks are one Module whose parameters are stacked along a first axis of layers, and `nnx.Scan` runs over it: the
-block is traced and compiled once, however deep the model. The token table also serves as the last layer. With `decode`
-the keys and values of earlier tokens come from a cache, so that a new token costs one position and not the whole text.
+The blocks are one Module whose parameters are stacked along a leading axis of layers, and `nnx.Scan` runs over it: the
+block is traced and compiled once, however deep the model. The token table also serves as the output layer. With
+`decode`, the keys and values of earlier tokens come from a cache, so a new token costs one position instead of the
+whole text.
 """
 
 import dataclasses
@@ -25,16 +26,16 @@ class Config:
     heads: int = 12
     width: int = 768
     dropout: float = 0.0
-    dtype: Any = None  # of the computation; jnp.bfloat16 on a GPU. Parameters are float32
-    unroll: int = 1  # blocks per iteration of the compiled loop; more compile longer and may run faster
+    dtype: Any = None  # the computation dtype: jnp.bfloat16 on a GPU. Parameters are float32
+    unroll: int = 1  # blocks per iteration of the compiled loop; more of them compile longer and may run faster
 
 
 GPU_OPTIONS = {  # for XLA's compiler, which ignores them elsewhere
     "xla_gpu_enable_triton_gemm": False,  # cuBLAS is faster at these sizes
-    "xla_gpu_dot_merger_threshold_mb": 0,  # queries, keys and values as three products: nothing to cut apart afterwards
+    "xla_gpu_dot_merger_threshold_mb": 0,  # queries, keys and values as three products: nothing to split afterwards
 }
 
-gelu = jax.checkpoint(nnx.gelu)  # computed again for its gradient: cheaper than keeping, and reading, what that needs
+gelu = jax.checkpoint(nnx.gelu)  # recomputed for its gradient, which is cheaper than storing and reading intermediates
 
 
 class Block(nnx.Module):
@@ -83,13 +84,13 @@ class GPT(nnx.Module):
         self.norm = nnx.LayerNorm(config.width, epsilon=1e-5, dtype=dtype, ctx=ctx)
 
     def __call__(self, tokens: jax.Array, *, decode: bool = False, ctx: nnx.Context | None = None) -> jax.Array:
-        """Logits of the token after each one; `decode` continues the text that is in the cache."""
+        """Returns the logits of the token after each one; `decode` continues the text that is in the cache."""
         length = tokens.shape[1]
         if decode:
             positions = self.cache.positions(length)[0]  # [batch, length], as in layer 0
         else:
-            # Looked up for each text, though all have the same. Otherwise the gradient is a sum over texts, and on GPUs
-            # XLA lays out every activation of the model to suit that one sum: a step then takes 8% longer.
+            # Looked up for each text, though they are all the same. Otherwise the gradient is a sum over texts, and on
+            # GPUs XLA lays out every activation of the model to suit that one sum: a step then takes 8% longer.
             positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
         x = self.position(self.embed(tokens), positions)  # [batch, length, width]
         x, _ = self.blocks(x, None, decode, ctx)
@@ -97,7 +98,7 @@ class GPT(nnx.Module):
 
     @property
     def cache(self) -> nnx.KVCache:
-        """Keys and values of all layers, `[layers, batch, context, heads, head_dim]`."""
+        """The keys and values of all layers, `[layers, batch, context, heads, head_dim]`."""
         return self.blocks.scan_module.attention.cache
 
     def init_cache(self, batch: int) -> None:
@@ -108,9 +109,9 @@ class GPT(nnx.Module):
 
 @jax.custom_vjp
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean over all positions of the negative logarithm of the target's probability, summed in float32.
+    """Returns the mean negative log-probability of the targets over all positions, summed in float32.
 
-    The gradient is written by hand: it needs the logits alone, which may stay in bfloat16, where automatic
+    The gradient is written by hand: it needs only the logits, which can stay in bfloat16, where automatic
     differentiation would keep several float32 arrays of their size. They are the largest array of a training step.
     """
     return _cross_entropy_forward(logits, targets)[0]
@@ -133,13 +134,13 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def decayed(params: nnx.State) -> nnx.State:
-    """What weight decay applies to: true for matrices, false for biases and norms."""
+    """Returns what weight decay applies to: true for matrices, false for biases and norms."""
     return params.map(lambda path, _: path.endswith(("kernel", "embedding")))
 
 
-@nnx.jit(static_argnames="length", stateful=False)  # the cache goes when the text is there
+@nnx.jit(static_argnames="length", stateful=False)  # the cache is discarded afterwards
 def continue_texts(model: GPT, prompts: jax.Array, ctx: nnx.Context, *, length: int, temperature: float = 1.0):
-    """`length` more tokens for each prompt, `[batch, length]`, drawn one at a time with the cache."""
+    """Returns `length` more tokens for each prompt, `[batch, length]`, drawn one at a time with the cache."""
     model.init_cache(prompts.shape[0])
     logits = model(prompts, decode=True)[:, -1]  # [batch, vocab]
 

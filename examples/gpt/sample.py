@@ -1,9 +1,10 @@
-"""Writes text with a model that train.py has trained, one byte at a time, with the cache of keys and values.
+"""Writes text with a model trained by train.py, one byte at a time, using the cache of keys and values.
 
     python examples/gpt/sample.py
     python examples/gpt/sample.py --size mini --prompt "class " --length 500 --temperature 0.7
 
-What follows ▶ is the model's. A text may be longer than the model's context: it then goes on from its last half.
+The text after ▶ is written by the model. A text can be longer than the model's context: it then continues from its
+last half.
 """
 
 import argparse
@@ -22,15 +23,15 @@ parser.add_argument("--size", default="gpt2" if jax.default_backend() == "gpu" e
 parser.add_argument("--prompt", default="def ")
 parser.add_argument("--length", type=int, default=300, help="how many bytes to write")
 parser.add_argument("--number", type=int, default=2, help="how many texts")
-parser.add_argument("--temperature", type=float, default=0.8, help="below 1, likely bytes are preferred")
+parser.add_argument("--temperature", type=float, default=0.8, help="values below 1 favor likely bytes")
 parser.add_argument("--seed", type=int, default=0)
-parser.add_argument("--smoke", action="store_true", help="from the checkpoint of train.py --smoke")
+parser.add_argument("--smoke", action="store_true", help="use the checkpoint of train.py --smoke")
 args = parser.parse_args()
 if args.smoke:
     args.length = 96
 folder = pathlib.Path(__file__).parent.parent / "output" / ("gpt-smoke" if args.smoke else f"gpt-{args.size}")
 
-# The checkpoint holds the optimizer with the model in it; of these, the model is wanted.
+# The checkpoint holds the optimizer, which contains the model. Only the model is needed.
 
 config = Config(**json.loads((folder / "config.json").read_text()))
 model = GPT(config, ctx=nnx.context(0))

@@ -1,12 +1,12 @@
-"""Trains a GPT of the shape of GPT-2 on text that comes with every Python: its documentation and its library's sources.
+"""Trains a GPT with the shape of GPT-2 on text that comes with every Python: its documentation and library sources.
 
     python examples/gpt/train.py                                     GPT-2 small on a GPU, a tiny one on a CPU
-    python examples/gpt/train.py --steps 2000 --resume               train on from the last checkpoint
+    python examples/gpt/train.py --steps 2000 --resume               continue training from the last checkpoint
     python examples/gpt/train.py --size gpt2 --synthetic             random tokens and GPT-2's vocabulary: the speed
     python examples/gpt/sample.py                                    text from the last checkpoint
 
-Tokens are bytes. Prints the loss, tokens per second and, on GPUs whose speed is known, how much of it was used (MFU).
-Checkpoints, metrics and a plot of the loss go to examples/output/gpt-SIZE/.
+Tokens are bytes. Prints the loss, tokens per second and, on GPUs whose peak speed is known, the fraction of it that was
+used (MFU). Checkpoints, metrics and a plot of the loss go to examples/output/gpt-SIZE/.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SIZES = {  # layers, heads, width, context, batch
     "gpt2": (12, 12, 768, 1024, 32),
     "gpt2-medium": (24, 16, 1024, 1024, 16),
 }
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bfloat16, by the vendor's data sheets
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bfloat16, from the vendor's data sheets
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--size", choices=SIZES, default="gpt2" if on_gpu else "tiny")
@@ -42,7 +42,7 @@ parser.add_argument("--length", type=int, help="tokens per text")
 parser.add_argument("--steps", type=int, default=1000)
 parser.add_argument("--rate", type=float, help="the highest learning rate")
 parser.add_argument("--synthetic", action="store_true", help="random tokens and GPT-2's vocabulary, to measure speed")
-parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
 parser.add_argument("--no-checkpoint", action="store_true", help="save nothing")
 parser.add_argument("--smoke", action="store_true", help="a short run, for the tests")
 args = parser.parse_args()
@@ -54,7 +54,7 @@ rate = args.rate or min(3e-3, 0.5 / width)  # 6e-4 for GPT-2 small
 name = "smoke" if args.smoke else args.size + ("-synthetic" if args.synthetic else "")
 output = pathlib.Path(__file__).parent.parent / "output" / f"gpt-{name}"
 
-# The data: bytes. Every twentieth file is held out, so that what is measured was not read in training.
+# The data: bytes. Every twentieth file is held out, so that the loss is measured on text not seen in training.
 
 
 def read_texts() -> tuple[bytes, bytes]:
@@ -69,7 +69,7 @@ def read_texts() -> tuple[bytes, bytes]:
 
 
 if args.synthetic:
-    vocab = 50304  # GPT-2's 50257, padded: products of whole tiles are faster
+    vocab = 50304  # GPT-2's 50257, padded because products of whole tiles are faster
     train = np.random.default_rng(0).integers(0, vocab, 2_000_000, np.uint16)
     valid = np.random.default_rng(1).integers(0, vocab, 200_000, np.uint16)
 else:
@@ -119,7 +119,7 @@ def held_out_loss() -> float:
 
 
 # Speed: a token costs six operations per parameter (two of them forward), and twelve per layer, feature and position
-# in attention, counted without its causal half, as everybody does.
+# in attention, ignoring that causality halves it, as is customary.
 
 flops_per_token = 6 * (nnx.count_params(model) - length * width) + 12 * layers * width * length
 device = jax.devices()[0].device_kind
@@ -150,7 +150,7 @@ print(
 every = max(1, args.steps // (2 if args.smoke else 10))
 first_loss = final_loss = held_out_loss()
 speeds = []
-began, counted = time.perf_counter(), 0  # the time since the last report, without the first step, which compiles
+began, counted = time.perf_counter(), 0  # the time since the last report, excluding the first step, which compiles
 with nnx.TrainLog(total=args.steps, path=output, name="gpt", interval=5) as log:
     for step in range(start, args.steps):
         loss = train_step(optimizer, train_batch(step))
