@@ -244,3 +244,49 @@ from nnx.interop.safetensors import load_safetensors as load_safetensors
 from nnx.interop.safetensors import save_safetensors as save_safetensors
 
 __version__ = "0.1.0"
+
+# What `from nnx import *` takes. `nnx.Any` and `nnx.Sequence` are left out: they would shadow the names of `typing` and
+# `collections.abc`, which most files that import everything use as well.
+# fmt: off
+__all__ = [
+    # core
+    "All", "BatchStat", "buffers", "Cache", "Container", "ContainerMetadata", "Context", "context", "ContextDef",
+    "dataclass", "Dict", "field", "Filter", "Intermediate", "is_node", "Module", "ModuleDef", "Node", "node",
+    "node_field", "Not", "OfType", "Param", "param", "param_field", "PathMatches", "Pure", "PureContext", "PureModule",
+    "Pytree", "Ref", "register_node_type", "set_mode", "State", "Static", "static", "static_field", "TraceContextError",
+    "TreeNode", "var", "var_field", "Variable", "with_metadata", "with_partitioning",
+    # sharding
+    "data_parallel_rules", "fsdp_rules", "fsdp_tensor_parallel_rules", "get_logical_axis_rules", "get_partition_spec",
+    "init_sharded", "logical_axis_rules", "logical_to_mesh", "logical_to_mesh_axes", "logical_to_mesh_sharding",
+    "name_axes", "PARTITION_NAME", "RulesFallback", "set_logical_axis_rules", "shard", "sharding_report",
+    "ShardingReport", "tensor_parallel_rules", "with_logical_constraint", "with_logical_partitioning",
+    # transforms
+    "cond", "custom_jvp", "custom_vjp", "eval_shape", "fori_loop", "grad", "hessian", "jacfwd", "jacrev", "jit", "jvp",
+    "linearize", "Remat", "remat", "Scan", "scan", "shard_map", "switch", "value_and_grad", "vjp", "Vmap", "vmap",
+    "while_loop",
+    # nn
+    "adaptive_avg_pool", "adaptive_max_pool", "AdaptiveAvgPool", "AdaptiveMaxPool", "add_lora", "apply_rotary",
+    "attention_implementation", "avg_pool", "AvgPool", "BatchNorm", "Bidirectional", "Bilinear", "celu",
+    "combine_masks", "Conv", "ConvLSTMCell", "ConvTranspose", "dot_product_attention", "Dropout", "DropPath", "Einsum",
+    "elu", "Embed", "GaussianNoise", "gelu", "get_scaled_dot_general_config", "global_avg_pool", "global_max_pool",
+    "GlobalAvgPool", "GlobalMaxPool", "glu", "GroupNorm", "GRUCell", "hard_sigmoid", "hard_silu", "hard_swish",
+    "hard_tanh", "Identity", "identity", "initializers", "InstanceNorm", "KVCache", "LayerNorm", "leaky_relu",
+    "LearnedPositionEmbed", "Linear", "LinearGeneral", "LinearScaling", "Llama3Scaling", "log1mexp", "log_sigmoid",
+    "log_softmax", "logmeanexp", "logsumexp", "LoRA", "LoRALinear", "LoRALinearGeneral", "LoRAParam", "LSTMCell",
+    "make_attention_mask", "make_causal_mask", "make_padding_mask", "make_segment_mask", "make_sliding_window_mask",
+    "max_pool", "MaxPool", "merge_lora", "min_pool", "MinPool", "mish", "MLP", "MultiHeadAttention", "NTKScaling",
+    "one_hot", "OptimizedLSTMCell", "pool", "PReLU", "relu", "relu6", "RMSNorm", "RNN", "RNNCellBase",
+    "RotaryEmbedding", "RotaryScaling", "scaled_dot_general", "scaled_matmul", "selu", "sigmoid", "silu", "SimpleCell",
+    "sinusoidal_positions", "SinusoidalPositionEmbed", "soft_sign", "softmax", "softplus", "sparse_plus",
+    "sparse_sigmoid", "SpectralNorm", "squareplus", "standardize", "swish", "tanh", "Upsample", "WeightNorm",
+    "YaRNScaling",
+    # training
+    "Accuracy", "Average", "CheckpointEntry", "CheckpointError", "CheckpointManager", "EMA", "EmaState", "load",
+    "LoadReport", "Metric", "MetricState", "MultiMetric", "Optimizer", "OptState", "save", "Statistics", "TrainState",
+    "Welford",
+    # inspection
+    "count_params", "display", "plot_metrics", "read_metrics", "summary", "tensorboard_sink", "TrainLog", "wandb_sink",
+    # interop
+    "checkpoint_entries", "load_safetensors", "save_safetensors",
+]
+# fmt: on

@@ -113,11 +113,42 @@ def test_private_jax_is_used_in_one_file_only(file: Path):
     assert not private
 
 
+def names_imported_by_the_root() -> set[str]:
+    """Every name that `nnx/__init__.py` imports for its users."""
+    body = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")).body
+    return {alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+
+
 def test_the_public_surface_has_no_private_names():
     import nnx
 
-    assert all(not name.startswith("_") or name == "__version__" for name in getattr(nnx, "__all__", []))
+    assert all(not name.startswith("_") for name in nnx.__all__)
     assert nnx.__version__
+
+
+def test_all_lists_every_public_name_once_except_those_that_shadow_typing():
+    import nnx
+
+    assert sorted(nnx.__all__) == sorted(names_imported_by_the_root() - {"Any", "Sequence"})
+
+
+def test_a_star_import_shadows_neither_any_nor_sequence_and_brings_no_room():
+    import collections.abc
+    import typing
+
+    namespace: dict[str, object] = {}
+    exec("from typing import Any\nfrom collections.abc import Sequence\nfrom nnx import *", namespace)
+    assert namespace["Any"] is typing.Any
+    assert namespace["Sequence"] is collections.abc.Sequence
+    assert not namespace.keys() & set(ROOMS)
+    assert {"Module", "Param", "jit", "Linear", "Optimizer"} <= namespace.keys()
+
+
+def test_the_names_that_a_star_import_leaves_out_are_still_public():
+    import nnx
+
+    assert issubclass(nnx.Sequence, nnx.Module)
+    assert callable(nnx.Any(nnx.Param, nnx.BatchStat))
 
 
 OPTIONAL = (

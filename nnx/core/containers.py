@@ -4,7 +4,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from nnx.core.attributes import assign, holds_modules, place, wrappers
 from nnx.core.errors import BAD_KEY, HOLE_IN_SEQUENCE, MISSING_ITEM
@@ -75,8 +75,14 @@ class Dict(Module, MutableMapping[str, Any]):
     def _nnx_reserves(cls, name: str) -> bool:
         return hasattr(Dict, name)
 
-    __hash__ = Module.__hash__  # pyright: ignore[reportAssignmentType]  (a Mapping has none, a Module its identity)
-    __eq__ = Module.__eq__  # pyright: ignore[reportAssignmentType]
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __hash__(self) -> int: ...
+        def __eq__(self, other: object, /) -> bool: ...
+    else:
+        __hash__ = Module.__hash__  # a Mapping has none and compares by content; a Module is its identity
+        __eq__ = Module.__eq__
 
 
 class Sequence(Module, MutableSequence[Any]):
@@ -188,8 +194,13 @@ class Sequence(Module, MutableSequence[Any]):
             out = item(*args, **kwargs, **extra)
         return out if len(self) or out is not None else args
 
-    __hash__ = Module.__hash__
-    __eq__ = Module.__eq__
+    if TYPE_CHECKING:
+
+        def __hash__(self) -> int: ...
+        def __eq__(self, other: object, /) -> bool: ...
+    else:
+        __hash__ = Module.__hash__
+        __eq__ = Module.__eq__
 
 
 def _with_kind(sequence: Sequence, i: int) -> Any:

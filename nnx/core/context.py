@@ -159,6 +159,8 @@ class ContextDef:
 
     __slots__ = ("_flags", "streams")
 
+    streams: tuple[str, ...]
+
     def __init__(self, flags: Mapping[str, Any], streams: tuple[str, ...]):
         # a snapshot: the caller's values may change
         self._flags = tuple([(name, Frozen(own_copy(value), f"flags[{name!r}]")) for name, value in flags.items()])

@@ -67,7 +67,7 @@ def param_field(
 
 
 def var_field(
-    variable_type: type[Variable],
+    variable_type: type[Variable[Any]],
     default: Any = NO_DEFAULT,
     *,
     default_factory: Any = NO_DEFAULT,

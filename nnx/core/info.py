@@ -97,6 +97,8 @@ class Version:
 
     __slots__ = ("count",)
 
+    count: int
+
     def __init__(self) -> None:
         self.count = 0
 

@@ -10,12 +10,12 @@ import dataclasses
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, overload
 
 from nnx.core.attributes import assign, settle, variable_of
 from nnx.core.errors import DICT_REPLACED, MODULE_TO_RAW_JAX, NOT_A_MODULE_CLASS, RESERVED_NAME
 from nnx.core.fields import constructor_signature, prepare_dataclass
-from nnx.core.filters import classify
+from nnx.core.filters import Filter, classify
 from nnx.core.graph import build, depth_first, flat_of, number_modules, refuse_pytree
 from nnx.core.info import MODULE, Absent, ModuleBase, absent, join, new_module, segment_of
 from nnx.core.modes import set_mode
@@ -42,8 +42,9 @@ else:
 class ModuleType(_ProtocolType):
     """The metaclass of Modules: looks over the attributes once the constructor has returned."""
 
-    __instancecheck__ = abc.ABCMeta.__instancecheck__
-    __subclasscheck__ = abc.ABCMeta.__subclasscheck__
+    if not TYPE_CHECKING:  # a checker sees an ABCMeta already
+        __instancecheck__ = abc.ABCMeta.__instancecheck__
+        __subclasscheck__ = abc.ABCMeta.__subclasscheck__
 
     def __call__(cls: type[M], *args: Any, **kwargs: Any) -> M:  # pyright: ignore[reportGeneralTypeIssues]
         is_dataclass = cls._nnx_is_dataclass
@@ -103,7 +104,7 @@ class Module(ModuleBase, metaclass=ModuleType):
     _nnx_is_dataclass: ClassVar[bool | None] = None
     _nnx_free_names: ClassVar[set[str]] = set()  # names that were looked for on the class, and are not there
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._nnx_is_dataclass = None
         cls._nnx_free_names = set()
@@ -173,7 +174,7 @@ class Module(ModuleBase, metaclass=ModuleType):
 
     # Splitting
 
-    def partition(self, *filters: Any) -> Pure[Any]:
+    def partition(self, *filters: Filter) -> Pure[Self]:
         """`(state, moduledef)`; with several filters `((state1, state2, ...), moduledef)`.
 
         Args:
@@ -183,7 +184,7 @@ class Module(ModuleBase, metaclass=ModuleType):
           ValueError: a node matches no filter.
         """
         flat = flat_of(self)
-        moduledef = ModuleDef(flat.key, flat.statics)
+        moduledef: ModuleDef[Self] = ModuleDef(flat.key, flat.statics)
         if not filters:
             return Pure(flat.state(), moduledef)
         return Pure(flat.state().partition(*filters), moduledef)
@@ -192,13 +193,19 @@ class Module(ModuleBase, metaclass=ModuleType):
         """All state, as one State."""
         return flat_of(self).state()
 
-    def get_module_def(self) -> ModuleDef:
+    def get_module_def(self) -> ModuleDef[Self]:
         """The static half, as one ModuleDef."""
         flat = flat_of(self)
         return ModuleDef(flat.key, flat.statics)
 
-    def filter(self, *filters: Any) -> Any:
-        """The State that matches; one per filter. What matches none is left out.
+    @overload
+    def filter(self, filter: Filter, /) -> State: ...
+    @overload
+    def filter(self, first: Filter, second: Filter, /, *more: Filter) -> tuple[State, ...]: ...
+    def filter(self, *filters: Filter) -> State | tuple[State, ...]:
+        """Returns the part of the state that matches, as one State per filter.
+
+        Unlike `partition`, the filters need not cover everything: entries that match no filter are dropped.
 
         Raises:
           ValueError: no filter was given.
@@ -219,7 +226,11 @@ class Module(ModuleBase, metaclass=ModuleType):
             states.append(State.from_layout(Layout.of(tuple([paths[i] for i in chosen])), [leaves[i] for i in chosen]))
         return states[0] if len(states) == 1 else tuple(states)
 
-    def pop_state(self, *filters: Any) -> Any:
+    @overload
+    def pop_state(self, filter: Filter, /) -> State: ...
+    @overload
+    def pop_state(self, first: Filter, second: Filter, /, *more: Filter) -> tuple[State, ...]: ...
+    def pop_state(self, *filters: Filter) -> State | tuple[State, ...]:
         """Removes what matches from the Module and returns it; one State per filter.
 
         Raises:
@@ -340,7 +351,7 @@ class Module(ModuleBase, metaclass=ModuleType):
     def _nnx_set_item(self, segment: str, value: Any) -> None:
         setattr(self, segment, value)
 
-    def sow(self, variable_type: type[Variable], name: str, value: Any) -> None:
+    def sow(self, variable_type: type[Variable[Any]], name: str, value: Any) -> None:
         """Appends a value to the tuple held in a variable of that type, making it on first use.
 
         Raises:

@@ -1,7 +1,7 @@
 """ModuleDef: the static half of a Module, and how a Module is built from it and a State."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
@@ -17,6 +17,8 @@ from nnx.core.trees import can_change, own
 from nnx.core.updates import update
 from nnx.core.variables import Container, Spec
 
+M = TypeVar("M")
+
 
 class Difference(NamedTuple):
     """One path at which two ModuleDefs differ."""
@@ -29,7 +31,7 @@ class Difference(NamedTuple):
         return f"{self.path or '(root)'}: {self.before} -> {self.after}"
 
 
-class ModuleDef:
+class ModuleDef(Generic[M]):
     """The static half of a Module: classes, static values, sharing, and the paths and types of its variables.
 
     Hashable, comparable, and a pytree without leaves. Two Modules built by the same code have equal ModuleDefs.
@@ -47,7 +49,7 @@ class ModuleDef:
         self._key = key
         self._statics = statics
 
-    def merge(self, *states: Any) -> Any:
+    def merge(self, *states: Any) -> M:
         """A new Module from this structure and the States; values from later States win.
 
         Variables the States have and the structure has not become attributes; those no State has are absent.
@@ -91,13 +93,13 @@ class ModuleDef:
         """
 
         def run(find: Any, args: Any, kwargs: Any) -> Any:
-            module = self.merge(*states)
+            module: Any = self.merge(*states)
             out = find(module)(*args, **kwargs)
             return out, Pure(module.get_state(), module.get_module_def())
 
         return Access(run)
 
-    def diff(self, other: "ModuleDef", prefixes: Sequence[str] = ("",)) -> list[Difference]:
+    def diff(self, other: "ModuleDef[Any]", prefixes: Sequence[str] = ("",)) -> list[Difference]:
         """The paths that differ, and how; empty when the two are equal."""
         if self == other:
             return []
@@ -182,7 +184,7 @@ def _strip_keys(table: tuple[Any, ...]) -> tuple[Any, ...]:
     return roots, stripped, ref_cells
 
 
-def _unpickle_def(table: tuple[Any, ...], statics: Statics) -> ModuleDef:
+def _unpickle_def(table: tuple[Any, ...], statics: Statics) -> ModuleDef[Any]:
     roots, modules, ref_cells = table
     freezer = Freezer(lambda module: None, arrays_inside=True)  # what they hold was checked when they were frozen
     keys = [freezer.key(value) for value in statics.values]  # in the order of the walk: mutable values are numbered

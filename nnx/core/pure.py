@@ -1,8 +1,8 @@
 """Pure: a Module as the pair of its States and its ModuleDef, which any JAX API can take."""
 
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
-from nnx.core.filters import describe
+from nnx.core.filters import Filter, describe
 from nnx.core.proxies import Access
 from nnx.core.state import State
 from nnx.core.updates import to_states
@@ -24,7 +24,7 @@ class Pure(NamedTuple, Generic[M]):
     """
 
     states: Any
-    moduledef: "ModuleDef"
+    moduledef: "ModuleDef[M]"
 
     def merge(self) -> M:
         """A new Module from this structure and these States."""
@@ -44,15 +44,23 @@ class Pure(NamedTuple, Generic[M]):
         """All States in one."""
         return State.merge(*_tuple(self.states))
 
-    def filter(self, *filters: Any) -> Any:
-        """One State per filter; what matches none is left out."""
+    @overload
+    def filter(self, filter: Filter = ..., /) -> State: ...
+    @overload
+    def filter(self, first: Filter, second: Filter, /, *more: Filter) -> tuple[State, ...]: ...
+    def filter(self, *filters: Filter) -> State | tuple[State, ...]:
+        """Returns one State per filter; entries that match no filter are left out."""
         return self.get_state().filter(*filters)
 
-    def partition(self, *filters: Any) -> "Pure[M]":
+    def partition(self, *filters: Filter) -> "Pure[M]":
         """The same Module with its State split by the filters; everything must match."""
         return Pure(self.get_state().partition(*filters), self.moduledef)
 
-    def pop_state(self, *filters: Any) -> tuple[Any, "Pure[M]"]:
+    @overload
+    def pop_state(self, filter: Filter, /) -> "tuple[State, Pure[M]]": ...
+    @overload
+    def pop_state(self, first: Filter, second: Filter, /, *more: Filter) -> "tuple[tuple[State, ...], Pure[M]]": ...
+    def pop_state(self, *filters: Filter) -> "tuple[State | tuple[State, ...], Pure[M]]":
         """`(states, rest)`: what matches the filters, and a Pure without it."""
         if not filters:
             raise ValueError(

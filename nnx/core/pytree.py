@@ -82,7 +82,7 @@ class Pytree(metaclass=PytreeType):
     _nnx_closed: bool
     _nnx_statics: Any
 
-    def __init_subclass__(cls, mutable: bool | None = None, **kwargs: Any):
+    def __init_subclass__(cls, mutable: bool | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if mutable is not None:
             cls._nnx_mutable = mutable

@@ -5,7 +5,7 @@ a write goes to all of them. Owners are held weakly: `(weak reference to the Mod
 """
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, REF_AT_OTHER_LEVEL, TraceContextError
 from nnx.core.info import ModuleBase, Version
@@ -14,6 +14,8 @@ from nnx.core.ties import is_container
 from nnx.core.trace import current_level, same_level
 from nnx.core.trees import fresh
 from nnx.core.variables import Container, Node, Spec, refuse_modules
+
+T = TypeVar("T")
 
 
 class Ref:
@@ -32,6 +34,12 @@ class Ref:
 
     __slots__ = ("_spec", "_level", "_owners", "version", "__dict__", "__weakref__")
     _nnx_holds_state = True
+
+    version: Version
+
+    if TYPE_CHECKING:  # to a type checker `Ref(Param(x))` has the type of `x`, as `Param(x)` itself
+
+        def __new__(cls, container: T) -> T: ...
 
     def __init__(self, container: Any):
         if isinstance(container, Ref):

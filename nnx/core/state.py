@@ -6,11 +6,11 @@ of a State, interned with what is computed from it once: a State is then a layou
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 
-from nnx.core.filters import classify
+from nnx.core.filters import Filter, classify
 from nnx.core.info import segment_order
 from nnx.core.repr import short
 from nnx.core.variables import values_equal
@@ -144,7 +144,11 @@ class State(Mapping[str, Any]):
             merged.update(zip(state._layout.paths, state._leaves, strict=True))
         return State(merged)
 
-    def partition(self, *filters: Any) -> "State | tuple[State, ...]":
+    @overload
+    def partition(self, filter: Filter = ..., /) -> "State": ...
+    @overload
+    def partition(self, first: Filter, second: Filter, /, *more: Filter) -> "tuple[State, ...]": ...
+    def partition(self, *filters: Filter) -> "State | tuple[State, ...]":
         """One State per filter; the first match wins, and everything must match.
 
         Raises:
@@ -152,7 +156,11 @@ class State(Mapping[str, Any]):
         """
         return self._split(filters, exhaustive=True)
 
-    def filter(self, *filters: Any) -> "State | tuple[State, ...]":
+    @overload
+    def filter(self, filter: Filter = ..., /) -> "State": ...
+    @overload
+    def filter(self, first: Filter, second: Filter, /, *more: Filter) -> "tuple[State, ...]": ...
+    def filter(self, *filters: Filter) -> "State | tuple[State, ...]":
         """One State per filter; what matches none is left out."""
         return self._split(filters, exhaustive=False)
 

@@ -366,6 +366,9 @@ class Statics:
 
     __slots__ = ("values", "mutables", "_own")
 
+    values: tuple[Any, ...]
+    mutables: tuple[Any, ...]
+
     def __init__(self, values: tuple[Any, ...], mutables: tuple[Any, ...], own: tuple[bool, ...]):
         self.values = values
         self.mutables = mutables

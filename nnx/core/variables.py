@@ -23,6 +23,7 @@ from nnx.core.statics import Frozen, own_copy
 from nnx.core.trees import find_module, leaf_types
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 class Spec:
@@ -34,7 +35,7 @@ class Spec:
 
     __slots__ = ("type", "metadata", "on_set", "is_plain", "is_slotted", "has_mutable", "__weakref__")
 
-    type: "type[Container]"
+    type: "type[Container[Any]]"
     metadata: Mapping[str, Any]
     on_set: Callable[[Any, Mapping[str, Any]], Any] | None
     is_plain: bool  # whether an array can be stored as it is
@@ -42,7 +43,7 @@ class Spec:
     has_mutable: bool  # whether an entry of the metadata is a list or the like, which readers must not share
 
     @staticmethod
-    def of(container_type: "type[Container]", metadata: dict[str, Any]) -> "Spec":
+    def of(container_type: "type[Container[Any]]", metadata: dict[str, Any]) -> "Spec":
         plain = len(metadata) == 1 and metadata.get("sharding", 0) is None  # nearly all: remembered on the class
         if plain and "_nnx_plain" in container_type.__dict__:
             return container_type.__dict__["_nnx_plain"]
@@ -121,6 +122,9 @@ class ContainerMetadata(Generic[T]):
 
     __slots__ = ("value", "metadata")
 
+    value: T
+    metadata: dict[str, Any]
+
     def __init__(self, value: T, metadata: Mapping[str, Any]):
         self.value = value
         self.metadata = dict(metadata)
@@ -147,8 +151,8 @@ class Container(Generic[T]):
     _spec: Spec
 
     if TYPE_CHECKING:  # to a type checker `Param(x)` has the type of `x`: that is what the attribute reads back as
-
-        def __new__(cls, value: T, *args: Any, **metadata: Any) -> T: ...
+        # Its own type variable, so that a subclass without parameters (`class Count(nnx.Variable)`) works the same.
+        def __new__(cls, value: V, *args: Any, **metadata: Any) -> V: ...
         def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, value: T, **metadata: Any):
@@ -235,7 +239,7 @@ def _rebox(spec: Spec, value: Any) -> Any:
     return spec.box(value)
 
 
-def refuse_modules(cls: type[Container], value: Any) -> None:
+def refuse_modules(cls: type[Container[Any]], value: Any) -> None:
     """Raises ValueError if a value for this type of container is or holds a Module or a Ref."""
     if leaf_types.get(type(value)) or issubclass(cls, Static):
         return
@@ -310,7 +314,7 @@ class Node(Container[T]):
 
     __slots__ = ()
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         register_container(cls)
 
@@ -354,21 +358,21 @@ class Variable(Node[T]):
             sharding = tuple(sharding)
         super().__init__(value, sharding=sharding, **metadata)
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "collection" not in cls.__dict__:
             cls.collection = _snake_case(cls.__name__)
         _register_collection(cls)
 
 
-_collections: "dict[str, list[weakref.ref[type[Variable]]]]" = {}
+_collections: "dict[str, list[weakref.ref[type[Variable[Any]]]]]" = {}
 
 
-def _register_collection(cls: type[Variable]) -> None:
+def _register_collection(cls: type[Variable[Any]]) -> None:
     _collections.setdefault(cls.collection, []).append(weakref.ref(cls))
 
 
-def collection_type(name: str) -> type[Variable] | None:
+def collection_type(name: str) -> type[Variable[Any]] | None:
     """The first Variable type of this collection name that is still alive."""
     return next((cls for cls in (weak() for weak in _collections.get(name, ())) if cls is not None), None)
 
@@ -483,7 +487,7 @@ def _reduce_on_demand(cls: Any) -> Any:
 copyreg.pickle(OnDemandType, _reduce_on_demand)
 
 
-def variable_type(name: str) -> type[Variable]:
+def variable_type(name: str) -> type[Variable[Any]]:
     """The Variable type of a collection, made on demand if no class has that name."""
     if not isinstance(name, str) or not name:
         raise TypeError(f"A collection is named by a non-empty string, got {name!r}.")
@@ -495,7 +499,7 @@ def variable_type(name: str) -> type[Variable]:
     return cls
 
 
-_on_demand: dict[str, type[Variable]] = {}  # keeps them alive: a name means one type for the life of the process
+_on_demand: dict[str, type[Variable[Any]]] = {}  # keeps them alive: a name means one type for the life of the process
 
 
 def known_collections() -> list[str]:

@@ -45,7 +45,7 @@ default_a_init: InitializerLike = compiled_initializer(he_uniform())
 default_b_init: InitializerLike = default_bias_init
 
 
-class LoRAParam(Variable):
+class LoRAParam(Variable[Any]):
     """A parameter of a low-rank adaptation; it is not an `nnx.Param`, so the two are trained separately.
 
     >>> model = nnx.LoRA(4, 2, 4, ctx=nnx.context(0))
@@ -125,7 +125,7 @@ class LoRA(Module):
         param_dtype: DTypeLike = jnp.float32,
         a_initializer: InitializerLike = default_a_init,
         b_initializer: InitializerLike = default_b_init,
-        lora_param_type: type[Variable] = LoRAParam,
+        lora_param_type: type[Variable[Any]] = LoRAParam,
         promote_dtype: PromoteDtype = default_promote_dtype,
         ctx: Context,
         a_metadata: Mapping[str, Any] = NO_METADATA,
@@ -192,7 +192,7 @@ class LoRALinear(Linear):
         lora_param_dtype: DTypeLike = jnp.float32,
         a_initializer: InitializerLike = default_a_init,
         b_initializer: InitializerLike = default_b_init,
-        lora_param_type: type[Variable] = LoRAParam,
+        lora_param_type: type[Variable[Any]] = LoRAParam,
         lora_promote_dtype: PromoteDtype = default_promote_dtype,
         ctx: Context,
         a_metadata: Mapping[str, Any] = NO_METADATA,
@@ -250,7 +250,7 @@ def add_lora(
     param_dtype: DTypeLike = jnp.float32,
     a_initializer: InitializerLike = default_a_init,
     b_initializer: InitializerLike = default_b_init,
-    lora_param_type: type[Variable] = LoRAParam,
+    lora_param_type: type[Variable[Any]] = LoRAParam,
     ctx: Context,
 ) -> list[str]:
     """Adds a low-rank adaptation to linear layers of a model, in place.

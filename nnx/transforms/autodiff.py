@@ -6,11 +6,14 @@ in its place.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 
+from nnx.core.filters import Filter
+from nnx.core.state import State
 from nnx.core.variables import Param
+from nnx.transforms.annotations import A, DerivativeDecorator, Differentiated, JacobianOptions, P, R
 from nnx.transforms.differentiate import Part, as_tangents, with_modules, without_modules
 from nnx.transforms.lift import Outcome, commit, discard, target_of
 from nnx.transforms.wrapper import decorator
@@ -37,7 +40,15 @@ def _finish(part: Part, out: Any, outcome: Outcome, stateful: bool) -> tuple[Any
     return commit(part.call, whole) if stateful else discard(part.call, whole)
 
 
-def vjp(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param, stateful: bool = True) -> Any:
+@overload
+def vjp(
+    fun: Callable[..., R], *primals: Any, has_aux: Literal[False] = False, wrt: Filter = Param, stateful: bool = True
+) -> tuple[R, Callable[[Any], Any]]: ...
+@overload
+def vjp(
+    fun: Callable[..., tuple[R, A]], *primals: Any, has_aux: Literal[True], wrt: Filter = Param, stateful: bool = True
+) -> tuple[R, Callable[[Any], Any], A]: ...
+def vjp(fun: Any, *primals: Any, has_aux: bool = False, wrt: Filter = Param, stateful: bool = True) -> Any:
     """Returns `(out, vjp_fn)`, or `(out, vjp_fn, aux)`: the value and the function that pulls cotangents back.
 
     `vjp_fn(cotangent)` returns one cotangent per primal; for a Module, a State of its `wrt` part. A cell that several
@@ -72,6 +83,26 @@ def vjp(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param, statef
     return (out, vjp_fn, aux) if has_aux else (out, vjp_fn)
 
 
+@overload
+def jvp(
+    fun: Callable[..., R],
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    has_aux: Literal[False] = False,
+    wrt: Filter = Param,
+    stateful: bool = True,
+) -> tuple[R, Any]: ...
+@overload
+def jvp(
+    fun: Callable[..., tuple[R, A]],
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    has_aux: Literal[True],
+    wrt: Filter = Param,
+    stateful: bool = True,
+) -> tuple[R, Any, A]: ...
 def jvp(
     fun: Any,
     primals: Sequence[Any],
@@ -111,7 +142,15 @@ def jvp(
     return (out, tangent, aux) if has_aux else (out, tangent)
 
 
-def linearize(fun: Any, *primals: Any, has_aux: bool = False, wrt: Any = Param, stateful: bool = True) -> Any:
+@overload
+def linearize(
+    fun: Callable[..., R], *primals: Any, has_aux: Literal[False] = False, wrt: Filter = Param, stateful: bool = True
+) -> tuple[R, Callable[..., Any]]: ...
+@overload
+def linearize(
+    fun: Callable[..., tuple[R, A]], *primals: Any, has_aux: Literal[True], wrt: Filter = Param, stateful: bool = True
+) -> tuple[R, Callable[..., Any], A]: ...
+def linearize(fun: Any, *primals: Any, has_aux: bool = False, wrt: Filter = Param, stateful: bool = True) -> Any:
     """Returns `(out, f_jvp)`, or `(out, f_jvp, aux)`: the value and the derivative as a linear function of tangents.
 
     The arguments are those of `vjp`; `f_jvp` takes one tangent per primal, as `jvp` does.
@@ -162,6 +201,32 @@ def _jacobian(
     return lifted
 
 
+@overload
+def jacfwd(
+    fun: Callable[P, jax.Array],
+    wrt: Filter = Param,
+    *,
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    **options: Unpack[JacobianOptions],
+) -> Differentiated[P, State, Any]: ...
+@overload
+def jacfwd(
+    fun: Callable[P, Any],
+    wrt: Filter = Param,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **options: Unpack[JacobianOptions],
+) -> Callable[P, Any]: ...
+@overload
+def jacfwd(
+    *,
+    wrt: Filter = Param,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **options: Unpack[JacobianOptions],
+) -> DerivativeDecorator: ...
 @decorator
 def jacfwd(
     fun: Any,
@@ -183,6 +248,35 @@ def jacfwd(
     return _jacobian(jax.jacfwd, "nnx.jacfwd", fun, wrt, argnums, has_aux, stateful, {"holomorphic": holomorphic})
 
 
+@overload
+def jacrev(
+    fun: Callable[P, jax.Array],
+    wrt: Filter = Param,
+    *,
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    allow_int: bool = False,
+    **options: Unpack[JacobianOptions],
+) -> Differentiated[P, State, Any]: ...
+@overload
+def jacrev(
+    fun: Callable[P, Any],
+    wrt: Filter = Param,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    allow_int: bool = False,
+    **options: Unpack[JacobianOptions],
+) -> Callable[P, Any]: ...
+@overload
+def jacrev(
+    *,
+    wrt: Filter = Param,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    allow_int: bool = False,
+    **options: Unpack[JacobianOptions],
+) -> DerivativeDecorator: ...
 @decorator
 def jacrev(
     fun: Any,
@@ -206,6 +300,32 @@ def jacrev(
     return _jacobian(jax.jacrev, "nnx.jacrev", fun, wrt, argnums, has_aux, stateful, options)
 
 
+@overload
+def hessian(
+    fun: Callable[P, jax.Array],
+    wrt: Filter = Param,
+    *,
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    **options: Unpack[JacobianOptions],
+) -> Differentiated[P, State, Any]: ...
+@overload
+def hessian(
+    fun: Callable[P, Any],
+    wrt: Filter = Param,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **options: Unpack[JacobianOptions],
+) -> Callable[P, Any]: ...
+@overload
+def hessian(
+    *,
+    wrt: Filter = Param,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **options: Unpack[JacobianOptions],
+) -> DerivativeDecorator: ...
 @decorator
 def hessian(
     fun: Any,

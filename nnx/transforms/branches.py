@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from nnx.core.graph import GraphKey, module_path
 from nnx.core.info import join
+from nnx.transforms.annotations import R
 from nnx.transforms.bodies import check_aliases, check_structure
 from nnx.transforms.lift import Call, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
 from nnx.transforms.rewrite import Rewrite
@@ -153,8 +154,8 @@ def _type_text(value: Any) -> str:
 
 
 def cond(
-    pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any, stateful: bool = True
-) -> Any:
+    pred: Any, true_fun: Callable[..., R], false_fun: Callable[..., R], *operands: Any, stateful: bool = True
+) -> R:
     """`jax.lax.cond` with Modules and Contexts anywhere in the operands; the changes of the branch that ran stand.
 
     Args:
@@ -179,7 +180,7 @@ def cond(
     return branches.finish(jax.lax.cond(pred, branches.function(0), branches.function(1), *arguments), stateful)
 
 
-def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any, stateful: bool = True) -> Any:
+def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any, stateful: bool = True) -> R:
     """`jax.lax.switch` with Modules and Contexts anywhere in the operands; the changes of the branch that ran stand.
 
     Args:

@@ -12,13 +12,14 @@ backward pass.
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, Generic, Protocol, TypeVar, Unpack, overload
 
 import jax
 
 from nnx.core.graph import joint_flat_of
 from nnx.core.moduledef import ModuleDef
 from nnx.core.variables import Param
+from nnx.transforms.annotations import CustomOptions, P, Q, R, T
 from nnx.transforms.differentiate import Part, positions_of, with_modules, without_modules, zero_tangent
 from nnx.transforms.lift import (
     Call,
@@ -34,6 +35,8 @@ from nnx.transforms.lift import (
 )
 from nnx.transforms.wrapper import decorator, dress
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 CHANGED_IN_BACKWARD = """The backward pass of {name} changed a Module: {path!r}. It may run at any time, more than \
 once or \
 never, so it must not change anything: do it in the forward pass."""
@@ -47,7 +50,7 @@ NO_RULE = "No {rule} rule has been given for {name}: use {name}.{method}(...)."
 class CustomCall:
     """One call of a function with custom derivatives: its differentiated part, and how the rest is passed on."""
 
-    def __init__(self, custom: "Custom", args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, custom: "Custom[Any, Any]", args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.name = custom.name
         args, kwargs = _by_position(custom.fun, (*custom.bound, *args), kwargs)
         bound = len(custom.bound)
@@ -113,8 +116,10 @@ def _by_position(fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return bound.args, {name: value for name, value in bound.kwargs.items() if name in given}
 
 
-class Custom:
+class Custom(Generic[P, R]):
     """A function with custom derivatives."""
+
+    __name__: str
 
     def __init__(self, fun: Any, transform: str, wrt: Any, nondiff_argnums: Any):
         target = target_of(fun, transform)
@@ -123,10 +128,14 @@ class Custom:
         self.nondiff_argnums = nondiff_argnums
         dress(self, fun)
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    @overload
+    def __get__(self, instance: None, owner: Any = None, /) -> "Custom[P, R]": ...
+    @overload
+    def __get__(self: "Custom[Concatenate[T, Q], R]", instance: T, owner: Any = None, /) -> Callable[Q, R]: ...
+    def __get__(self, instance: Any, owner: Any = None, /) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         raise AssertionError("each kind says how it is called")
 
     def __repr__(self) -> str:
@@ -183,13 +192,13 @@ jax.tree_util.register_pytree_node(
 )
 
 
-class CustomVJP(Custom):
+class CustomVJP(Custom[P, R]):
     """A function whose cotangents are pulled back by a rule; see `nnx.custom_vjp`."""
 
     _forward: Callable[..., Any] | None = None
     _backward: Callable[..., Any] | None = None
 
-    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+    def defvjp(self, fwd: Callable[P, tuple[Any, Any]], bwd: Callable[..., Any]) -> None:
         """Sets the rule.
 
         Args:
@@ -199,10 +208,10 @@ class CustomVJP(Custom):
         """
         self._forward, self._backward = fwd, bwd
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         forward, backward = self._forward, self._backward
         if forward is None or backward is None:
-            raise AttributeError(NO_RULE.format(rule="backward", name=self.__name__, method="defvjp"))  # type: ignore[attr-defined]
+            raise AttributeError(NO_RULE.format(rule="backward", name=self.__name__, method="defvjp"))
         custom = CustomCall(self, args, kwargs)
         part = custom.part
 
@@ -255,12 +264,12 @@ class Unchanged:
                 raise ValueError(CHANGED_IN_BACKWARD.format(name=self.name, path=path))
 
 
-class CustomJVP(Custom):
+class CustomJVP(Custom[P, R]):
     """A function whose tangents are pushed forward by a rule; see `nnx.custom_jvp`."""
 
     _rule: Callable[..., Any] | None = None
 
-    def defjvp(self, jvp: Callable[..., Any]) -> Callable[..., Any]:
+    def defjvp(self, jvp: F) -> F:
         """Sets the rule: `jvp(*nondiff_args, primals, tangents)` returns `(out, tangent_out)`.
 
         The tangent of a Module is a State of its `wrt` part. A cell that several Modules share is in the State of each.
@@ -268,10 +277,10 @@ class CustomJVP(Custom):
         self._rule = jvp
         return jvp
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         rule = self._rule
         if rule is None:
-            raise AttributeError(NO_RULE.format(rule="forward", name=self.__name__, method="defjvp"))  # type: ignore[attr-defined]
+            raise AttributeError(NO_RULE.format(rule="forward", name=self.__name__, method="defjvp"))
         custom = CustomCall(self, args, kwargs)
         part = custom.part
 
@@ -295,6 +304,22 @@ class CustomJVP(Custom):
         return commit(part.call, pure(*custom.arguments()))
 
 
+class CustomVJPDecorator(Protocol):
+    """What `nnx.custom_vjp(**options)` returns."""
+
+    def __call__(self, fun: Callable[P, R], /) -> CustomVJP[P, R]: ...
+
+
+class CustomJVPDecorator(Protocol):
+    """What `nnx.custom_jvp(**options)` returns."""
+
+    def __call__(self, fun: Callable[P, R], /) -> CustomJVP[P, R]: ...
+
+
+@overload
+def custom_vjp(fun: Callable[P, R], **options: Unpack[CustomOptions]) -> CustomVJP[P, R]: ...
+@overload
+def custom_vjp(**options: Unpack[CustomOptions]) -> CustomVJPDecorator: ...
 @decorator
 def custom_vjp(fun: Any, *, wrt: Any = Param, nondiff_argnums: int | Sequence[int] = ()) -> Any:
     """Gives a function its own backward pass, set by `defvjp(fwd, bwd)` as for `jax.custom_vjp`.
@@ -319,6 +344,10 @@ def custom_vjp(fun: Any, *, wrt: Any = Param, nondiff_argnums: int | Sequence[in
     return CustomVJP(fun, "nnx.custom_vjp", wrt, nondiff_argnums)
 
 
+@overload
+def custom_jvp(fun: Callable[P, R], **options: Unpack[CustomOptions]) -> CustomJVP[P, R]: ...
+@overload
+def custom_jvp(**options: Unpack[CustomOptions]) -> CustomJVPDecorator: ...
 @decorator
 def custom_jvp(fun: Any, *, wrt: Any = Param, nondiff_argnums: int | Sequence[int] = ()) -> Any:
     """Gives a function its own forward derivative, set by `defjvp(rule)` as for `jax.custom_jvp`.

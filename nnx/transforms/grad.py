@@ -1,16 +1,56 @@
 """`grad` and `value_and_grad`: gradients of Modules as States."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 
+from nnx.core.filters import Filter
+from nnx.core.state import State
 from nnx.core.variables import Param
+from nnx.transforms.annotations import (
+    A,
+    DerivativeDecorator,
+    Differentiated,
+    GradDecorator,
+    GradOptions,
+    GradWithAuxDecorator,
+    P,
+    R,
+    ValueAndDerivativeDecorator,
+    ValueAndGradDecorator,
+)
 from nnx.transforms.differentiate import Part
 from nnx.transforms.lift import Outcome, commit, discard, target_of
 from nnx.transforms.wrapper import decorator
 
 
+@overload
+def value_and_grad(
+    fun: Callable[P, R],
+    wrt: Filter = Param,
+    *,
+    argnums: Literal[0] = 0,
+    has_aux: bool = False,
+    **options: Unpack[GradOptions],
+) -> Differentiated[P, tuple[R, State], tuple[R, Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, R],
+    wrt: Filter = Param,
+    *,
+    argnums: int | Sequence[int],
+    has_aux: bool = False,
+    **options: Unpack[GradOptions],
+) -> Callable[P, tuple[R, Any]]: ...
+@overload
+def value_and_grad(
+    *, wrt: Filter = Param, argnums: Literal[0] = 0, has_aux: bool = False, **options: Unpack[GradOptions]
+) -> ValueAndGradDecorator: ...
+@overload
+def value_and_grad(
+    *, wrt: Filter = Param, argnums: int | Sequence[int], has_aux: bool = False, **options: Unpack[GradOptions]
+) -> ValueAndDerivativeDecorator: ...
 @decorator
 def value_and_grad(
     fun: Any,
@@ -53,6 +93,45 @@ def value_and_grad(
     return lifted
 
 
+@overload
+def grad(
+    fun: Callable[P, tuple[Any, A]],
+    wrt: Filter = Param,
+    *,
+    argnums: Literal[0] = 0,
+    has_aux: Literal[True],
+    **options: Unpack[GradOptions],
+) -> Differentiated[P, tuple[State, A], tuple[Any, A]]: ...
+@overload
+def grad(
+    fun: Callable[P, Any],
+    wrt: Filter = Param,
+    *,
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    **options: Unpack[GradOptions],
+) -> Differentiated[P, State, Any]: ...
+@overload
+def grad(
+    fun: Callable[P, Any],
+    wrt: Filter = Param,
+    *,
+    argnums: int | Sequence[int],
+    has_aux: bool = False,
+    **options: Unpack[GradOptions],
+) -> Callable[P, Any]: ...
+@overload
+def grad(
+    *, wrt: Filter = Param, argnums: Literal[0] = 0, has_aux: Literal[True], **options: Unpack[GradOptions]
+) -> GradWithAuxDecorator: ...
+@overload
+def grad(
+    *, wrt: Filter = Param, argnums: Literal[0] = 0, has_aux: Literal[False] = False, **options: Unpack[GradOptions]
+) -> GradDecorator: ...
+@overload
+def grad(
+    *, wrt: Filter = Param, argnums: int | Sequence[int], has_aux: bool = False, **options: Unpack[GradOptions]
+) -> DerivativeDecorator: ...
 @decorator
 def grad(
     fun: Any,

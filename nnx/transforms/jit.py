@@ -12,7 +12,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, Unpack, overload
 
 import jax
 
@@ -21,6 +21,7 @@ from nnx.core.info import ModuleBase, join
 from nnx.core.moduledef import ModuleDef
 from nnx.core.trace import current_level
 from nnx.sharding.rules import get_logical_axis_rules
+from nnx.transforms.annotations import JitDecorator, JitOptions, JitWrapped, P, R
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
 from nnx.transforms.donation import Donation
 from nnx.transforms.entrance import Memory, NeedsCaller, entrance
@@ -37,8 +38,6 @@ from nnx.transforms.lift import (
     target_of,
 )
 from nnx.transforms.wrapper import dress
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 RETRACES_BEFORE_WARNING = 10
 MAX_ENTRIES = 256  # compiled signatures of one function; a program that needs more has a value that never repeats
@@ -364,10 +363,10 @@ class Staged:
 
 
 @overload
-def jit(fun: F, /) -> F: ...
+def jit(fun: Callable[P, R], /, **options: Unpack[JitOptions]) -> JitWrapped[P, R]: ...
 @overload
-def jit(fun: Any = None, /, **options: Any) -> Any: ...
-def jit(  # pyright: ignore[reportInconsistentOverload]
+def jit(fun: None = None, /, **options: Unpack[JitOptions]) -> JitDecorator: ...
+def jit(
     fun: Any = None,
     /,
     *,

@@ -1,12 +1,13 @@
 """`scan`, `while_loop` and `fori_loop`: bodies that run many times, with Modules handed from step to step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
 from nnx.core.graph import GraphKey
+from nnx.transforms.annotations import Decorator, P, R, ScanOptions, T
 from nnx.transforms.axes import (
     BROADCAST,
     CARRY,
@@ -52,6 +53,18 @@ to step \
 must keep shape and dtype: cast it inside the body, or give it the right type before."""
 
 
+@overload
+def scan(
+    fun: Callable[P, R],
+    *,
+    variable_axes: Mapping[Any, int] | None = None,
+    length: int | None = None,
+    **options: Unpack[ScanOptions],
+) -> Callable[P, R]: ...
+@overload
+def scan(
+    *, variable_axes: Mapping[Any, int] | None = None, length: int | None = None, **options: Unpack[ScanOptions]
+) -> Decorator: ...
 @decorator
 def scan(
     fun: Any,
@@ -364,9 +377,7 @@ class Loop:
         return commit(self.call, outcome) if stateful else discard(self.call, outcome)
 
 
-def while_loop(
-    cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any, *, stateful: bool = True
-) -> Any:
+def while_loop(cond_fun: Callable[[T], Any], body_fun: Callable[[T], T], init_val: T, *, stateful: bool = True) -> T:
     """`jax.lax.while_loop` with Modules and Contexts anywhere in `init_val`; changes to Modules are kept.
 
     A Context produces new keys in every step, and different ones in the condition and in the body. A static attribute
@@ -397,12 +408,12 @@ def while_loop(
 def fori_loop(
     lower: Any,
     upper: Any,
-    body_fun: Callable[[Any, Any], Any],
-    init_val: Any,
+    body_fun: Callable[[Any, T], T],
+    init_val: T,
     *,
     unroll: Any = None,
     stateful: bool = True,
-) -> Any:
+) -> T:
     """`jax.lax.fori_loop` with Modules and Contexts anywhere in `init_val`; changes to Modules are kept.
 
     Args:

@@ -1,13 +1,14 @@
 """`vmap`: one function over many members, with Modules stacked or shared as `variable_axes` says."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 
 from nnx.core.attributes import settle
 from nnx.core.graph import is_static
 from nnx.core.info import new_module
+from nnx.transforms.annotations import Decorator, P, R, VmapOptions
 from nnx.transforms.axes import Axes, argument_labels, check_module_axes, data_axes, move_axis
 from nnx.transforms.lift import Call, Effects, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
 from nnx.transforms.wrapper import decorator
@@ -121,6 +122,18 @@ def stacked_init(axes: Axes, fun: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
+@overload
+def vmap(
+    fun: Callable[P, R],
+    *,
+    variable_axes: Mapping[Any, int] | None = None,
+    axis_size: int | None = None,
+    **options: Unpack[VmapOptions],
+) -> Callable[P, R]: ...
+@overload
+def vmap(
+    *, variable_axes: Mapping[Any, int] | None = None, axis_size: int | None = None, **options: Unpack[VmapOptions]
+) -> Decorator: ...
 @decorator
 def vmap(
     fun: Any,

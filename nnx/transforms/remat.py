@@ -1,16 +1,21 @@
 """`remat`: compute again in the backward pass instead of keeping in memory."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 
+from nnx.transforms.annotations import Decorator, P, R, RematOptions
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
 from nnx.transforms.lift import Call, commit, discard, run, target_of
 from nnx.transforms.maps import is_init_method
 from nnx.transforms.wrapper import decorator
 
 
+@overload
+def remat(fun: Callable[P, R], **options: Unpack[RematOptions]) -> Callable[P, R]: ...
+@overload
+def remat(**options: Unpack[RematOptions]) -> Decorator: ...
 @decorator
 def remat(
     fun: Any,

@@ -1,7 +1,7 @@
 """`eval_shape` and `shard_map`: Modules without values, and Modules in pieces."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import numpy as np
@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from nnx.core.filters import to_predicate
 from nnx.core.info import ModuleBase
 from nnx.core.variables import Spec
+from nnx.transforms.annotations import Decorator, M, P, R
 from nnx.transforms.lift import (
     Call,
     Effects,
@@ -29,6 +30,12 @@ TWO_SPECS = """nnx.shard_map: one container is the value of {path!r} ({spec}) an
 one value, so it has one spec: make the filters of in_specs agree on it, or give each attribute its own container."""
 
 
+@overload
+def eval_shape(fun: Callable[..., M], *args: Any, **kwargs: Any) -> M: ...
+@overload
+def eval_shape(fun: Callable[..., jax.Array], *args: Any, **kwargs: Any) -> jax.ShapeDtypeStruct: ...
+@overload
+def eval_shape(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
 def eval_shape(fun: Any, *args: Any, **kwargs: Any) -> Any:
     """The output of a call as shapes and dtypes; nothing is computed, and no Module changes.
 
@@ -57,6 +64,27 @@ def eval_shape(fun: Any, *args: Any, **kwargs: Any) -> Any:
     return discard(call, outcome)
 
 
+@overload
+def shard_map(
+    fun: Callable[P, R],
+    *,
+    mesh: Any = None,
+    in_specs: Any,
+    out_specs: Any,
+    check_vma: bool = True,
+    axis_names: Any = None,
+    stateful: bool = True,
+) -> Callable[P, R]: ...
+@overload
+def shard_map(
+    *,
+    mesh: Any = None,
+    in_specs: Any,
+    out_specs: Any,
+    check_vma: bool = True,
+    axis_names: Any = None,
+    stateful: bool = True,
+) -> Decorator: ...
 @decorator
 def shard_map(
     fun: Any,

@@ -5,10 +5,11 @@ The wrapped Module is an attribute (`scan_module`, `vmap_module`, `remat_module`
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, Unpack
 
 from nnx.core.module import Module
 from nnx.core.proxies import Access
+from nnx.transforms.annotations import M, P, RematOptions, ScanOptions, VmapOptions
 from nnx.transforms.axes import Axes
 from nnx.transforms.loops import scan
 from nnx.transforms.maps import construct, vmap
@@ -41,10 +42,13 @@ class Wrapper(Module):
         return self.call(*args, **kwargs)
 
 
-class ScanModule(Wrapper):
+class ScanModule(Wrapper, Generic[M]):
     """What `nnx.Scan` builds: `m(carry, xs, *broadcast)` gives `(carry, ys)`."""
 
-    def __init__(self, module: Any, options: dict[str, Any]):
+    scan_module: M
+    options: dict[str, Any]
+
+    def __init__(self, module: M, options: dict[str, Any]):
         self.scan_module = module
         self.options = options
 
@@ -55,10 +59,13 @@ class ScanModule(Wrapper):
         return scan(fun, **self.options)
 
 
-class VmapModule(Wrapper):
+class VmapModule(Wrapper, Generic[M]):
     """What `nnx.Vmap` builds: one Module that is many, called on mapped arguments."""
 
-    def __init__(self, module: Any, options: dict[str, Any]):
+    vmap_module: M
+    options: dict[str, Any]
+
+    def __init__(self, module: M, options: dict[str, Any]):
         self.vmap_module = module
         self.options = options
 
@@ -72,10 +79,13 @@ class VmapModule(Wrapper):
         return vmap(fun, **self.options)
 
 
-class RematModule(Wrapper):
+class RematModule(Wrapper, Generic[M]):
     """What `nnx.Remat` builds: the wrapped Module, computed again in the backward pass."""
 
-    def __init__(self, module: Any, options: dict[str, Any]):
+    remat_module: M
+    options: dict[str, Any]
+
+    def __init__(self, module: M, options: dict[str, Any]):
         self.remat_module = module
         self.options = options
 
@@ -86,7 +96,8 @@ class RematModule(Wrapper):
         static = self.options.get("static_argnums")
         if static is not None:  # the user counts without the Module
             numbers = (static,) if isinstance(static, int) else tuple(static)
-            return remat(fun, **{**self.options, "static_argnums": tuple(n + 1 if n >= 0 else n for n in numbers)})
+            options: dict[str, Any] = {**self.options, "static_argnums": tuple(n + 1 if n >= 0 else n for n in numbers)}
+            return remat(fun, **options)
         return remat(fun, **self.options)
 
 
@@ -113,12 +124,12 @@ def _stacked(wrapper: Any, name: str, size_name: str, module_type: Any, options:
 
 
 def Scan(
-    module_type: Callable[..., Any],
+    module_type: Callable[P, M],
     *,
     variable_axes: Mapping[Any, int] | None = None,
     length: int | None = None,
-    **options: Any,
-) -> Callable[..., ScanModule]:
+    **options: Unpack[ScanOptions],
+) -> Callable[P, ScanModule[M]]:
     """A constructor of `length` Modules in one, scanned over when called.
 
     Args:
@@ -141,17 +152,17 @@ def Scan(
     (5, 2, 2)
     >>> carry, _ = stack(jnp.ones((1, 2)), None)
     """
-    options = {"variable_axes": dict(variable_axes or {}), "length": length, **options}
-    return _stacked(ScanModule, "nnx.scan", "length", module_type, options)
+    given = {"variable_axes": dict(variable_axes or {}), "length": length, **options}
+    return _stacked(ScanModule, "nnx.scan", "length", module_type, given)
 
 
 def Vmap(
-    module_type: Callable[..., Any],
+    module_type: Callable[P, M],
     *,
     variable_axes: Mapping[Any, int] | None = None,
     axis_size: int | None = None,
-    **options: Any,
-) -> Callable[..., VmapModule]:
+    **options: Unpack[VmapOptions],
+) -> Callable[P, VmapModule[M]]:
     """A constructor of `axis_size` Modules in one, mapped over when called: an ensemble.
 
     Args:
@@ -169,11 +180,11 @@ def Vmap(
     >>> ensemble.vmap_module.kernel.shape, ensemble(jnp.ones((4, 3))).shape
     ((6, 3, 2), (6, 4, 2))
     """
-    options = {"variable_axes": dict(variable_axes or {}), "axis_size": axis_size, **options}
-    return _stacked(VmapModule, "nnx.vmap", "axis_size", module_type, options)
+    given = {"variable_axes": dict(variable_axes or {}), "axis_size": axis_size, **options}
+    return _stacked(VmapModule, "nnx.vmap", "axis_size", module_type, given)
 
 
-def Remat(module_type: Callable[..., Any], **options: Any) -> Callable[..., RematModule]:
+def Remat(module_type: Callable[P, M], **options: Unpack[RematOptions]) -> Callable[P, RematModule[M]]:
     """A constructor of Modules that are computed again in the backward pass.
 
     Args:
@@ -188,8 +199,8 @@ def Remat(module_type: Callable[..., Any], **options: Any) -> Callable[..., Rema
     ((1, 3), (2, 3))
     """
 
-    def make(*args: Any, **kwargs: Any) -> Any:
-        return RematModule(module_type(*args, **kwargs), options)
+    def make(*args: P.args, **kwargs: P.kwargs) -> RematModule[M]:
+        return RematModule(module_type(*args, **kwargs), dict(options))
 
     make.__name__ = f"RematModule[{getattr(module_type, '__name__', module_type)}]"
     make.__doc__ = module_type.__doc__

@@ -2,15 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from nnx.core.info import ModuleBase
 
-F = TypeVar("F", bound=Callable[..., Any])
 
+def decorator(transform: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets `transform(fun, **options)` also be used as `@transform` and as `@transform(**options)`.
 
-def decorator(transform: F) -> F:
-    """Lets `transform(fun, **options)` also be used as `@transform` and as `@transform(**options)`."""
+    A checker cannot follow this, so every transform states its forms as overloads.
+    """
 
     @functools.wraps(transform)
     def offered(*args: Any, **options: Any) -> Any:
@@ -20,7 +21,7 @@ def decorator(transform: F) -> F:
             return lambda fun: offered(fun, *args, **options)
         return lambda fun: offered(fun, **options)
 
-    return offered  # type: ignore[return-value]
+    return offered
 
 
 def dress(lifted: Callable[..., Any], fun: Any) -> Callable[..., Any]:

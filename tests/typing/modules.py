@@ -48,7 +48,7 @@ def methods_keep_the_class(model: Linear) -> None:
     assert_type(model.clone(), Linear)
     assert_type(model.clone(copy_arrays=True), Linear)
     assert_type(model.get_state(), nnx.State)
-    assert_type(model.get_module_def(), nnx.ModuleDef)
+    assert_type(model.get_module_def(), nnx.ModuleDef[Linear])
     assert_type(model.collections(), set[str])
 
 
