@@ -48,7 +48,7 @@ def memory() -> float:
 
 
 def measured(work: Callable[[], Any]) -> tuple[float, float, float]:
-    """Returns the seconds it takes, those of the CPU, and the gigabytes allocated at the peak on top of those before."""
+    """Returns the seconds it takes, those of the CPU, and the gigabytes allocated at the peak on top of before."""
     before, peak, done = memory(), 0.0, threading.Event()
 
     def watch() -> None:
