@@ -46,7 +46,7 @@ def count_by_scope(jaxpr: Any) -> Counter[int]:
 
 
 def _count(jaxpr: Any, known: dict[int, Counter[Scopes]]) -> Counter[Scopes]:
-    """Returns the operations of a jaxpr by the set of scopes around them; `known` has those of jaxprs counted before."""
+    """Returns the operations of a jaxpr by the set of scopes around them; `known` has those counted before."""
     totals = known.get(id(jaxpr))
     if totals is not None:
         return totals
