@@ -24,7 +24,7 @@ from nnx.core.flax_serialization import register_with_flax
 from nnx.core.pure import Pure
 from nnx.core.repr import short
 from nnx.core.state import State
-from nnx.core.statics import Frozen
+from nnx.core.statics import FrozenFields
 from nnx.core.trees import is_pytree_leaf
 from nnx.core.variables import Container, Spec, Static, TreeNode
 
@@ -227,13 +227,16 @@ def _is_record(value: Any) -> bool:
 
 
 def _statics(record: Pytree) -> Any:
-    """The names and containers of the data, and the static fields, as hashable auxiliary data."""
+    """Returns the auxiliary data of a record: its type, the names of its data fields, and its static fields.
+
+    They are kept until a field is assigned, unless a static field is mutable and so could change in the meantime.
+    """
     statics = record._nnx_statics
     if statics is None:
         specs = record._nnx_specs
         data = tuple(sorted(specs))
         fields = {name: record.__dict__[name] for name in sorted(record.__dict__) if name not in specs}
-        frozen = Frozen(fields, type(record).__name__)
+        frozen = FrozenFields(fields, type(record).__name__)
         statics = (type(record), data, frozen)
         if not frozen.watched:
             record._nnx_statics = statics

@@ -442,7 +442,7 @@ def own_copy(value: Any) -> Any:
 
 
 class Frozen:
-    """A static value as hashable auxiliary data, compared by its key; `name` stands for it in errors.
+    """A static value as hashable auxiliary data, compared by its key; errors call it `name`.
 
     Raises:
       ValueError: it is or holds a Module, a Variable or a method of a Module.
@@ -454,16 +454,19 @@ class Frozen:
         freezer = Freezer(_in_no_graph, arrays_inside=True)
         self.value = value
         try:
-            self.key = freezer.key(value, name)
+            self.key = self._key(freezer, value, name)
         except (HoldsState, ForeignMethod) as found:
             is_method = isinstance(found, ForeignMethod)
             what = f"a bound method of a Module ({found.what})" if is_method else found.what
             raise ValueError(STATE_IN_STATIC_VALUE.format(route=found.route, what=what)) from None
         self._watch = [watch for watches in freezer.watches for watch in watches]
 
+    def _key(self, freezer: Freezer, value: Any, name: str) -> Any:
+        return freezer.key(value, name)
+
     @property
     def watched(self) -> bool:
-        """Whether the value can change without anybody noticing."""
+        """Whether the value holds something mutable, which can change without anyone noticing."""
         return bool(self._watch)
 
     def is_current(self) -> bool:
@@ -480,4 +483,17 @@ class Frozen:
         return repr(self.value)
 
     def __reduce__(self) -> Any:
-        return (Frozen, (self.value,))
+        return (type(self), (self.value,))
+
+
+class FrozenFields(Frozen):
+    """The static fields of one record by name, frozen together; errors call a field `name.field`.
+
+    The fields go through one Freezer, so that a list held by two of them is one list in the key. The dict around them
+    belongs to this object alone and is not watched: fields that hold nothing mutable never have to be frozen again.
+    """
+
+    __slots__ = ()
+
+    def _key(self, freezer: Freezer, value: dict[str, Any], name: str) -> Any:
+        return tuple([(field, freezer.key(held, f"{name}.{field}")) for field, held in value.items()])

@@ -1,11 +1,12 @@
-"""A model as a tree to click through, drawn by treescope: in a notebook, or as an HTML file.
+"""An interactive tree of a model, drawn by treescope in a notebook or to an HTML file.
 
 Modules are shown by layer name, Variables by their type with value and metadata, arrays as treescope shows them. A
-Module that has been shown before, shared or cyclic, is `Name(...)` with the path of its first place.
+Module that was shown before (it is shared, or part of a cycle) appears as `Name(...)` with its first path.
 """
 
 import html
 import importlib.util
+import os
 import pathlib
 import sys
 import warnings
@@ -31,18 +32,18 @@ PAGE = """<!doctype html>
 """
 
 
-def display(model: Any, path: Any = None, *, visualize: bool = False) -> pathlib.Path | None:
-    """Shows a model as a tree that folds: in a notebook where it is called, or in an HTML file.
+def display(model: Any, path: str | os.PathLike[str] | None = None, *, visualize: bool = False) -> pathlib.Path | None:
+    """Shows a model as a tree that folds, in the notebook or in an HTML file.
 
-    Needs treescope (the extra "display"). Outside of a notebook and without a path it prints the tree as text.
+    Outside a notebook and without a path, prints the tree as text. Needs treescope (the extra "display").
 
     Args:
       model: a Module, State, Variable, or any pytree of them.
-      path: where to write an HTML page, complete in itself.
-      visualize: draw the arrays as pictures of their values.
+      path: a file to write the tree to, as a self-contained HTML page.
+      visualize: whether to draw arrays as pictures of their values.
 
     Returns:
-      The path of the page, if one was written.
+      The path of the page; None if none was written.
 
     >>> nnx.display(nnx.Sequence([jnp.sin]))
     Sequence([jax.numpy.sin])
@@ -55,7 +56,7 @@ def display(model: Any, path: Any = None, *, visualize: bool = False) -> pathlib
         treescope.active_autovisualizer.set_scoped(pictures),
         warnings.catch_warnings(),
     ):
-        # treescope looks through all names of numpy and jax for aliases, deprecated ones included
+        # treescope searches all names in numpy and jax for aliases, and reading a deprecated one warns.
         warnings.simplefilter("ignore", DeprecationWarning)
         if path is not None:
             return _write(path, model, treescope.render_to_html(model, compressed=False))
@@ -66,15 +67,15 @@ def display(model: Any, path: Any = None, *, visualize: bool = False) -> pathlib
     return None
 
 
-def _write(path: Any, model: Any, tree: str) -> pathlib.Path:
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(PAGE.format(title=html.escape(type(model).__name__), tree=tree), encoding="utf-8")
-    return path
+def _write(path: str | os.PathLike[str], model: Any, tree: str) -> pathlib.Path:
+    file = pathlib.Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(PAGE.format(title=html.escape(type(model).__name__), tree=tree), encoding="utf-8")
+    return file
 
 
 def _in_notebook() -> bool:
-    """Whether something that shows HTML is listening; a plain IPython terminal is not."""
+    """Whether this runs in a notebook, which can show HTML; a plain IPython terminal cannot."""
     if "IPython" not in sys.modules or importlib.util.find_spec("IPython") is None:
         return False
     shell = sys.modules["IPython"].get_ipython()
@@ -82,10 +83,10 @@ def _in_notebook() -> bool:
 
 
 class _Modules:
-    """Renders Modules, each in full where it is met first."""
+    """Renders Modules, each in full at its first occurrence."""
 
     def __init__(self) -> None:
-        self.shown: dict[int, str | None] = {}  # where each was met
+        self.shown: dict[int, str | None] = {}  # the path of the first occurrence, by id
 
     def render(self, node: Any, path: str | None, subtree_renderer: Any) -> Any:
         if isinstance(node, Ref):
@@ -126,7 +127,7 @@ def _render_container(node: Any, path: str | None, subtree_renderer: Any) -> Any
 
 
 def _attributes(module: Any) -> dict[str, Any]:
-    """What a Module shows of itself: variables in their containers, everything else as it is."""
+    """Returns the attributes of a Module to show: variables in their containers, everything else unchanged."""
     kinds, values = module._nnx_info.kinds, vars(module)
     shown = {}
     for name in module._nnx_info.sorted_names():
@@ -142,7 +143,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Text:
-    """A value whose text is known."""
+    """An object whose repr is the given text, so that treescope shows that."""
 
     def __init__(self, text: str):
         self.text = text

@@ -1,12 +1,12 @@
 """Floating-point operations of a traced function, counted in its jaxpr: nothing is compiled or run.
 
-A *scope* is a numbered `jax.named_scope`; JAX writes the scopes an operation was traced under into its equation. What
-an equation costs belongs to every scope around it: those of its own jaxpr, and those of the equations that call that
-jaxpr.
+A *scope* is a numbered `jax.named_scope`; JAX records the scopes an operation was traced under in its equation. The
+cost of an equation counts toward every scope around it: those of its own jaxpr, and those of the equations that call
+that jaxpr.
 
-Counted are products and convolutions (a multiplication and an addition are two), one operation per element for
-arithmetic on floating-point numbers, and one per reduced element. The body of a scan counts once per step; of a `cond`
-the dearest branch; of a `while` one turn, since nobody knows how many there will be.
+A product or convolution counts two operations per multiply-add, floating-point arithmetic one per element, and a
+reduction one per reduced element. The body of a scan counts once per step, a `cond` counts its most expensive branch,
+and a `while` counts one iteration, because the number of iterations is not known.
 """
 
 import math
@@ -32,12 +32,12 @@ _REDUCING = frozenset(
 
 
 def scope(number: int) -> Any:
-    """The named scope with this number, as a context manager."""
+    """Returns the named scope with this number, as a context manager."""
     return jax.named_scope(f"nnx@{number}")
 
 
 def count_by_scope(jaxpr: Any) -> Counter[int]:
-    """The operations of a jaxpr (closed or not) under each numbered scope; what lies in two scopes counts in both."""
+    """Returns the operations of a jaxpr (closed or not) by scope; those within two scopes count in both."""
     totals: Counter[int] = Counter()
     for scopes, operations in _count(getattr(jaxpr, "jaxpr", jaxpr), {}).items():
         for number in scopes:
@@ -46,7 +46,7 @@ def count_by_scope(jaxpr: Any) -> Counter[int]:
 
 
 def _count(jaxpr: Any, known: dict[int, Counter[Scopes]]) -> Counter[Scopes]:
-    """The operations of a jaxpr by the set of scopes they lie in; a jaxpr that is called often is counted once."""
+    """Returns the operations of a jaxpr by the set of scopes around them; `known` has those counted before."""
     totals = known.get(id(jaxpr))
     if totals is not None:
         return totals
@@ -69,7 +69,7 @@ def _count(jaxpr: Any, known: dict[int, Counter[Scopes]]) -> Counter[Scopes]:
 
 
 def _called(equation: Any) -> list[Any]:
-    """The jaxprs an equation runs."""
+    """Returns the jaxprs an equation runs."""
     found = []
     for value in equation.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
@@ -101,6 +101,7 @@ def _operations(equation: Any) -> int:
         return 2 * out.size * _sizes(equation.invars[0], contracted)
     if name == "conv_general_dilated":
         kernel, features = equation.invars[1].aval, equation.params["dimension_numbers"].rhs_spec[0]
+        # Input dilation inserts zeros, with which nothing has to be multiplied.
         holes = math.prod(equation.params["lhs_dilation"])
         return 2 * out.size * kernel.size // (kernel.shape[features] * holes)
     if name in _ELEMENTWISE and jnp.issubdtype(out.dtype, jnp.inexact):

@@ -1,7 +1,8 @@
-"""Metrics on disk: one JSON object a line, `{"step": 3, "time": 1700000000.0, "loss": 0.5}`.
+"""Metrics on disk: one JSON object per line, `{"step": 3, "time": 1700000000.0, "loss": 0.5}`.
 
-A line is written whole, by one call, and never changed. So a run can be killed at any moment and resumed by appending,
-and several programs can append to one file. Numbers that JSON has no word for are the strings "nan", "inf" and "-inf".
+A line is written whole, by one call, and never changed. A run can therefore be killed at any moment and resumed by
+appending, and several programs can append to one file. Numbers that JSON cannot express are the strings "nan", "inf"
+and "-inf".
 """
 
 import json
@@ -14,13 +15,12 @@ from typing import Any
 
 from nnx.training.manifest import CheckpointError
 
-NO_RECORDS = """{path} holds no metrics. Each line should be a JSON object with a "step", as nnx.TrainLog \
-writes them."""
+NO_RECORDS = '{path} holds no metrics. Each line should be a JSON object with a "step", as nnx.TrainLog writes them.'
 NOT_READABLE = "The metrics file {path} cannot be read: {reason}."
 MALFORMED_LINE = "Skipped line {number} of {path}, which is not a record of metrics: {text}."
 
 Record = dict[str, Any]
-"""One step: `step`, `time` (seconds since the epoch), and the metrics by name."""
+"""The fields of one step: `step`, `time` (seconds since the epoch), and the metrics by name."""
 
 _WORDS = ("nan", "inf", "-inf")
 
@@ -33,7 +33,7 @@ class MetricsWriter:
 
     def __init__(self, path: pathlib.Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered and in append mode: a record is one system call, which other writers cannot come between.
+        # Unbuffered and in append mode, so a record is one system call, which no other writer can interrupt.
         self._file = open(path, "ab+", buffering=0)
         self._is_cut = _ends_within_a_line(self._file)
 
@@ -41,10 +41,10 @@ class MetricsWriter:
         """Appends a record.
 
         Raises:
-            OSError: it could not be written; later records can be.
+            OSError: the record could not be written. Writing later ones is still possible.
         """
         line = to_line(record).encode()
-        if self._is_cut:  # by a crash or a full disk: the rest must not become part of the new line
+        if self._is_cut:  # by a crash or a full disk; the new record must not be appended to the partial line
             line = b"\n" + line
         self._is_cut = True
         if self._file.write(line) != len(line):
@@ -64,7 +64,7 @@ def _ends_within_a_line(file: Any) -> bool:
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """Returns the line of a record, with its end."""
+    """Returns the line of a record, including the line break."""
     plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(plain) + "\n"
 
@@ -72,39 +72,39 @@ def to_line(record: Mapping[str, Any]) -> str:
 # Reading
 
 
-def read_metrics(path: Any) -> list[Record]:
-    """Returns the records of a metrics file, by step.
+def read_metrics(path: str | os.PathLike[str]) -> list[Record]:
+    """Returns the records of a metrics file, sorted by step.
 
-    Lines for the same step are one record. Where a metric was logged again for a step or an earlier one, by a run that
-    was resumed, its new values replace the old ones from there on. A line that was cut short by a crash is skipped;
+    Lines for the same step become one record. When a resumed run logs a metric again, starting at the same step or an
+    earlier one, the new values replace the old ones from that step on. A line that was cut short by a crash is skipped;
     any other line that is not a record is skipped with a warning.
 
     Args:
-      path: the file, or the folder that a TrainLog wrote it into.
+      path: the file, or the folder a TrainLog wrote it to.
 
     Raises:
       FileNotFoundError: there is no such file.
-      CheckpointError: it cannot be read, or there is no record in it; a ValueError and an OSError.
+      CheckpointError: the file cannot be read or contains no record. It is both a ValueError and an OSError.
     """
-    path = pathlib.Path(path)
-    if path.is_dir():
-        path = path / "metrics.jsonl"
+    file = pathlib.Path(path)
+    if file.is_dir():
+        file = file / "metrics.jsonl"
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = file.read_bytes().split(b"\n")
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise CheckpointError(NOT_READABLE.format(path=path, reason=f"{type(error).__name__}: {error}")) from error
+        raise CheckpointError(NOT_READABLE.format(path=file, reason=f"{type(error).__name__}: {error}")) from error
     records, malformed = _parse(lines)
     if not records:
-        raise CheckpointError(NO_RECORDS.format(path=path))
+        raise CheckpointError(NO_RECORDS.format(path=file))
     for number, text in malformed:
-        warnings.warn(MALFORMED_LINE.format(path=path, number=number, text=text), stacklevel=2)
+        warnings.warn(MALFORMED_LINE.format(path=file, number=number, text=text), stacklevel=2)
     return _merge(records)
 
 
 def _parse(lines: list[bytes]) -> tuple[list[Record], list[tuple[int, str]]]:
-    """Returns the records, and the numbers and texts of the lines that are none."""
+    """Returns the records, and the numbers and texts of the lines that are not records."""
     records: list[Record] = []
     malformed: list[tuple[int, str]] = []
     for number, line in enumerate(lines, 1):
@@ -123,7 +123,7 @@ def _parse(lines: list[bytes]) -> tuple[list[Record], list[tuple[int, str]]]:
 def _merge(lines: list[Record]) -> list[Record]:
     """Returns one record per step, without the values that a later line made obsolete."""
     records: dict[int, Record] = {}
-    steps_of: dict[str, list[int]] = {}  # where each metric has values, in order
+    steps_of: dict[str, list[int]] = {}  # the steps at which each metric has a value, in order
     for line in lines:
         step = line["step"]
         for name in line:

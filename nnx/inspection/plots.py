@@ -1,6 +1,7 @@
-"""Pictures of a run: metrics over steps, drawn by matplotlib without touching its global state."""
+"""Plots of a run: metrics over steps, drawn by matplotlib without touching its global state."""
 
 import math
+import os
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,35 +14,41 @@ from nnx.core.files import atomic_file
 from nnx.core.processes import is_first
 from nnx.inspection.metrics_file import read_metrics
 
-NOTHING_TO_PLOT = """There is nothing to plot: none of the {count} records has {wanted}. The metrics there are: \
-{names}."""
+NOTHING_TO_PLOT = (
+    "There is nothing to plot: none of the {count} records has {wanted}. The metrics in them are: {names}."
+)
 
 
 def plot_metrics(
-    source: Any, path: Any, *, names: Sequence[str] | None = None, title: str | None = None
+    source: str | os.PathLike[str] | Iterable[Mapping[str, Any]],
+    path: str | os.PathLike[str],
+    *,
+    names: Sequence[str] | None = None,
+    title: str | None = None,
 ) -> pathlib.Path:
     """Draws metrics over steps into an image file.
 
     Metrics that end in the same word ("loss", "valid_loss") share a panel. Needs matplotlib (the extra "plot").
 
     Args:
-      source: a metrics file or the folder it is in (see `nnx.TrainLog`), or records: mappings with a "step" each.
-      path: the picture to write; its ending selects the format, e.g. ".png" or ".svg".
+      source: a metrics file, the folder it is in (see `nnx.TrainLog`), or records: mappings that each have a "step".
+      path: the image file to write; its extension selects the format, e.g. ".png" or ".svg".
       names: the metrics to draw; all of them by default.
-      title: a title above the picture.
+      title: a title above the plot.
 
     Returns:
-      The path of the picture. In a run of several processes only the first one draws it.
+      The path of the image. In a run of several processes only the first one draws it.
 
     Raises:
       ValueError: no record has one of the metrics.
     """
-    path = pathlib.Path(path)
-    # Whether there are several is asked first: is_first() starts up the devices, and this may be a script that plots.
+    file = pathlib.Path(path)
+    # First check whether there are several processes at all: is_first() initializes the devices, which a script that
+    # only plots does not need.
     if jax.distributed.is_initialized() and not is_first():
-        return path
+        return file
     figure_module = require("matplotlib.figure", "plot", "nnx.plot_metrics")
-    records = read_metrics(source) if isinstance(source, (str, pathlib.PurePath)) else list(source)
+    records = read_metrics(source) if isinstance(source, (str, os.PathLike)) else list(source)
     series = _series(records, names)
     panels = _panels(series)
     figure = figure_module.Figure(figsize=(7, 3.2 * len(panels)), layout="constrained")
@@ -59,20 +66,20 @@ def plot_metrics(
             axes.set_xlabel("step")
     if title:
         figure.suptitle(_label(title))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as file:
-        figure.savefig(file, dpi=120, format=path.suffix.removeprefix(".") or None)
-    return path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(file) as stream:
+        figure.savefig(stream, dpi=120, format=file.suffix.removeprefix(".") or None)
+    return file
 
 
 def _label(text: str) -> str:
-    """Returns a name as text for matplotlib, which sets what is between dollars as a formula and hides `_names`."""
+    """Returns a name escaped for matplotlib, which typesets text between dollar signs and hides labels like `_name`."""
     shown = "".join(c if c.isprintable() else "?" for c in text).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 
 def _series(records: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> dict[str, list[tuple[int, float]]]:
-    """Returns steps and values of each metric; anything that is not a number is left out."""
+    """Returns the steps and values of each metric, leaving out anything that is not a number."""
     series: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         for name, value in record.items():
@@ -88,7 +95,7 @@ def _series(records: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -
 def _to_float(value: int | float) -> float:
     try:
         return float(value)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer too large for a float
         return math.inf if value > 0 else -math.inf
 
 

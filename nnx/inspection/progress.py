@@ -1,4 +1,4 @@
-"""How far a run is, and the two ways of showing it: a bar on a terminal, lines everywhere else."""
+"""The progress of a run, and two ways to show it: a bar on a terminal, plain lines everywhere else."""
 
 import time
 from collections import deque
@@ -8,7 +8,7 @@ from typing import Any, TextIO, cast
 
 from nnx.inspection.metrics_file import Record
 
-WINDOW = 50  # the calls over which the rate is taken
+WINDOW = 50  # the number of calls over which the rate is measured
 
 
 class Progress:
@@ -20,7 +20,7 @@ class Progress:
         self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW)
 
     def advance(self, step: int) -> None:
-        """Notes that a step, counted from 0, has been done now."""
+        """Records that a step, counted from 0, has just been completed."""
         self.done = step + 1 if self.total is None else min(step + 1, self.total)
         if self._times and step == self._times[-1][1]:  # more metrics for the same step
             return
@@ -30,7 +30,7 @@ class Progress:
 
     @property
     def rate(self) -> float | None:
-        """Steps per second over the last calls."""
+        """The steps per second over the last calls; None if there were too few."""
         if len(self._times) < 2:
             return None
         (start, first), (end, last) = self._times[0], self._times[-1]
@@ -38,7 +38,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the remaining steps will take at this rate."""
+        """The time the remaining steps will take at this rate; None if that is unknown."""
         rate = self.rate
         return None if self.total is None or not rate else (self.total - self.done) / rate
 
@@ -53,7 +53,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, e.g. `1:02:03` or `0:45`."""
+    """Returns a time as hours, minutes and seconds, e.g. `1:02:03` or `0:45`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -72,7 +72,7 @@ def _digits(value: int | float) -> str:
 
 
 class Screen:
-    """A text stream that cannot fail: after the first error nothing more is written to it."""
+    """A text stream that never raises: after the first error, nothing more is written to it."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -96,7 +96,7 @@ class Screen:
         if not self.is_gone:
             try:
                 work()
-            except (OSError, ValueError):  # nobody reads it any more; it was closed
+            except (OSError, ValueError):  # the reading end is gone; the stream was closed
                 self.is_gone = True
 
 
@@ -106,18 +106,18 @@ def printable(text: str) -> str:
 
 
 def make_view(name: str, total: int | None, stream: TextIO | None, interval: float) -> "Bar | Lines | None":
-    """Returns a bar where a stream can show one, else lines; None without a stream."""
-    if stream is None:  # there is no standard error in a program without a console
+    """Returns a bar if the stream can show one, else lines; None without a stream."""
+    if stream is None:  # a program without a console has no standard error
         return None
     screen = Screen(stream)
     try:
         return Bar(name, total, screen) if _can_move(screen) else Lines(name, screen, interval)
-    except Exception:  # a bar of somebody else is on the screen, or it cannot be drawn there
+    except Exception:  # rich allows one bar at a time, or the bar cannot be drawn on this screen
         return Lines(name, screen, interval)
 
 
 def _can_move(screen: Screen) -> bool:
-    """Whether a screen can show something that moves, and rich is there to draw it."""
+    """Whether a screen can show something that moves, and rich is installed to draw it."""
     if find_spec("rich") is None:
         return False
     from rich.console import Console
@@ -127,7 +127,7 @@ def _can_move(screen: Screen) -> bool:
 
 
 class Lines:
-    """Prints a line for a record, at most every `interval` seconds; the last record is always shown."""
+    """Prints a line per record, but at most one every `interval` seconds; the last record is always shown."""
 
     def __init__(self, name: str, screen: Screen, interval: float):
         self.name = name
@@ -137,7 +137,7 @@ class Lines:
         self._waiting: Record | None = None
 
     def show(self, record: Record, progress: Progress) -> bool:
-        """Prints the record or keeps it for later; returns whether anybody can see it."""
+        """Prints the record or keeps it for later; returns whether the screen still works."""
         self._waiting = record
         now = time.perf_counter()
         if now - self._last >= self.interval:
@@ -146,7 +146,7 @@ class Lines:
         return not self.screen.is_gone
 
     def close(self, progress: Progress) -> None:
-        """Prints what was kept."""
+        """Prints the record that was kept, if any."""
         if self._waiting is not None:
             self._print(progress)
 
@@ -166,7 +166,7 @@ class Bar:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
-        # markup=False: the names of metrics are text, and brackets in them mean nothing to rich
+        # markup=False, because metric names are plain text and rich would read brackets in them as styles.
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -180,14 +180,14 @@ class Bar:
         self._bar.start()
 
     def show(self, record: Record, progress: Progress) -> bool:
-        """Moves the bar to the record; returns whether anybody can see it."""
+        """Moves the bar to the record; returns whether the screen still works."""
         self._update(progress, metrics=printable(metrics_text(record)))
         if self._screen.is_gone:
             self._bar.stop()
         return not self._screen.is_gone
 
     def close(self, progress: Progress) -> None:
-        """Leaves the bar as it is and the cursor below it."""
+        """Updates the bar a last time and leaves it on the screen, with the cursor below it."""
         self._update(progress)
         self._bar.stop()
 

@@ -1,9 +1,9 @@
-"""Which Module was called, with what output: one abstract run of a model, written down.
+"""A recording of one abstract run of a model: which Modules were called, and what they returned.
 
-The run happens on a copy, inside a trace. Each Module of the copy carries a *mark*, a static attribute with its number,
-so that it is known again when a lifted transform rebuilds it. For the time of the run the `__call__` of the model's
-classes is wrapped: a marked Module that is called runs under the named scope of its number, which is how its operations
-are found in the jaxpr later (see flops), and leaves the shapes of its output.
+The run uses a copy, inside a trace. Each Module of the copy carries a *mark*, a static attribute with its number, which
+identifies it even after a lifted transform has rebuilt it. During the run the `__call__` of the model's classes is
+wrapped. When a marked Module is called, it runs under the named scope of its number, by which its operations are later
+found in the jaxpr (see flops), and the shapes of its output are recorded.
 """
 
 import contextlib
@@ -33,7 +33,10 @@ NOT_CALLABLE = """nnx.summary was given inputs for {name}, which has no method {
 
 
 class Mark:
-    """The number of a Module in the run; new for each run, so that no function compiled in an earlier one fits."""
+    """The number of a Module in one run.
+
+    A mark is equal only to itself, so a function that was compiled in an earlier run is not reused but traced again.
+    """
 
     __slots__ = ("number",)
 
@@ -42,19 +45,19 @@ class Mark:
 
 
 class Recording(NamedTuple):
-    """What one run showed, by the number of the Module in `named_modules()`."""
+    """The results of one run, by the number of the Module in `named_modules()`."""
 
-    outputs: dict[int, list[Any]]  # pytrees of ShapeDtypeStruct, those that differ
+    outputs: dict[int, list[Any]]  # the distinct outputs, as pytrees of ShapeDtypeStruct
     flops: Counter[int]
 
 
 class _Run:
-    """A run in progress: the Modules being called, innermost last, and what came out so far."""
+    """A run in progress: the Modules being called, innermost last, and the outputs so far."""
 
     def __init__(self) -> None:
         self.active: list[Any] = []
         self.outputs: dict[int, list[Any]] = {}
-        self.unmarked: dict[int, int] = {}  # the numbers of Dicts by id: every attribute of a Dict is an item
+        self.unmarked: dict[int, int] = {}  # the numbers of Dicts by id; a mark on a Dict would become an item
 
     def mark(self, root: Module) -> None:
         for number, (_, module) in enumerate(root.named_modules()):
@@ -69,7 +72,7 @@ class _Run:
 
     def call(self, module: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         number = self.number_of(module)
-        if number is None or (self.active and self.active[-1] is module):  # the latter: a call of super().__call__
+        if number is None or (self.active and self.active[-1] is module):  # the latter is a super().__call__
             return function(*args, **kwargs)
         self.active.append(module)
         try:
@@ -86,16 +89,18 @@ class _Run:
 _running: ContextVar[_Run | None] = ContextVar("nnx_summary_run", default=None)
 
 _wrapping = threading.RLock()
-"""Held while classes are wrapped: two runs at once would each restore what the other had put there."""
+"""Held while classes are wrapped: of two runs at once, each would restore what the other had installed."""
 
 
 def record(model: Module, method: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Recording:
     """Calls a method of a copy of the model on abstract values.
 
     Args:
+      model: the Module to copy.
       method: the name of a method, or a function whose first argument is the Module.
-      args: arrays and `ShapeDtypeStruct`s are abstracted; Contexts are copied, so that the caller's does not advance;
-        anything else is passed as it is.
+      args: the positional arguments. Arrays and `ShapeDtypeStruct`s become abstract; Contexts are copied, so that the
+        caller's does not advance; anything else is passed unchanged.
+      kwargs: the keyword arguments, treated likewise.
     """
     state, moduledef = model.partition()
     leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_split)
@@ -151,7 +156,7 @@ def _shape(leaf: Any) -> Any:
 
 @contextlib.contextmanager
 def _wrapped_calls(classes: set[type]) -> Iterator[None]:
-    """Wraps `__call__` on each class; afterwards the classes are as they were."""
+    """Wraps `__call__` on each class, and restores the classes afterwards."""
     with _wrapping:
         found = {cls: _find_call(cls) for cls in classes}
         originals = {cls: original for cls, original in found.items() if original is not None}
@@ -169,7 +174,7 @@ def _wrapped_calls(classes: set[type]) -> Iterator[None]:
 
 
 def _find_call(cls: type) -> Any:
-    """What a class or its bases define as `__call__`; `getattr` would find the metaclass's."""
+    """Returns the `__call__` that a class or its bases define; `getattr` would find that of the metaclass."""
     return next((base.__dict__["__call__"] for base in cls.__mro__ if "__call__" in base.__dict__), None)
 
 
@@ -184,7 +189,7 @@ def _recorded(original: Any) -> Any:
 
 @contextlib.contextmanager
 def _silent_about_marks() -> Iterator[None]:
-    """Marks make functions compile anew on purpose; nobody needs to hear of it."""
+    """Silences warnings about recompilation caused by marks, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=f"(?s).*{MARK}")
         yield

@@ -1,4 +1,4 @@
-"""Where a TrainLog can send metrics besides its own file: TensorBoard, Weights & Biases, or any function.
+"""Destinations for the metrics of a TrainLog besides its own file: TensorBoard, Weights & Biases, or any function.
 
 A *sink* is a callable `sink(step, values)`, with `values` a dict of plain numbers. If it has `flush` or `close`, the
 log calls them when it flushes or closes.
@@ -15,7 +15,7 @@ Sink = Callable[[int, dict[str, float]], Any]
 
 
 class Run(Protocol):
-    """What `wandb.init()` returns, as far as it is used here."""
+    """The part of a `wandb` run that is used here."""
 
     def log(self, data: dict[str, Any], step: int | None = None) -> Any: ...
 
@@ -24,7 +24,7 @@ def wandb_sink(run: Run) -> Sink:
     """Returns a sink that logs to a Weights & Biases run, which stays open for you to finish.
 
     Args:
-      run: what `wandb.init(...)` returned.
+      run: the run, as `wandb.init(...)` returns it.
 
     >>> import io
     >>> class FakeRun:
@@ -42,7 +42,7 @@ def tensorboard_sink(directory: str | os.PathLike[str]) -> "TensorBoardSink":
     """Returns a sink that writes TensorBoard event files. Needs tensorboardX (the extra "tensorboard").
 
     Args:
-      directory: where to write them; `tensorboard --logdir` takes it or a directory above it.
+      directory: the directory to write them to; pass it, or one above it, to `tensorboard --logdir`.
 
     >>> import io, tempfile
     >>> with nnx.TrainLog(file=io.StringIO()) as log:
@@ -62,9 +62,9 @@ class TensorBoardSink:
         self._writer: Any = None
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        if self._writer is None:  # now, so that only the process that logs makes a file
-            # Event files are named after the second they are opened in, and one opened in the same second would
-            # replace another.
+        if self._writer is None:  # opened only now, so that only the process that logs creates a file
+            # Event files are named after the second in which they are opened, so without a suffix one opened in the
+            # same second would replace another.
             self._writer = self._open(self._directory, filename_suffix=f".{unique_token()}")
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)

@@ -1,20 +1,22 @@
-"""The table of a model: what it consists of, what flows out of each part, and what that costs. Nothing is allocated.
+"""The summary of a model: its parts, what each of them outputs, and what it costs. Nothing is allocated.
 
-A *row* is one distinct Module under its canonical path. Its parameters and bytes are those of the Module and all below
-it; what is shared is counted once, at its canonical place. Its FLOPs are those of all its calls, including what they
-call in turn.
+A *row* is one distinct Module under its canonical path. Its parameters and bytes are those of the Module and of all
+Modules below it; shared ones are counted once, under their canonical path. Its FLOPs are those of all its calls,
+including the calls they make in turn.
 """
 
 import html
 import importlib.util
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx.core.context import Context
+from nnx.core.filters import Filter
 from nnx.core.module import Module
 from nnx.core.pure import Pure
 from nnx.core.repr import short
@@ -24,12 +26,13 @@ from nnx.inspection.recording import Recording, record
 
 MAX_OUTPUT = 60
 
+NOT_A_MODULE = "nnx.summary takes a Module, got {value} of type {type}."
 NOT_COUNTABLE = """nnx.count_params takes a Module, a State or a Pure, got {value} of type {type}. For a plain pytree \
 of arrays: sum(x.size for x in jax.tree.leaves(tree))."""
 
 
 class Row(NamedTuple):
-    """One Module of the table; `output` and `flops` are None where it was not called."""
+    """One Module in the table; `output` and `flops` are None if it was not called."""
 
     path: str
     layer: str
@@ -40,7 +43,7 @@ class Row(NamedTuple):
 
 
 class Total(NamedTuple):
-    """What one collection holds in all."""
+    """The totals of one collection."""
 
     arrays: int
     elements: int
@@ -51,11 +54,11 @@ class Summary:
     """The table of a model; `str` is its text.
 
     Attributes:
-      rows: one per distinct Module, the root first.
-      collections: the totals by collection name; what is in no Variable is under "(none)".
-      parameters: the elements of all `nnx.Param`s.
-      bytes: those of all state.
-      flops: of the whole call, or None where no inputs were given.
+      rows: the distinct Modules, one row each, the root first.
+      collections: the totals by collection name; arrays outside Variables are listed under "(none)".
+      parameters: the number of elements in all `nnx.Param`s.
+      bytes: the size of all state.
+      flops: the FLOPs of the whole call; None if no inputs were given.
     """
 
     def __init__(self, rows: Sequence[Row], collections: dict[str, Total]):
@@ -66,13 +69,13 @@ class Summary:
         self.flops = self.rows[0].flops
 
     def table(self, depth: int | None = None) -> str:
-        """The table as text; with a `depth`, without the Modules that lie deeper below the root."""
+        """Returns the table as text; with a `depth`, only the Modules up to that depth below the root."""
         lines = _aligned(self._header(), self._cells(depth), left=3 if self.flops is not None else 2)
         totals = _aligned(("collection", "arrays", "elements", "bytes"), self._total_cells(), left=1)
         return "\n".join([*lines, "", *totals])
 
     def print(self, depth: int | None = None) -> None:
-        """Prints the table, in colour where rich is installed."""
+        """Prints the table, in color if rich is installed."""
         if importlib.util.find_spec("rich") is None:
             print(self.table(depth))
             return
@@ -125,20 +128,33 @@ class Summary:
         return table(self._header(), self._cells(None)) + totals
 
 
-def summary(model: Module, *inputs: Any, ctx: Any = None, method: Any = None, **kwargs: Any) -> Summary:
-    """The table of a model: path, layer, output, parameters, bytes and FLOPs of every Module.
+def summary(
+    model: Module,
+    *inputs: Any,
+    ctx: Context | None = None,
+    method: str | Callable[..., Any] | None = None,
+    **kwargs: Any,
+) -> Summary:
+    """Returns a table of a model: path, layer, output, parameters, bytes and FLOPs of every Module.
 
-    The call is traced on abstract values: nothing is allocated, compiled or changed, so models of any size will do,
-    abstract ones included. The FLOPs are counted in the traced program: two for a multiply-add of a product or
-    convolution, one for each element of other floating-point arithmetic.
+    The call is traced on abstract values. Nothing is allocated, compiled or changed, so the model can have any size or
+    be abstract. The FLOPs are counted in the traced program: two for a multiply-add of a product or convolution, one
+    for each element of other floating-point arithmetic.
 
     Args:
       model: a Module; its arrays may be `ShapeDtypeStruct`s.
-      *inputs: what to call it on: arrays or `ShapeDtypeStruct`s (only shape and dtype matter), or any other arguments.
-        Without inputs the table has no output shapes and no FLOPs.
-      ctx: passed to the call as `ctx`; the Context itself does not advance.
-      method: what to call instead of `__call__`: the name of a method, or a function of the Module and the inputs.
+      *inputs: the arguments to call it with: arrays or `ShapeDtypeStruct`s, of which only shape and dtype matter, or
+        any other values. Without inputs the table has no output shapes and no FLOPs.
+      ctx: a Context to pass to the call as `ctx`; it does not advance.
+      method: the method to call instead of `__call__`: its name, or a function of the Module and the inputs.
       **kwargs: further arguments of the call.
+
+    Returns:
+      A Summary, whose `str` is the table.
+
+    Raises:
+      TypeError: `model` is not a Module.
+      ValueError: the model has no such method.
 
     >>> model = nnx.Sequence([nnx.Linear(2, 3, ctx=nnx.context(0)), jax.nn.relu])
     >>> print(nnx.summary(model, jnp.ones((4, 2))))
@@ -153,7 +169,7 @@ def summary(model: Module, *inputs: Any, ctx: Any = None, method: Any = None, **
     total            2         9   36 B
     """
     if not isinstance(model, Module):
-        raise TypeError(f"nnx.summary takes a Module, got {short(model)} of type {type(model).__name__}.")
+        raise TypeError(NOT_A_MODULE.format(value=short(model), type=type(model).__name__))
     if ctx is not None:
         kwargs["ctx"] = ctx
     recording = None
@@ -167,12 +183,15 @@ def summary(model: Module, *inputs: Any, ctx: Any = None, method: Any = None, **
     return Summary(rows, collections)
 
 
-def count_params(model: Any, filter: Any = Param) -> int:
-    """The number of elements in the state of a model that a filter selects.
+def count_params(model: Module | State | Pure[Any], filter: Filter = Param) -> int:
+    """Returns the number of elements in the part of a model's state that a filter selects.
 
     Args:
       model: a Module, State or Pure; its arrays may be abstract.
-      filter: any filter, e.g. `nnx.BatchStat`, `...`, or `nnx.PathMatches("encoder/**")`.
+      filter: a filter, e.g. `nnx.BatchStat`, `...`, or `nnx.PathMatches("encoder/**")`.
+
+    Raises:
+      TypeError: `model` is none of these.
 
     >>> nnx.count_params(nnx.Linear(2, 3, ctx=nnx.context(0)))
     9
@@ -190,7 +209,7 @@ def _called(recording: Recording | None, number: int) -> tuple[str | None, int |
 
 
 def _held(state: State) -> tuple[dict[str, int], dict[str, int], dict[str, Total]]:
-    """Parameters and bytes by the path of every Module above them, and the totals by collection."""
+    """Returns parameters and bytes by the path of every Module above them, and the totals by collection."""
     parameters: dict[str, int] = {}
     sizes: dict[str, int] = {}
     collections: dict[str, Total] = {}
@@ -252,7 +271,7 @@ def _memory(size: int) -> str:
 
 
 def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Lines of columns as wide as their widest cell, the first `left` of them flush left."""
+    """Returns the lines of a table whose columns fit their widest cell, the first `left` of them flush left."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,16 +1,18 @@
-"""TrainLog: what a run reports while it goes on, to the person watching, to the disk and to other tools.
+"""TrainLog: what a run reports while it is going on, to the person watching, to the disk and to other tools.
 
-A *record* is one call: a step with its metrics. As soon as its values are there it goes to the metrics file (see
-metrics_file), to the *sinks* (see sinks), and to a *view*: a progress bar on a terminal, plain lines elsewhere. The
-training loop never waits for a value: a record whose arrays are still being computed is kept pending, and only when too
-many are does the log wait for the oldest.
+A *record* is one call: a step with its metrics. As soon as its values are computed, it is sent to the metrics file (see
+metrics_file), to the *sinks* (see sinks), and to a *view*: a progress bar on a terminal, plain lines elsewhere. A
+record whose arrays are still being computed is kept *pending*, so the training loop does not wait for it. Only when too
+many are pending does the log wait for the oldest.
 
-A log must not end a run that took weeks. What is wrong from the first call on (a metric that is not a number) is an
-error; what can happen later (a full disk, a closed terminal, a sink without network) is at most a warning, once.
+A log must never end a run that has taken weeks. Mistakes that show up in the first call (a metric that is not a number)
+are errors; failures that can happen later (a full disk, a closed terminal, a sink without network) are at most a
+warning, once.
 """
 
 import contextlib
 import math
+import os
 import pathlib
 import sys
 import threading
@@ -33,11 +35,11 @@ from nnx.inspection.plots import plot_metrics
 from nnx.inspection.progress import Bar, Lines, Progress, make_view
 from nnx.inspection.sinks import Sink
 
-MAX_PENDING = 16
+MAX_PENDING = 16  # records
 
 NOT_A_NUMBER = """The metric {name!r} of step {step} is {value}, and a metric is one number. Reduce it first, e.g. \
 {name}={name}.mean()."""
-OWN_NAMES = """{name!r} cannot be the name of a metric: it is a field of every record. Choose another one."""
+OWN_NAMES = "{name!r} cannot be the name of a metric: it is a field of every record. Choose another one."
 BAD_STEP = "A step is an integer, got {step}."
 NOT_A_SINK = "A sink is a function of a step and a dict of values, e.g. nnx.wandb_sink(run), got {sink}."
 TRACED = """nnx.TrainLog was called inside a transform, where {name!r} has no value yet; nothing is logged there. \
@@ -51,7 +53,7 @@ S = TypeVar("S", bound=Sink)
 
 
 class Pending(NamedTuple):
-    """A record whose values may still be on their way."""
+    """A record whose values may not have been computed yet."""
 
     step: int
     time: float
@@ -68,13 +70,14 @@ class TrainLog:
 
     Args:
       total: the number of steps of the whole run, for the bar and the time left; steps count from 0 as in `range`.
-      path: a folder for `metrics.jsonl` and `loss.png`; a log that is there already is continued. None writes nothing.
+      path: a folder for `metrics.jsonl` and `loss.png`; an existing log is continued. None writes no files.
       name: the name shown with the bar or the lines.
-      interval: the least number of seconds between plain lines; the file gets every record.
-      plot: whether to draw `loss.png` at the end; by default where matplotlib is installed (the extra "plot").
-      file: where to show progress; standard error by default. A bar needs a terminal, and rich (the extra "display").
+      interval: the minimum number of seconds between plain lines; the file gets every record.
+      plot: whether to draw `loss.png` at the end; by default if matplotlib is installed (the extra "plot").
+      file: the stream to show progress on; standard error by default. A bar needs a terminal and rich (the extra
+        "display").
 
-    In a run of several processes only the first one shows and writes anything. Threads may share a log.
+    In a run of several processes only the first one shows and writes anything. Threads can share a log.
 
     >>> import sys
     >>> with nnx.TrainLog(total=3, file=sys.stdout, interval=0) as log:
@@ -88,7 +91,7 @@ class TrainLog:
     def __init__(
         self,
         total: int | None = None,
-        path: Any = None,
+        path: str | os.PathLike[str] | None = None,
         *,
         name: str = "train",
         interval: float = 1.0,
@@ -121,20 +124,20 @@ class TrainLog:
         if kind is None:
             self.close()
             return
-        for last in (self.flush, self._finish):  # the run's own error is the one to be seen
+        for last in (self.flush, self._finish):  # an error here must not hide the one that ended the run
             with contextlib.suppress(Exception):
                 last()
 
     def __call__(self, step: int, **metrics: Any) -> None:
-        """Logs metrics of one step; several calls for a step make up one record.
+        """Logs metrics of one step; several calls for the same step make up one record.
 
         Args:
           step: the step, counted from 0.
           **metrics: numbers, or arrays of one element; values still being computed are not waited for.
 
         Raises:
-          TypeError: a metric is not a number.
-          ValueError: a metric is called "time".
+          TypeError: a metric is not a number, or the step is not an integer.
+          ValueError: a metric is named "time".
         """
         with self._lock:
             if not self._open():
@@ -153,11 +156,14 @@ class TrainLog:
     def add_sink(self, sink: S) -> S:
         """Sends every record to a function as well, `sink(step, values)`, and returns the function.
 
-        In a run of several processes only the first one calls it. A sink that fails is a warning, once.
+        In a run of several processes only the first one calls it. A sink that raises causes one warning.
 
         Args:
-          sink: a callable such as `nnx.tensorboard_sink(directory)` or `nnx.wandb_sink(run)`. Its `flush` and `close`,
-            if it has them, are called with those of the log.
+          sink: a callable such as `nnx.tensorboard_sink(directory)` or `nnx.wandb_sink(run)`. If it has methods `flush`
+            and `close`, they are called when the log is flushed and closed.
+
+        Raises:
+          TypeError: the sink is not callable.
 
         >>> import io
         >>> with nnx.TrainLog(file=io.StringIO()) as log:
@@ -171,20 +177,24 @@ class TrainLog:
         return sink
 
     def close(self) -> None:
-        """Writes what is pending, ends the bar and draws the plot; `with` does it."""
+        """Writes the pending records, ends the bar and draws the plot; leaving a `with` block does it automatically."""
         with self._lock:
             self.flush()
             self._finish()
 
     def flush(self) -> None:
-        """Waits for the values that are pending and writes them."""
+        """Waits for the pending records and writes them."""
         with self._lock:
             while self._pending:
                 self._emit(self._pending.popleft())
             self._tell_sinks("flush")
 
     def plot(self) -> pathlib.Path | None:
-        """Draws the losses so far (or all metrics, where none is called a loss) into `loss.png`."""
+        """Draws the losses so far (or all metrics, if none has "loss" in its name) into `loss.png`.
+
+        Returns:
+          The path of the image; None if there is nothing to draw, or if this is not the first process of a run.
+        """
         self.flush()
         if self.path is None or not is_first() or not (self.path / "metrics.jsonl").exists():
             return None
@@ -194,7 +204,7 @@ class TrainLog:
         return plot_metrics(records, self.path / "loss.png", names=losses or None, title=self.name)
 
     def _open(self) -> bool:
-        """Opens file and view if they are not open yet; not in the second and further processes of a run."""
+        """Opens file and view, if this is the first process of a run, and returns whether they are open."""
         if self._is_open:
             return True
         if not is_first():
@@ -208,18 +218,18 @@ class TrainLog:
         return True
 
     def _held(self, step: int, name: str, value: Any) -> Any:
-        """Returns the value as it can be kept: an array of our own, since the caller may donate theirs."""
+        """Returns a copy of a value that is safe to keep, since the caller may donate the buffer of the original."""
         if name == "time":
             raise ValueError(OWN_NAMES.format(name=name))
         if not _is_number(value):
             raise TypeError(NOT_A_NUMBER.format(name=name, step=step, value=short(value)))
         try:
             if isinstance(value, jax.Array):
-                # Of an array that is spread over processes, the part that is here: computing on all of it would
-                # have to be done by every process, and only this one logs.
+                # For an array that is spread over processes, take the local part: a computation on the whole array
+                # would have to run on every process, and only this one logs.
                 return (value if value.is_fully_addressable else value.addressable_data(0)).copy()
             return np.array(value)
-        except (RuntimeError, IndexError) as error:  # its buffer was donated; no part of it is here
+        except (RuntimeError, IndexError) as error:  # the buffer was donated; no part of the array is local
             self._warn(f"value {name}", NO_VALUE.format(name=name, step=step, reason=_first_line(error)))
             return None
 
@@ -295,7 +305,7 @@ def _number(value: Any) -> int | float:
         return int(number)
     try:
         return float(number)
-    except OverflowError:  # a Python integer beyond all floats
+    except OverflowError:  # a Python integer too large for a float
         return math.inf if number > 0 else -math.inf
 
 

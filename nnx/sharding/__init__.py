@@ -1,1 +1,1 @@
-"""Sharding: logical axis names, and how they meet the axes of a mesh."""
+"""Sharding: logical axis names, and the rules that map them to the axes of a mesh. See README.md in this folder."""

@@ -1,9 +1,9 @@
-"""Axis names of one Variable, and what stacking does to them.
+"""Axis names of one Variable, and how stacking changes them.
 
 *Logical axis names* are a Variable's `sharding` metadata: a tuple (or `PartitionSpec`) with one entry per dimension,
 each a name, a tuple of names, or None. A scan or vmap over stacked Variables adds a dimension, whose name comes from
-`metadata_params={nnx.PARTITION_NAME: "layers"}`: outside, the stacked Variable has the name; inside the body, it does
-not.
+`metadata_params={nnx.PARTITION_NAME: "layers"}`. The stacked Variable has that name outside the transform; the slices
+inside the body do not.
 """
 
 import itertools
@@ -15,40 +15,47 @@ from jax.sharding import PartitionSpec
 from nnx.core.variables import Spec
 
 PARTITION_NAME = "partition_name"
-"""The key of `metadata_params` that names the axis along which a scan or vmap stacks Variables."""
+"""The key in `metadata_params` for the name of the axis along which a scan or vmap stacks Variables."""
 
 
 class DefaultAxes(tuple[Any, ...]):
-    """Names that a layer declares for its arrays: they belong to an array's last axes, and are cut to fit its rank."""
+    """Names that a layer declares for its arrays: they describe an array's last axes, and are cut to fit its rank."""
 
     __slots__ = ()
 
 
 class PartialAxes(DefaultAxes):
-    """Names taken over by an array of another shape, such as a factored moment.
+    """Names that an array inherits from one with a different shape, as a factored moment does from its parameter.
 
-    No rule was written with that shape in mind, so an axis that does not divide stays whole instead of being an error.
+    No rule was written with this shape in mind, so an axis that does not divide stays whole and is not an error.
     """
 
     __slots__ = ()
 
 
 def taken_over(names: Sequence[Any], axes: Sequence[int | None]) -> DefaultAxes:
-    """The names of an array that is made from another one with these names.
+    """Returns the names of an array that was made from another array.
 
     Args:
-      names: one entry per axis of the other array.
-      axes: what `matching_axes` found.
+      names: the names of the other array, one entry per axis.
+      axes: for each axis of the new array, the axis of the other one, as `matching_axes` returns them.
     """
     found = [None if axis is None else names[axis] for axis in axes]
     return PartialAxes(found) if list(axes) != list(range(len(names))) else DefaultAxes(found)
 
 
 def matching_axes(shape: Sequence[int], of: Sequence[int]) -> tuple[int | None, ...] | None:
-    """For each axis of an array the axis of another array that it was made from.
+    """Returns, for each axis of an array, the axis it came from in the array it was made from.
 
-    An array may have the shape of the other one, new axes in front of it (a history of gradients), or fewer axes (a
-    factored moment). Where the sizes fit in several ways, an axis without a unique answer is None.
+    The array may have the same shape as the other one, new axes in front (a history of gradients), or fewer axes (a
+    factored moment). Where the sizes match in several ways, an axis without a unique answer is None.
+
+    Args:
+      shape: the shape of the array.
+      of: the shape of the array it was made from.
+
+    Returns:
+      One entry per axis; None if the shapes do not match at all.
 
     >>> matching_axes((8, 16), (8, 16)), matching_axes((5, 8, 16), (8, 16)), matching_axes((16,), (8, 16))
     ((0, 1), (None, 0, 1), (1,))
@@ -64,31 +71,33 @@ def matching_axes(shape: Sequence[int], of: Sequence[int]) -> tuple[int | None, 
     ]
     if not shape or not fits:
         return None
+    # Each fit is one way to choose the axes. Transposed, that is all the candidates of each axis.
     return tuple([axes[0] if len(set(axes)) == 1 else None for axes in zip(*fits, strict=True)])
 
 
 def axis_names(sharding: Any) -> tuple[Any, ...]:
-    """The names in `sharding` metadata as a tuple; none for None.
+    """Returns the names in `sharding` metadata as a tuple; an empty one for None.
 
     Raises:
-      TypeError: it is not a tuple, list or PartitionSpec of names.
+      TypeError: the metadata are not a tuple, list or PartitionSpec of names.
     """
     if sharding is None:
         return ()
     if isinstance(sharding, str) or not isinstance(sharding, (tuple, list, PartitionSpec)):
-        hint = f" For an array of one dimension write ({sharding!r},)." if isinstance(sharding, str) else ""
-        raise TypeError(
-            f"sharding is a tuple of axis names, one per dimension, or a PartitionSpec; got {sharding!r}.{hint}"
-        )
+        hint = ONE_DIMENSION.format(name=sharding) if isinstance(sharding, str) else ""
+        raise TypeError(NOT_NAMES.format(got=sharding, hint=hint))
     for entry in sharding:
         names = entry if isinstance(entry, tuple) else (entry,)
         if not all(name is None or name is PartitionSpec.UNCONSTRAINED or isinstance(name, str) for name in names):
-            raise TypeError(f"An axis name is a string, a tuple of strings or None; got {entry!r} in {sharding!r}.")
+            raise TypeError(NOT_A_NAME.format(entry=entry, sharding=sharding))
     return tuple(sharding)
 
 
 def aligned_names(sharding: Any, ndim: int) -> tuple[Any, ...]:
-    """The names in `sharding` metadata for an array of `ndim` dimensions; default names are those of its last axes."""
+    """Returns the names in `sharding` metadata for an array of `ndim` dimensions.
+
+    Default names are aligned with the last axes. Explicit ones are returned unchanged, even if there are too many.
+    """
     names = axis_names(sharding)
     if isinstance(sharding, DefaultAxes):
         missing = ndim - len(names)
@@ -97,12 +106,12 @@ def aligned_names(sharding: Any, ndim: int) -> tuple[Any, ...]:
 
 
 def add_axis(spec: Spec, index: int, params: Mapping[Any, Any]) -> Spec:
-    """The spec of a Variable that was stacked along axis `index`: its `sharding` has the new name there.
+    """Returns the spec of a Variable that was stacked along axis `index`, with the new name inserted in `sharding`.
 
     Args:
-      spec: type and metadata of one slice. Without `sharding` it stays as it is.
-      index: the new axis; negative ones count from the end of the names there are then.
-      params: the transform's `metadata_params`. Without `PARTITION_NAME` the spec stays as it is.
+      spec: the type and metadata of one slice; returned unchanged if it has no `sharding`.
+      index: the new axis; a negative one counts from the end, the new name included.
+      params: the transform's `metadata_params`; without `PARTITION_NAME`, the spec is returned unchanged.
     """
     sharding = spec.metadata.get("sharding")
     if not _concerns(sharding, params):
@@ -115,10 +124,10 @@ def add_axis(spec: Spec, index: int, params: Mapping[Any, Any]) -> Spec:
 
 
 def remove_axis(spec: Spec, index: int, params: Mapping[Any, Any]) -> Spec:
-    """The spec of one slice of a stacked Variable: `add_axis` undone.
+    """Returns the spec of one slice of a stacked Variable; the inverse of `add_axis`.
 
     Raises:
-      ValueError: the `sharding` has another name at that axis.
+      ValueError: the `sharding` has a different name at that axis.
     """
     sharding = spec.metadata.get("sharding")
     if not _concerns(sharding, params):
@@ -136,14 +145,20 @@ def remove_axis(spec: Spec, index: int, params: Mapping[Any, Any]) -> Spec:
     return _with_sharding(spec, sharding, names)
 
 
+NOT_NAMES = "sharding is a tuple of axis names, one per dimension, or a PartitionSpec; got {got!r}.{hint}"
+
+ONE_DIMENSION = " For an array of one dimension write ({name!r},)."
+
+NOT_A_NAME = "An axis name is a string, a tuple of strings or None; got {entry!r} in {sharding!r}."
+
 WRONG_STACKED_NAME = """metadata_params says that axis {index} of the stacked Variables is named {name!r}, but {spec} \
 has {found} there. Build the stack with the same metadata_params, or give the stacked Variable a `sharding` with \
 {name!r} at axis {index}."""
 
 
 def _concerns(sharding: Any, params: Mapping[Any, Any]) -> bool:
-    # Default names belong to the last axes, so there is no place for another one among them. Modules that are built in
-    # a body get whole names first (`defaults.name_whole_axes`).
+    # Default names describe the last axes, whatever the rank, so nothing can be inserted at a fixed index. Modules that
+    # are built in a body get one explicit name per axis first (`defaults.name_whole_axes`).
     return sharding is not None and not isinstance(sharding, DefaultAxes) and PARTITION_NAME in params
 
 

@@ -1,7 +1,7 @@
-"""Constraints: telling the partitioner where an array is to be split, by axis names.
+"""Constraints: telling the partitioner by axis names how to split an array.
 
-On mesh axes of the automatic type a constraint is `jax.lax.with_sharding_constraint`, on explicit ones
-`jax.sharding.reshard`; axes that are manual (inside a shard_map) are left out, as the array there is one part already.
+On automatic mesh axes a constraint is a `jax.lax.with_sharding_constraint`, on explicit ones a `jax.sharding.reshard`.
+Manual axes (inside a shard_map) are left out, because the array there already is one part.
 """
 
 import dataclasses
@@ -15,28 +15,30 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx.core.variables import with_metadata
 from nnx.sharding.axes import aligned_names, axis_names
-from nnx.sharding.rules import Rules, RulesFallback, as_rules, resolve
+from nnx.sharding.rules import AnyMesh, Rules, RulesFallback, RulesLike, as_rules, resolve
 
 
 def with_logical_constraint(
     x: Any,
     names: Any,
-    rules: Any = None,
-    mesh: Any = None,
+    rules: RulesLike = None,
+    mesh: AnyMesh | None = None,
     fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
 ) -> Any:
-    """The same array, split as the rules say for these axis names; without a mesh or without rules simply `x`.
+    """Returns the same array, split as the rules say for these axis names.
+
+    Without a mesh or without rules, returns `x` itself.
 
     Args:
       x: an array, or a pytree of arrays that all have these axes.
-      names: one entry per axis: a name, a tuple of names, or None.
-      rules: by default those of `logical_axis_rules`.
-      mesh: by default that of `jax.set_mesh`.
-      fallback: what to do when a name gets no mesh axis from any rule.
+      names: the axis names, one entry per axis: a name, a tuple of names, or None.
+      rules: the rules to use; by default those of `logical_axis_rules`.
+      mesh: the mesh to split over; by default that of `jax.set_mesh`.
+      fallback: the response to a name for which no rule has a mesh axis.
 
     Raises:
-      ValueError: a name appears twice, there are more names than axes, a rule names an axis the mesh does not have, an
-        axis does not divide; or a name has no mesh axis and the fallback is `RulesFallback.RAISE_ERROR`.
+      ValueError: a name appears twice, there are more names than axes, a rule names an axis the mesh does not have, or
+        a mesh axis does not divide a dimension; with `RulesFallback.RAISE_ERROR`, also if a name has no mesh axis.
 
     >>> nnx.with_logical_constraint(jnp.ones((4, 8)), ("batch", "embed")).shape
     (4, 8)
@@ -49,18 +51,18 @@ def with_logical_constraint(
 
 
 def with_logical_partitioning(
-    initializer: Callable[..., Any], sharding: Any, mesh: Any = None, rules: Any = None
+    initializer: Callable[..., Any], sharding: Any, mesh: AnyMesh | None = None, rules: RulesLike = None
 ) -> Callable[..., Any]:
-    """Wraps an initializer so that the Variable made from its result has axis names and keeps to them.
+    """Wraps an initializer so that the Variable made from its result has axis names and stays split accordingly.
 
-    Under a mesh, the Variable is constrained whenever it is assigned and whenever its Module is rebuilt inside a
-    transform, as by `with_logical_constraint`. Without a mesh or without rules that does nothing.
+    Under a mesh, the Variable is constrained as by `with_logical_constraint` whenever it is assigned and whenever its
+    Module is rebuilt inside a transform. Without a mesh or without rules, this has no effect.
 
     Args:
-      initializer: as in `jax.nn.initializers`.
-      sharding: one axis name per dimension.
-      mesh: by default that of `jax.set_mesh` when the constraint is applied.
-      rules: by default those of `logical_axis_rules` then.
+      initializer: an initializer as in `jax.nn.initializers`.
+      sharding: the axis names, one per dimension.
+      mesh: the mesh to split over; by default that of `jax.set_mesh` at the time the constraint is applied.
+      rules: the rules to use; by default those of `logical_axis_rules` at that time.
 
     >>> init = nnx.with_logical_partitioning(jax.nn.initializers.ones, ("embed", "mlp"))
     >>> nnx.Param(init(jax.random.key(0), (2, 4))).sharding
@@ -70,7 +72,7 @@ def with_logical_partitioning(
     hook = Constraint(mesh, rules)
     if isinstance(sharding, list):
         sharding = tuple(sharding)
-    axis_names(sharding)
+    axis_names(sharding)  # raises here rather than at the first use
     return with_metadata(initializer, sharding=sharding, on_set=hook)
 
 
@@ -89,19 +91,26 @@ class Constraint:
             return value
 
         def constrain(leaf: Any) -> Any:
-            if not isinstance(leaf, (jax.Array, np.ndarray)):  # shapes, specs and other stand-ins
+            if not isinstance(leaf, (jax.Array, np.ndarray)):  # a shape, a spec or some other placeholder
                 return leaf
             return _constrain(leaf, names, rules, mesh, RulesFallback.AXIS_IS_UNSHARDED)
 
         return jax.tree.map(constrain, value)
 
 
-def current_mesh(mesh: Any = None) -> Any:
-    """The mesh a constraint means: the one given, as the surroundings see it; else that of `jax.set_mesh`, or None."""
+def current_mesh(mesh: AnyMesh | None = None) -> Any:
+    """Returns the mesh that a constraint refers to.
+
+    Args:
+      mesh: the mesh that was given; by default that of `jax.set_mesh`.
+
+    Returns:
+      The mesh, with the axis types it has at this point of the program; None if there is none.
+    """
     around = jax.sharding.get_abstract_mesh()
     if mesh is None:
         return None if around.empty else around
-    # inside a shard_map the surroundings know which axes are manual
+    # Inside a shard_map only the mesh of the surroundings knows which axes are manual.
     return around if not around.empty and dict(around.shape) == dict(mesh.shape) else mesh
 
 
@@ -120,7 +129,7 @@ def _constrain(x: Any, names: Any, rules: Rules, mesh: Any, fallback: RulesFallb
 
 
 WITHOUT_RULE = """No rule has a mesh axis for the axis name {name!r} of {names}. {reasons}
-The rules are {rules}. Add one for it, (name, None) if it is not to be split, or choose another fallback."""
+The rules are {rules}. Add a rule for it, (name, None) to leave it whole, or choose another fallback."""
 
 
 def _place(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
@@ -137,7 +146,7 @@ def _place(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
 
 
 def _only(spec: PartitionSpec, types: Mapping[str, AxisType], kind: AxisType) -> PartitionSpec:
-    """The part of a spec on mesh axes of one type."""
+    """Returns the part of a spec on mesh axes of one type."""
 
     def part(entry: Any) -> Any:
         if entry is None or entry is PartitionSpec.UNCONSTRAINED:
@@ -149,7 +158,7 @@ def _only(spec: PartitionSpec, types: Mapping[str, AxisType], kind: AxisType) ->
 
 
 def _with_devices(mesh: Any) -> Any:
-    """The mesh with its devices, or None inside a transform, where they do not matter."""
+    """Returns the mesh with its devices; None inside a transform, where they do not matter."""
     if isinstance(mesh, jax.sharding.Mesh):
         return mesh
     try:

@@ -1,13 +1,13 @@
-"""Default axis names: what a Module class says about the axes of its Variables, and of those below it.
+"""Default axis names: the names a Module class declares for the axes of its Variables and of those below it.
 
-A class may have an attribute (or property) `logical_axes`, a mapping from relative path to axis names:
+A class can have an attribute (or property) `logical_axes`, a mapping from relative path to axis names:
 
     logical_axes = {"up/kernel": ("embed", "mlp"), "up/bias": ("mlp",)}
 
-The names belong to the array's last axes, so they stay right when a scan or vmap stacks the layer. They count only
-for Variables whose `sharding` metadata are None; where an outer and an inner class name the same Variable, the outer
-one wins. Without rules they have no effect at all. Instead of names, an entry may be an `AxesOf`: the Variable then
-*follows* another one and takes over its names, wherever those come from. Optimizer state follows its parameters.
+The names describe the array's last axes, so they remain correct when a scan or vmap stacks the layer. They apply only
+to Variables whose `sharding` metadata are None. If an outer and an inner class both name a Variable, the outer class
+wins. Without rules they have no effect. Instead of names, an entry can be an `AxesOf`: the Variable then *follows*
+another one and takes its names, wherever those come from. Optimizer state follows its parameters.
 """
 
 import inspect
@@ -26,12 +26,12 @@ M = TypeVar("M", bound=Module)
 
 
 class AxesOf(NamedTuple):
-    """The names of another Variable.
+    """An entry of `logical_axes` that takes the names of another Variable.
 
     Attributes:
-      source: the path of the other Variable, relative to the Module that says so.
+      source: the path of the other Variable, relative to the Module that declares the entry.
       rank: the number of axes of the other Variable's array.
-      axes: for each axis here, the axis there; None for those that have no counterpart (`matching_axes`).
+      axes: the axis of the other array for each axis of this one; None where it has no counterpart (`matching_axes`).
     """
 
     source: str
@@ -42,7 +42,7 @@ class AxesOf(NamedTuple):
 def default_axes(model: Any) -> dict[str, DefaultAxes]:
     """Returns the default names in a Module or ModuleDef, by canonical path.
 
-    Explicit metadata only matter for Variables that follow others.
+    Explicit names are not among them, but a Variable that follows one with explicit names takes those.
     """
     if isinstance(model, ModuleDef):
         module, key = model.merge(), model._key
@@ -72,7 +72,7 @@ def default_axes(model: Any) -> dict[str, DefaultAxes]:
 
 
 def current_names(sharding: Any, default: DefaultAxes | None) -> Any:
-    """The names that count for a Variable: its own explicit ones, else the default."""
+    """Returns the names that apply to a Variable: its explicit ones if it has any, else the default."""
     explicit = sharding is not None and not isinstance(sharding, DefaultAxes)
     return sharding if explicit or default is None else default
 
@@ -87,11 +87,17 @@ def _declared(module: Any) -> Mapping[str, Any]:
 def name_axes(module: M) -> M:
     """Writes the default axis names of the layers into the `sharding` metadata of Variables that have none, in place.
 
-    Everything made from the Module afterwards (gradients, optimizer state, averages) then carries the names, too.
-    `nnx.shard` and `nnx.init_sharded` call this themselves.
+    Everything made from the Module afterwards (gradients, optimizer state, averages) has the names as well.
+    `nnx.shard` and `nnx.init_sharded` do this automatically.
+
+    Args:
+      module: the Module to change.
 
     Returns:
-      The Module.
+      The same Module.
+
+    Raises:
+      TraceContextError: the Module was made at another trace level.
 
     >>> class Scale(nnx.Module):
     ...     logical_axes = {"scale": ("embed",)}
@@ -106,14 +112,14 @@ def name_axes(module: M) -> M:
 
 
 def name_whole_axes(roots: Iterable[Module], known: Iterable[tuple[Any, str]]) -> None:
-    """Writes default names into metadata as explicit ones, with one entry per axis.
+    """Writes default names into the metadata as explicit ones, with one entry per axis.
 
-    A transform that is about to stack Variables does this for the ones its body made, so that the name of the new axis
-    can be inserted among the others.
+    A transform that is about to stack Variables does this for those its body made, so that the name of the new axis
+    can be inserted among them.
 
     Args:
       roots: the Modules to walk.
-      known: `(module, name)` of Variables that the body did not make; they keep their metadata.
+      known: the Variables that the body did not make, as `(module, name)`; they keep their metadata.
     """
     skipped = {(id(owner), name) for owner, name in known}
     for root in roots:
@@ -125,7 +131,7 @@ def name_whole_axes(roots: Iterable[Module], known: Iterable[tuple[Any, str]]) -
 
 
 def _unnamed(module: Any) -> list[tuple[Any, str, Spec, DefaultAxes]]:
-    """The Variables whose metadata lack their default names: `(owner, attribute, spec, names)`."""
+    """Returns the Variables whose metadata lack their default names, as `(owner, attribute, spec, names)`."""
     key: GraphKey = flat_of(module).key
     defaults = default_axes(module)
     modules, _, _, _ = number_modules((module,))

@@ -1,10 +1,10 @@
-"""Explicit mesh axes: how what a layer computes from its input and its parameters is split.
+"""Explicit mesh axes: how the result of a layer is split, given its input and its parameters.
 
-On explicit axes the split of a value is part of its type, and JAX refuses an operation whose result could be split in
+On explicit axes the split of a value is part of its type, and JAX rejects an operation whose result could be split in
 two ways: a kernel split over the axis that also splits the batch (FSDP), or two arrays split along the axis that is
-summed over (tensor parallelism). Layers know what is meant: the result keeps the split of the input's axes, and that of
-the parameter's wherever the mesh axis is still free. Parameters are gathered for that, and partial sums added up, as
-the compiler does it on automatic axes, of which nothing is said here.
+summed over (tensor parallelism). Layers know the intention: the result keeps the split of the input's axes, and that of
+the parameter's axes wherever the mesh axis is still free. This gathers parameters and adds up partial sums, as the
+compiler does by itself on automatic axes, which these functions ignore.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def result_sharding(*parts: tuple[Any, Iterable[int]]) -> NamedSharding | None:
-    """How a result is split whose axes are those of its operands, one after another.
+    """Returns how to split a result whose axes are those of its operands, one after another.
 
     Args:
-      parts: each an array and the axes of it that the result has. Of two that are split over one mesh axis, the first
-        keeps it.
+      parts: the operands, each as an array and those of its axes that the result has. If two axes are split over the
+        same mesh axis, the first keeps it.
 
     Returns:
       A sharding to pass as `out_sharding`; None if nothing is split on explicit axes.
@@ -40,7 +40,7 @@ def result_sharding(*parts: tuple[Any, Iterable[int]]) -> NamedSharding | None:
 
 
 def split_like(x: Array, other: Array, axes: Sequence[int]) -> Array:
-    """`x`, each of its axes split as the one of `other` in `axes` is, so that the two can be added."""
+    """Returns `x` with its axes split like these axes of `other`, so that the two can be added."""
     sharding = jax.typeof(x).sharding
     if not any(sharding.spec):
         return x

@@ -13,28 +13,30 @@ from nnx.core.module import Module
 from nnx.core.pure import Pure
 from nnx.core.repr import short
 from nnx.sharding.defaults import name_axes
-from nnx.sharding.rules import as_rules, logical_axis_rules
+from nnx.sharding.rules import RulesLike, as_rules, logical_axis_rules
 from nnx.sharding.specs import logical_to_mesh_sharding
 
 T = TypeVar("T")
 
 
-def shard(model: T, mesh: Mesh | None = None, rules: Any = None) -> T:
+def shard(model: T, mesh: Mesh | None = None, rules: RulesLike = None) -> T:
     """Places a Module on a mesh, in place: every array is split as the rules say for its axis names.
 
-    Variables without names get the default ones of their layer (`nnx.name_axes`); what has no name is on every device.
+    Variables without names get the default names of their layer (`nnx.name_axes`). Arrays that have no name at all are
+    replicated on every device.
 
     Args:
-      model: a Module; or a State, TrainState or other pytree, of which a placed copy is returned.
-      mesh: by default that of `jax.set_mesh`. Without one nothing happens.
-      rules: by default those of `logical_axis_rules`.
+      model: a Module, which is changed in place; or a State, TrainState or other pytree, which is copied.
+      mesh: the mesh to place it on; by default that of `jax.set_mesh`. Without a mesh, this has no effect.
+      rules: the rules to use; by default those of `logical_axis_rules`.
 
     Returns:
-      The Module itself.
+      The same Module, or a placed copy of the pytree.
 
     Raises:
-      ValueError: a rule names an axis the mesh does not have, an axis does not divide, a name appears twice in one
-        array, or there are more names than axes; the message says at which path and by which rule. Nothing was placed.
+      ValueError: a rule names an axis the mesh does not have, a mesh axis does not divide a dimension, a name appears
+        twice in one array, or there are more names than axes. The message has the path and the rule, and nothing has
+        been placed.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> model = nnx.shard(nnx.Dict(w=nnx.Param(jnp.ones((4, 2)), ("embed", None))), mesh, [("embed", "data")])
@@ -54,22 +56,26 @@ def shard(model: T, mesh: Mesh | None = None, rules: Any = None) -> T:
     return model
 
 
-def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: Any, ctx: Context) -> T:
-    """Builds a Module that is split over a mesh from the start: no array of it is ever whole on one device.
+def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: RulesLike, ctx: Context) -> T:
+    """Builds a Module that is split over a mesh from the start: none of its arrays is ever whole on one device.
 
     The constructor is traced for its shapes first, and then compiled with the shardings that follow from them. The
-    numbers are those the constructor makes on one device. At its peak, a CPU device holds three times its part of the
+    values are those the constructor makes on one device. At its peak, a CPU device holds three times its part of the
     largest array in addition to the parts it keeps, for the random bits; the one GPU that was measured needed no more.
     An optimizer or average built along with the model is split like the parameters it belongs to.
 
     Args:
-      build: called with a Context; returns the Module, or a TrainState or other pytree. It runs under `jax.jit`, twice.
-      mesh: None for that of `jax.set_mesh`. Without one, `build` is simply called.
-      rules: None for those of `logical_axis_rules`; else they hold inside `build`.
-      ctx: forked, so that it can be used again afterwards.
+      build: a function of a Context that returns the Module, or a TrainState or other pytree. It is traced twice.
+      mesh: the mesh to build on, or None for that of `jax.set_mesh`. If there is none, `build` is simply called.
+      rules: the rules to use, also inside `build`; None for those of `logical_axis_rules`.
+      ctx: the Context to build with. It is forked, so it can be used again afterwards.
+
+    Returns:
+      The result of `build`, placed on the mesh.
 
     Raises:
-      ValueError: as in `nnx.shard`, before anything is allocated.
+      ValueError: the result does not fit the rules and the mesh, as in `nnx.shard`; nothing has been allocated.
+      TypeError: `build` returned several Modules, or `ctx` is not a Context.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> build = lambda ctx: nnx.Dict(w=nnx.Param(jax.random.normal(ctx.make_rng("params"), (4, 2)), ("embed", None)))
@@ -77,9 +83,7 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: Any, c
     P('data', None)
     """
     if not isinstance(ctx, Context):
-        raise TypeError(
-            f"nnx.init_sharded takes a Context as its last argument, e.g. nnx.context(0); got {short(ctx)}."
-        )
+        raise TypeError(NOT_A_CONTEXT.format(got=short(ctx)))
     rules = as_rules(rules)
     mesh = _concrete(mesh)
     if mesh is None:
@@ -94,7 +98,7 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: Any, c
             raise TypeError(SEVERAL_MODULES.format(got=short(built)))
         return built
 
-    # explicit axes would have every value computed whole before it is split, so the partitioner decides here
+    # With explicit axes every value would be computed whole before it is split, so the partitioner decides here.
     automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     pure_ctx = jax.tree.map(lambda key: _onto(automatic, key), ctx.partition())
     with jax.set_mesh(automatic), logical_axis_rules(rules):
@@ -107,7 +111,11 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: Any, c
 
 
 ONE_ARRAY_AFTER_ANOTHER = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
-"""Compiler options by platform. By default a CPU draws all arrays at once, which takes the scratch space of all."""
+"""Compiler options by platform. By default a CPU draws all arrays at once and needs scratch space for all of them."""
+
+NOT_A_CONTEXT = "nnx.init_sharded takes a Context as its last argument, e.g. nnx.context(0); got {got}."
+
+NOT_A_MESH = "A mesh with devices is needed, e.g. jax.make_mesh((4, 2), ('data', 'model')); got {got!r}."
 
 SEVERAL_MODULES = """nnx.init_sharded builds one Module, but the function returned {got}. Put several into one, e.g. \
 nnx.Dict(model=model, optimizer=optimizer)."""
@@ -117,17 +125,17 @@ def _concrete(mesh: Mesh | None) -> Mesh | None:
     if mesh is None:
         mesh = jax.sharding.get_mesh()
     elif not isinstance(mesh, Mesh):
-        raise TypeError(f"A mesh with devices is needed, e.g. jax.make_mesh((4, 2), ('data', 'model')); got {mesh!r}.")
+        raise TypeError(NOT_A_MESH.format(got=mesh))
     return None if mesh.empty else mesh
 
 
 def _onto(mesh: Mesh, key: jax.Array) -> jax.Array:
-    """A key that was made under some mesh, on every device of another one."""
+    """Returns a key on every device of a mesh, if it was made under some other mesh."""
     return jax.device_put(key, NamedSharding(mesh, PartitionSpec())) if isinstance(key.sharding, NamedSharding) else key
 
 
 def _put(tree: Any, shardings: Any) -> Any:
-    # the shardings are a prefix of the tree: one for a whole Variable
+    # The shardings are a prefix of the tree, with one sharding for a whole Variable.
     return jax.tree.map(lambda s, part: jax.tree.map(lambda x: _put_array(x, s), part), shardings, tree)
 
 
@@ -138,5 +146,5 @@ def _put_array(x: Any, sharding: NamedSharding) -> Any:
         return x
     if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return jax.device_put(x, sharding)
-    whole = np.asarray(x)  # several processes, each with the same value: each takes its own part
+    whole = np.asarray(x)  # several processes, all with the same value: each takes its own part
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])

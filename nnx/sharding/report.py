@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from nnx.sharding.constraints import current_mesh
-from nnx.sharding.rules import Rules, as_rules, resolve
+from nnx.sharding.rules import AnyMesh, Rules, RulesLike, as_rules, resolve
 from nnx.sharding.specs import map_named
 
 
@@ -18,14 +18,15 @@ class ShardingRow:
     """One array of a model on a mesh.
 
     Attributes:
-      path: of the array in the model.
-      shape, dtype: of the whole array.
-      logical_axes: its axis names.
-      mesh_axes: what the rules made of them.
-      shard_shape: the part on one device.
+      path: the path of the array in the model.
+      shape: the shape of the whole array.
+      dtype: the dtype of the array.
+      logical_axes: the axis names.
+      mesh_axes: the mesh axes the rules chose for them.
+      shard_shape: the shape of the part on one device.
       bytes_per_device: the size of that part.
-      errors: why it cannot be placed like this.
-      notes: axes that a rule wanted to split and did not: not divisible, or the mesh axis was claimed.
+      errors: the reasons why the array cannot be placed like this.
+      notes: the axes a rule would split but could not: not divisible, or the mesh axis was already claimed.
     """
 
     path: str
@@ -49,9 +50,9 @@ class ShardingReport:
     """How a model is split over a mesh; its `str` is a table.
 
     Attributes:
-      rows: one per array.
+      rows: the arrays, one row each.
       mesh_shape: the size of every mesh axis; empty if there is no mesh.
-      rules: those that were tried.
+      rules: the rules that were tried.
     """
 
     rows: tuple[ShardingRow, ...]
@@ -65,17 +66,17 @@ class ShardingReport:
 
     @property
     def bytes_per_device(self) -> int:
-        """What each device holds of it."""
+        """The size of the part that each device holds."""
         return sum(row.bytes_per_device for row in self.rows)
 
     @property
     def errors(self) -> dict[str, tuple[str, ...]]:
-        """By path, what would make `nnx.shard` fail."""
+        """The reasons why `nnx.shard` would fail, by path."""
         return {row.path: row.errors for row in self.rows if row.errors}
 
     @property
     def notes(self) -> dict[str, tuple[str, ...]]:
-        """By path, every axis that could not be divided or whose mesh axis was claimed by another."""
+        """The axes that could not be divided, or whose mesh axis was already claimed, by path."""
         return {row.path: row.notes for row in self.rows if row.notes}
 
     def __str__(self) -> str:
@@ -98,16 +99,19 @@ class ShardingReport:
         return errors + [f"* {path}: {text}" for path, texts in self.notes.items() for text in texts]
 
 
-def sharding_report(model: Any, mesh: Any = None, rules: Any = None) -> ShardingReport:
+def sharding_report(model: Any, mesh: AnyMesh | None = None, rules: RulesLike = None) -> ShardingReport:
     """Reports how a model would be split over a mesh: names, mesh axes, bytes per device, and what could not be split.
 
-    Nothing is allocated or placed: the model may be abstract (`nnx.eval_shape`), and so may the mesh
-    (`jax.sharding.AbstractMesh`), which need not exist here. Nothing is raised either: errors are in the report.
+    Nothing is allocated or placed. The model can be abstract (`nnx.eval_shape`), and so can the mesh
+    (`jax.sharding.AbstractMesh`), so its devices need not exist. Misfits do not raise; they are listed in the report.
 
     Args:
       model: a Module, State, TrainState or other pytree, of arrays or `jax.ShapeDtypeStruct`s.
-      mesh: by default that of `jax.set_mesh`.
-      rules: by default those of `logical_axis_rules`.
+      mesh: the mesh to plan for; by default that of `jax.set_mesh`.
+      rules: the rules to use; by default those of `logical_axis_rules`.
+
+    Returns:
+      The report, whose `str` is a table.
 
     >>> model = nnx.Dict(w=nnx.Param(jax.ShapeDtypeStruct((1024, 512), jnp.float32), ("embed", "mlp")))
     >>> report = nnx.sharding_report(model, jax.sharding.AbstractMesh((8,), ("model",)), [("mlp", "model")])

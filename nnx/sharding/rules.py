@@ -1,10 +1,10 @@
-"""Rules: which mesh axis a logical axis name means.
+"""Rules: which mesh axis a logical axis name refers to.
 
-A *rule* is a pair `(name, mesh axis)`; the mesh axis may also be a tuple of them, or None for "not split". Rules are
-tried in order: each gives its mesh axis to its name, if the array has that name without an axis yet, no other dimension
-has claimed the mesh axis, and (where shape and mesh are known) the axis divides the dimension. So a later rule for the
-same name is a second choice, and `(name, None)` at the end means "leave it whole rather than fail". A *resolution* is
-what the rules made of one array: its `PartitionSpec`, and what went wrong.
+A *rule* is a pair `(name, mesh axis)`; the mesh axis can also be a tuple of several, or None for "not split". Rules are
+tried in order. Each assigns its mesh axis to its name if the array has that name and it has no mesh axis yet, no other
+dimension has claimed the mesh axis, and (where shape and mesh are known) the mesh axis divides the dimension. A later
+rule for the same name is therefore a second choice, and `(name, None)` at the end means "leave it whole rather than
+fail". A *resolution* is the result of the rules for one array: its `PartitionSpec`, and what went wrong.
 """
 
 import contextlib
@@ -15,36 +15,40 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from nnx.sharding.axes import PartialAxes, axis_names
 
 MeshAxes = str | tuple[str, ...] | None
 Rule = tuple[str, MeshAxes]
 Rules = tuple[Rule, ...]
+RulesLike = Mapping[str, MeshAxes] | Iterable[tuple[str, MeshAxes]] | None
+"""Rules as a user writes them; None for the current ones."""
+AnyMesh = Mesh | AbstractMesh
 
 _current: contextvars.ContextVar[Rules] = contextvars.ContextVar("nnx_logical_axis_rules", default=())
 
 
 class RulesFallback(enum.Enum):
-    """What a constraint does with an axis name that has no mesh axis under any rule."""
+    """The response of a constraint to an axis name for which no rule has a mesh axis."""
 
     AXIS_IS_UNSHARDED = "axis_is_unsharded"
     """The dimension is not split."""
     RAISE_ERROR = "raise_error"
-    """`ValueError`."""
+    """A `ValueError` is raised."""
     NO_CONSTRAINT = "no_constraint"
-    """The whole array is left as the partitioner wants it."""
+    """The whole array is left to the partitioner."""
 
 
 @contextlib.contextmanager
-def logical_axis_rules(rules: Any) -> Iterator[None]:
-    """Within the `with` block these rules hold, in this thread, wherever no others are given.
+def logical_axis_rules(rules: RulesLike) -> Iterator[None]:
+    """Makes these the rules inside a `with` block, in this thread, wherever no others are given.
 
-    A function of `nnx.jit` is recompiled under other rules; one of `jax.jit` is not, and keeps the first.
+    Under different rules, a function compiled by `nnx.jit` is recompiled. One compiled by `jax.jit` is not: it keeps
+    the rules it was traced under.
 
     Args:
-      rules: a sequence of pairs `(name, mesh axis)`, or a mapping.
+      rules: the rules, as a sequence of pairs `(name, mesh axis)` or a mapping.
 
     >>> with nnx.logical_axis_rules([("embed", "model"), ("batch", "data")]):
     ...     nnx.logical_to_mesh_axes(("batch", "embed"))
@@ -57,13 +61,13 @@ def logical_axis_rules(rules: Any) -> Iterator[None]:
         _current.reset(token)
 
 
-def set_logical_axis_rules(rules: Any) -> None:
-    """Makes these the rules of this thread from now on; `()` for none. Prefer `with nnx.logical_axis_rules(...)`."""
+def set_logical_axis_rules(rules: RulesLike) -> None:
+    """Makes these the rules of this thread from now on, `()` for none. Prefer `with nnx.logical_axis_rules(...)`."""
     _current.set(as_rules(rules))
 
 
 def get_logical_axis_rules() -> Rules:
-    """The rules that hold here; `()` if there are none.
+    """Returns the current rules; `()` if there are none.
 
     >>> with nnx.logical_axis_rules([("batch", "data")]):
     ...     nnx.get_logical_axis_rules()
@@ -72,11 +76,11 @@ def get_logical_axis_rules() -> Rules:
     return _current.get()
 
 
-current_rules = _current.get  # the same without a call in Python, for those who ask at every step
+current_rules = _current.get  # the same without a Python call, for code that asks at every step
 
 
 def as_rules(rules: Any) -> Rules:
-    """Rules as a tuple of pairs; None means those that hold here.
+    """Returns rules as a tuple of pairs; the current ones for None.
 
     Raises:
       TypeError: an entry is not a rule.
@@ -84,7 +88,7 @@ def as_rules(rules: Any) -> Rules:
     if rules is None:
         return _current.get()
     if isinstance(rules, str) or not isinstance(rules, Iterable):
-        raise TypeError(f'Rules are pairs of a name and a mesh axis, as in [("embed", "model")]; got {rules!r}.')
+        raise TypeError(NOT_RULES.format(got=rules))
     return tuple(_as_rule(rule) for rule in (rules.items() if isinstance(rules, Mapping) else rules))
 
 
@@ -97,18 +101,15 @@ def _as_rule(rule: Any) -> Rule:
             return name, axes
         if isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes):
             return name, axes
-    raise TypeError(
-        f"{rule!r} is not a rule: a rule is a pair of a logical axis name and a mesh axis, a tuple of mesh axes or "
-        'None, as in ("embed", "model").'
-    )
+    raise TypeError(NOT_A_RULE.format(got=rule))
 
 
-def logical_to_mesh_axes(names: Any, rules: Any = None) -> PartitionSpec:
-    """The mesh axes of an array with these axis names, as a `PartitionSpec`.
+def logical_to_mesh_axes(names: Any, rules: RulesLike = None) -> PartitionSpec:
+    """Returns the mesh axes of an array with these axis names, as a `PartitionSpec`.
 
     Args:
-      names: one entry per dimension: a name, a tuple of names, or None.
-      rules: by default those of `logical_axis_rules`. A name without a rule is not split.
+      names: the axis names, one entry per dimension: a name, a tuple of names, or None.
+      rules: the rules to use; by default those of `logical_axis_rules`. A name without a rule is not split.
 
     Raises:
       ValueError: a name appears twice.
@@ -123,13 +124,13 @@ def logical_to_mesh_axes(names: Any, rules: Any = None) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Resolution:
-    """What the rules made of one array.
+    """The result of the rules for one array.
 
     Attributes:
-      spec: its mesh axes.
-      errors: what makes the array impossible to place.
-      notes: which names went without a mesh axis although a rule has one for them, and why.
-      without_rule: the names that no rule gave anything to.
+      spec: the mesh axes of the array.
+      errors: the reasons why the array cannot be placed.
+      notes: the names that have a rule but got no mesh axis, and why.
+      without_rule: the names that no rule decided.
     """
 
     spec: PartitionSpec
@@ -148,9 +149,9 @@ def resolve(
     """Tries the rules on one array.
 
     Args:
-      names: its axis names; `PartialAxes` leave an axis whole that does not divide.
-      rules: in the order in which they are tried.
-      shape: of the array, if known.
+      names: the axis names; with `PartialAxes`, an axis that does not divide stays whole.
+      rules: the rules, in the order in which they are tried.
+      shape: the shape of the array, if known.
       mesh_shape: the size of every mesh axis, if known.
     """
     yields = isinstance(names, PartialAxes)
@@ -163,10 +164,10 @@ def resolve(
         text = TOO_MANY_NAMES.format(names=names, count=len(names), shape=tuple(shape), rank=len(shape))
         return Resolution(PartitionSpec(), (text,))
     place = {name: (axis, entry) for axis, entry in enumerate(names) for name in _entry_names(entry)}
-    given: dict[str, tuple[str, ...] | None] = {}  # what each name got
-    claimed: dict[str, str] = {}  # who has a mesh axis
-    refusals: dict[str, list[str]] = {}
-    unfit: dict[str, str] = {}  # refusals that are errors unless a later rule helps
+    given: dict[str, tuple[str, ...] | None] = {}  # the mesh axes of each name that is decided
+    claimed: dict[str, str] = {}  # the name that has each mesh axis
+    refusals: dict[str, list[str]] = {}  # per name, the rules that could not be applied
+    unfit: dict[str, str] = {}  # refusals that are errors, unless a later rule decides the name
     unknown: list[str] = []
     for rule in rules:
         name, axes = rule[0], _mesh_axes(rule[1])
@@ -187,6 +188,7 @@ def resolve(
                 unknown.append(UNKNOWN_MESH_AXIS.format(rule=rule, mesh_axis=missing, known=tuple(mesh_shape)))
                 continue
             if shape is not None:
+                # One dimension can have several names, whose mesh axes divide it together.
                 shared = [a for other in _entry_names(entry) if other != name for a in given.get(other) or ()]
                 parts = math.prod(mesh_shape[a] for a in (*shared, *axes))
                 if shape[axis] % parts:
@@ -199,7 +201,7 @@ def resolve(
         given[name] = axes
         claimed.update(dict.fromkeys(axes, name))
     misfits = [] if yields else [name for name in unfit if name not in given]
-    errors = (*unknown, *(f"{unfit[name]} {CURE_DIVISION.format(name=name)}" for name in misfits))
+    errors = (*unknown, *(f"{unfit[name]} {LEAVE_IT_WHOLE.format(name=name)}" for name in misfits))
     return Resolution(
         PartitionSpec(*(_assigned(entry, given) for entry in names)),
         errors,
@@ -207,6 +209,11 @@ def resolve(
         tuple(name for name in flat if name not in given),
     )
 
+
+NOT_RULES = 'Rules are pairs of a name and a mesh axis, as in [("embed", "model")]; got {got!r}.'
+
+NOT_A_RULE = """{got!r} is not a rule: a rule is a pair of a logical axis name and a mesh axis, a tuple of mesh axes \
+or None, as in ("embed", "model")."""
 
 REPEATED_NAME = "the axis name {name!r} appears twice in {names}: every dimension of an array needs its own name."
 
@@ -218,12 +225,13 @@ UNKNOWN_MESH_AXIS = (
     "the rule {rule} names the mesh axis {mesh_axis!r}, which the mesh does not have; its axes are {known}."
 )
 
-CLAIMED_TWICE = "axis {axis}, {name!r}: rule {rule} wants the mesh axis {mesh_axis!r}, already claimed by {other!r}."
+CLAIMED_TWICE = "axis {axis}, {name!r}: rule {rule} needs the mesh axis {mesh_axis!r}, already claimed by {other!r}."
 
-DOES_NOT_DIVIDE = """axis {axis}, {name!r}, of size {size} cannot be divided by mesh axis {mesh_axes} of size {parts} \
-(rule {rule})."""
+DOES_NOT_DIVIDE = (
+    "axis {axis}, {name!r}, of size {size} cannot be divided by mesh axis {mesh_axes} of size {parts} (rule {rule})."
+)
 
-CURE_DIVISION = "Change the size, or add the rule ({name!r}, None) after it to leave such axes whole."
+LEAVE_IT_WHOLE = "Change the size, or add the rule ({name!r}, None) after it to leave such axes whole."
 
 
 def _entry_names(entry: Any) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""Ready rule sets for the axis names of the built-in layers (see the table in this room's README).
+"""Ready-made rule sets for the axis names of the built-in layers (see the table in this room's README).
 
-Each ends in `(name, None)` for every parameter name: an axis that does not divide, or whose mesh axis is taken, stays
-whole instead of being an error; `nnx.sharding_report` lists those. Add your own rules in front: the first that fits
-wins.
+Each set ends with `(name, None)` for every parameter name, so an axis that does not divide, or whose mesh axis is
+already taken, stays whole and is not an error; `nnx.sharding_report` lists those axes. Put your own rules in front: the
+first one that fits wins.
 """
 
 from nnx.sharding.rules import MeshAxes, Rule, Rules
@@ -16,7 +16,7 @@ _LEFT_WHOLE: Rules = tuple((name, None) for name in PARAMETER_NAMES)
 
 
 def data_parallel_rules(data: MeshAxes = "data") -> Rules:
-    """Every device has all parameters and a part of the batch.
+    """Returns rules for data parallelism: every device has all parameters and a part of the batch.
 
     Args:
       data: the mesh axis, or axes, over which the batch is split.
@@ -28,7 +28,9 @@ def data_parallel_rules(data: MeshAxes = "data") -> Rules:
 
 
 def fsdp_rules(data: MeshAxes = "data") -> Rules:
-    """Every device has a part of the batch, and of each parameter; parameters are gathered when they are used.
+    """Returns rules for fully sharded data parallelism: every device has a part of the batch and of each parameter.
+
+    Parameters are gathered when they are used.
 
     Args:
       data: the mesh axis, or axes, over which both are split.
@@ -40,11 +42,11 @@ def fsdp_rules(data: MeshAxes = "data") -> Rules:
 
 
 def tensor_parallel_rules(model: MeshAxes = "model", data: MeshAxes = None) -> Rules:
-    """Every device computes some heads, some hidden units and some of the vocabulary.
+    """Returns rules for tensor parallelism: every device computes some heads, hidden units and vocabulary entries.
 
     Args:
       model: the mesh axis, or axes, over which the layers are split.
-      data: that of the batch, if it is split as well.
+      data: the mesh axis, or axes, of the batch, if it is split as well.
 
     >>> nnx.logical_to_mesh_axes(("mlp", "embed"), nnx.tensor_parallel_rules())
     P('model', None)
@@ -53,11 +55,11 @@ def tensor_parallel_rules(model: MeshAxes = "model", data: MeshAxes = None) -> R
 
 
 def fsdp_tensor_parallel_rules(data: MeshAxes = "data", model: MeshAxes = "model") -> Rules:
-    """Layers are split over one mesh axis; the batch, and what is left of each parameter, over the other.
+    """Returns rules that split layers over one mesh axis, the batch and the rest of each parameter over another.
 
     Args:
       data: the mesh axis, or axes, of the batch and of fully sharded data parallelism.
-      model: that of tensor parallelism.
+      model: the mesh axis, or axes, of tensor parallelism.
 
     >>> nnx.logical_to_mesh_axes(("embed", "mlp"), nnx.fsdp_tensor_parallel_rules())
     P('data', 'model')

@@ -1,8 +1,8 @@
 """Specs of whole trees: State, Pure, TrainState, optimizer state, or a Module.
 
 A tree of specs has the structure of the tree it describes, with a bare spec in place of each Variable:
-`State({"w": P("embed")})`. To JAX that is a prefix of the tree, so it can go wherever JAX takes shardings for it:
-`jax.device_put`, `in_shardings`, `out_shardings`.
+`State({"w": P("embed")})`. To JAX that is a prefix of the tree, so it can be used wherever JAX takes shardings for the
+tree: `jax.device_put`, `in_shardings`, `out_shardings`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,15 +17,16 @@ from nnx.core.state import State
 from nnx.core.variables import Node
 from nnx.sharding.axes import DefaultAxes, aligned_names, axis_names, matching_axes, taken_over
 from nnx.sharding.defaults import current_names, default_axes
-from nnx.sharding.rules import Resolution, Rules, as_rules, resolve
+from nnx.sharding.rules import AnyMesh, Resolution, Rules, RulesLike, as_rules, resolve
 
 
 def get_partition_spec(tree: Any) -> Any:
-    """Returns the logical axis names of every array in a tree, as bare `PartitionSpec`s at the same places.
+    """Returns the logical axis names of every array in a tree, as bare `PartitionSpec`s in the same structure.
+
+    An array without names has the spec `PartitionSpec()`.
 
     Args:
-      tree: a Module (which means its State), or any pytree: State, Pure, TrainState, optimizer state. An array without
-        names has `PartitionSpec()`.
+      tree: a Module (for its State), or any pytree: State, Pure, TrainState, optimizer state.
 
     Raises:
       ValueError: a Variable has more names than its array has axes.
@@ -46,32 +47,32 @@ def get_partition_spec(tree: Any) -> Any:
     return map_named(spec, tree)
 
 
-def logical_to_mesh(tree: Any, rules: Any = None) -> Any:
-    """Returns the mesh axes of every array in a tree, as bare `PartitionSpec`s at the same places.
+def logical_to_mesh(tree: Any, rules: RulesLike = None) -> Any:
+    """Returns the mesh axes of every array in a tree, as bare `PartitionSpec`s in the same structure.
 
     Args:
       tree: the logical specs that `get_partition_spec` returns, or a tree that it takes.
-      rules: by default those of `logical_axis_rules`.
+      rules: the rules to use; by default those of `logical_axis_rules`.
 
     Raises:
-      ValueError: a name appears twice in one spec; the message says at which path.
+      ValueError: a name appears twice in one spec; the message has the path.
     """
     rules = as_rules(rules)
     return map_named(lambda path, names, leaf: _resolved(path, names, leaf, rules, None).spec, tree)
 
 
-def logical_to_mesh_sharding(tree: Any, mesh: Any, rules: Any = None) -> Any:
-    """Returns the `NamedSharding` of every array in a tree, at the same places.
+def logical_to_mesh_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike = None) -> Any:
+    """Returns the `NamedSharding` of every array in a tree, in the same structure.
 
     Args:
-      tree: the logical specs that `get_partition_spec` returns, or a tree that it takes: then shapes are known, and
-        axes that do not divide are found here.
-      mesh: a `jax.sharding.Mesh`.
-      rules: by default those of `logical_axis_rules`.
+      tree: the logical specs that `get_partition_spec` returns, or a tree that it takes. In the latter case the shapes
+        are known, so axes that do not divide are found here.
+      mesh: the mesh to split over.
+      rules: the rules to use; by default those of `logical_axis_rules`.
 
     Raises:
-      ValueError: a rule names an axis the mesh does not have, an axis does not divide, a name appears twice in one
-        array, or there are more names than axes; the message says at which path and by which rule.
+      ValueError: a rule names an axis the mesh does not have, a mesh axis does not divide a dimension, a name appears
+        twice in one array, or there are more names than axes; the message has the path and the rule.
     """
     rules = as_rules(rules)
     return map_named(
@@ -86,9 +87,9 @@ def _resolved(path: str, names: Any, leaf: Any, rules: Rules, mesh: Any) -> Reso
 
 
 def map_named(fn: Callable[[str, tuple[Any, ...], Any], Any], tree: Any) -> Any:
-    """Puts `fn(path, names, array)` in place of every array (or `PartitionSpec`) of a tree, and of its Variable.
+    """Maps `fn(path, names, array)` over the arrays (or `PartitionSpec`s) of a tree; the results replace the Variables.
 
-    A Module means its State. Optimizer state that is part of a `TrainState` takes the names of its parameters.
+    Of a Module, the State is mapped. Optimizer state that is part of a `TrainState` takes the names of its parameters.
     """
     defaults: Mapping[str, DefaultAxes] = {}
     shapes: Mapping[str, tuple[int, ...]] = {}
@@ -131,8 +132,8 @@ def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _derived_names(sharding: Any, names: Any, shape: tuple[int, ...], of: tuple[int, ...] | None) -> tuple[Any, ...]:
-    """The names of an array made from a parameter, e.g. a moment, which may have another shape."""
-    if of is None:  # nothing is known about the parameter but its names
+    """Returns the names of an array made from a parameter, e.g. a moment, whose shape may be different."""
+    if of is None:  # of the parameter, only the names are known
         return () if len(axis_names(sharding)) > len(shape) else names
     if of == shape:
         return names
@@ -142,7 +143,7 @@ def _derived_names(sharding: Any, names: Any, shape: tuple[int, ...], of: tuple[
 
 
 def _names(sharding: Any, leaf: Any, path: str) -> tuple[Any, ...]:
-    if isinstance(leaf, PartitionSpec):  # it was a spec already
+    if isinstance(leaf, PartitionSpec):  # the tree already consists of specs
         return tuple(leaf)
     try:
         names = axis_names(sharding)
@@ -160,7 +161,7 @@ def _is_model_path(keys: tuple[Any, ...]) -> bool:
 
 
 def _path(keys: tuple[Any, ...]) -> str:
-    """A key path as text, without the `.value` of containers and the `.states` of a Pure."""
+    """Returns a key path as text, without the `.value` of containers and the `.states` of a Pure."""
     attribute = jax.tree_util.GetAttrKey
     shown = [key for key in keys if not (isinstance(key, attribute) and key.name in ("value", "states"))]
     return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in shown)

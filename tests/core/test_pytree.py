@@ -316,6 +316,47 @@ def test_static_fields_may_hold_unhashable_values():
     assert len(traces) == 2
 
 
+def auxiliary_data(record):
+    return jax.tree.structure(record).node_data()[1]
+
+
+class Layer(nnx.Pytree, mutable=True):
+    def __init__(self, x, **static):
+        self.x = jnp.asarray(x)
+        for name, value in static.items():
+            setattr(self, name, value)
+
+
+def test_a_record_with_immutable_static_fields_freezes_them_once():
+    record = Layer(1.0, name="a", sizes=(1, 2), activation=jnp.tanh)
+    assert auxiliary_data(record) is auxiliary_data(record)
+    rebuilt = jax.tree.map(lambda x: x + 1, record)
+    assert auxiliary_data(rebuilt) is auxiliary_data(record)
+    record.name = "b"
+    assert auxiliary_data(record) != auxiliary_data(rebuilt)
+    assert auxiliary_data(record) == auxiliary_data(Layer(2.0, name="b", sizes=(1, 2), activation=jnp.tanh))
+    assert auxiliary_data(rebuilt.replace(name="b")) == auxiliary_data(record)
+
+
+def test_a_mutable_static_field_is_looked_at_whenever_a_record_is_flattened():
+    record = Layer(1.0, sizes=[1, 2])
+    before = auxiliary_data(record)
+    record.sizes.append(3)
+    assert auxiliary_data(record) != before
+
+
+def test_one_list_in_two_static_fields_is_not_two_equal_lists():
+    sizes = [1, 2]
+    assert auxiliary_data(Layer(1.0, a=sizes, b=sizes)) != auxiliary_data(Layer(1.0, a=[1, 2], b=[1, 2]))
+
+
+def test_a_static_field_that_holds_a_module_is_an_error_that_names_the_field():
+    record = Layer(1.0, layers=[])
+    record.layers.append(nnx.Dict())
+    with pytest.raises(ValueError, match=r"The static value Layer\.layers\[0\] is a Module \(Dict\)"):
+        jax.tree.leaves(record)
+
+
 def test_a_namespace_of_arrays_is_no_node_unless_registered():
     assert not nnx.is_node(types.SimpleNamespace(x=jnp.ones(1)))
 

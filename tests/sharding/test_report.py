@@ -48,7 +48,7 @@ def test_totals_are_those_of_the_rows():
 def test_axes_that_could_not_be_divided_or_were_claimed_twice_are_listed():
     report = nnx.sharding_report(Model(), MESH, RULES)
     assert "axis 0, 'embed', of size 6 cannot be divided by mesh axis 'data' of size 4" in report.notes["odd"][0]
-    assert "wants the mesh axis 'model', already claimed by 'mlp'" in report.notes["both"][0]
+    assert "needs the mesh axis 'model', already claimed by 'mlp'" in report.notes["both"][0]
     assert set(report.notes) == {"odd", "both"} and not report.errors
 
 
