@@ -98,7 +98,9 @@ class Builder:
         n, out = self.others(modules)
         self.refs([*modules, *[name for name in (n, out) if name not in modules]], out)
         flags = self.flags()
-        self.lines += [f"ctx, boom = (nnx.context(params=key(k + 1), flags=dict({flags}boom=boom)) for boom in (0, 1))"]
+        self.lines += [
+            f"ctx, boom = (nnx.context(params=key(k + 8 * boom), flags=dict({flags}boom=boom)) for boom in (0, 1))"
+        ]
         self.lines += [f"return types.SimpleNamespace(m=m0, n={n}, out={out}, ctx=ctx, boom=boom)"]
         paths = {"m": self.paths("m0"), "n": self.paths(n), "out": self.paths(out)}
         return Graph(self.lines, paths, self.stacked, self.sorts, self.names)

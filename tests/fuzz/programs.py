@@ -1,19 +1,16 @@
-"""Random programs: what happens inside the transformed function, and between its calls, as source.
+"""Random programs: a graph, what happens inside the transformed function, and what the caller does between its calls.
 
-An *operation* draws one statement. Statements look up what they need by path and do nothing where it is missing, so
-that a program is valid however the graph has changed by then. Three classes of operations: reads, writes that keep
-every shape and dtype (allowed in bodies that run many times), and structural changes (allowed in bodies that run once).
+A program is source and can be printed as a script.
 """
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tests.fuzz.graphs import EVERYTHING, KINDS, Builder, Features, Graph
+from tests.fuzz.graphs import EVERYTHING, Builder, Features
+from tests.fuzz.operations import EDIT, READ, STACKED, STRUCTURE, WRITE, Scope, draw_lines
+from tests.fuzz.themes import with_theme
 from tests.fuzz.transforms import TRANSFORMS, Transform
-
-READ, WRITE, STRUCTURE = "read", "write", "structure"
 
 
 class Call(NamedTuple):
@@ -87,320 +84,6 @@ def definition(head: str, lines: list[str]) -> str:
     return f"def {head}:\n{body}"
 
 
-@dataclass
-class Scope:
-    """Where an operation is drawn: which Modules it can name, and what it may do there."""
-
-    rng: random.Random
-    features: Features
-    graph: Graph
-    roots: tuple[str, ...]
-    inside: bool  # in the function, rather than between calls
-    mapped: bool = False  # by vmap: what is not stacked must not depend on the member
-    read_only: tuple[str, ...] = ()  # kinds that the body must not change
-    sliced: bool = False  # parameters are slices
-    many: bool = False  # in a body that runs many times, where every dtype stays as it is
-
-    def module(self, name: str = "p", roots: tuple[str, ...] | None = None) -> str:
-        """A guard that finds a Module."""
-        root = self.rng.choice(roots or self.roots)
-        return f"({name} := at({root}, {self.rng.choice(self.graph.paths[root])!r}))"
-
-    def amount(self) -> str:
-        """A number to add."""
-        if not self.inside or self.mapped:
-            return self.rng.choice(["1", "0.5", "2"])
-        return self.rng.choice(["1", "0.5", "fold(x)", "total"])
-
-    def k(self) -> int:
-        return self.rng.randrange(4)
-
-    def static(self) -> tuple[str, Any]:
-        name = self.rng.choice(list(self.graph.sorts))
-        return name, self.graph.sorts[name]
-
-    def new_value(self, kind: str) -> str:
-        """The value of a new Variable."""
-        number = f"num({self.k()})" if not self.inside or self.rng.random() < 0.3 else "num(1) * fold(x)"
-        if self.graph.stacked and kind == "nnx.Param" and not self.sliced:
-            return f"{number} + vec(0)"
-        return number
-
-
-class Operation(NamedTuple):
-    name: str
-    sort: str
-    weight: int
-    draw: Callable[[Scope], str]
-
-
-OPERATIONS: list[Operation] = []
-
-
-def operation(name: str, sort: str, weight: int = 10) -> Callable[[Any], Any]:
-    def register(draw: Callable[[Scope], str]) -> Callable[[Scope], str]:
-        OPERATIONS.append(Operation(name, sort, weight, draw))
-        return draw
-
-    return register
-
-
-def when(scope: Scope, names: str, statement: str, other: str = "", roots: tuple[str, ...] | None = None) -> str:
-    """`if` the Modules and attributes are there: the statement. `names` are those of `p`, `other` those of `q`."""
-    guard = scope.module("p", roots)
-    if names:
-        guard += f" and has(p, {', '.join(map(repr, names.split()))})"
-    if other or " q" in statement or statement.startswith("q"):
-        guard += f" and {scope.module('q', roots)}"
-    if other:
-        guard += f" and has(q, {', '.join(map(repr, other.split()))})"
-    if "\n" in statement or statement.startswith("if "):
-        inner = "\n".join(f"    {line}" for line in statement.split("\n"))
-        return f"if {guard}:\n{inner}"
-    return f"if {guard}: {statement}"
-
-
-# Reads
-
-
-@operation("read data", READ, 30)
-def read_data(scope: Scope) -> str:
-    name = scope.rng.choice(["v0", "v0", "v1", "v2", "r0", "r1", "n0", "a0", "i0", "p0", "d0", "t0", "v3", "v5"])
-    return when(scope, name, f"total += fold(p.{name})")
-
-
-@operation("read static", READ, 25)
-def read_static(scope: Scope) -> str:
-    name = scope.rng.choice(list(scope.graph.sorts))
-    return when(scope, name, f"total += digest(p.{name})")
-
-
-@operation("read flag", READ, 5)
-def read_flag(scope: Scope) -> str:
-    return "total += digest(ctx.get_flag('mode'))"
-
-
-@operation("draw key", READ, 4)
-def draw_key(scope: Scope) -> str:
-    return "keys(ctx)"
-
-
-@operation("call", READ, 8)
-def call_static(scope: Scope) -> str:
-    name = scope.rng.choice(["f0", "b0"])
-    argument = "1.0" if name == "f0" else ""
-    return when(scope, name, f"total += p.{name}({argument})")
-
-
-@operation("call method", READ, 6)
-def call_method(scope: Scope) -> str:
-    return f"if {scope.module()} and not isinstance(p, (nnx.Dict, nnx.Sequence)): total += p.scale()"
-
-
-@operation("read identity", READ, 8)
-def read_identity(scope: Scope) -> str:
-    name = scope.rng.choice(["c0", "c1", "t0", *scope.graph.sorts])
-    other = name if name[0] != "s" else scope.rng.choice(list(scope.graph.sorts))
-    return when(scope, name, f"total += 4.0 * (p.{name} is q.{other})", other)
-
-
-# Writes that keep the structure
-
-
-@operation("write variable", WRITE, 25)
-def write_variable(scope: Scope) -> str:
-    name = scope.rng.choice(["v0", "v0", "v1", "v5", "a0", "p0"])
-    amount = "1" if name == "p0" and scope.many else scope.amount()
-    return when(scope, name, guarded(scope, name, f"p.{name} = p.{name} + {amount}"))
-
-
-@operation("write ref", WRITE, 20)
-def write_ref(scope: Scope) -> str:
-    name = scope.rng.choice(["r0", "r1"])
-    add = f"p.{name} = jax.tree.map(lambda v: v + {scope.amount()}, p.{name})"
-    return when(scope, name, guarded(scope, name, add))
-
-
-@operation("write numpy", WRITE, 12)
-def write_numpy(scope: Scope) -> str:
-    return when(scope, "n0", guarded(scope, "n0", f"p.n0 += {scope.k()}"))
-
-
-@operation("write integer", WRITE, 6)
-def write_integer(scope: Scope) -> str:
-    return when(scope, "i0", "p.i0 += 1")
-
-
-@operation("write dict value", WRITE, 12)
-def write_dict(scope: Scope) -> str:
-    target = scope.rng.choice(["p.d0['a']", "p.d0['b'][0]", "p.t0['a']", "p.t0['b'][0]"])
-    name = target[2:4]
-    return when(scope, name, guarded(scope, name, f"{target} = {target} + {scope.amount()}"))
-
-
-def guarded(scope: Scope, name: str, statement: str) -> str:
-    """A write that leaves alone what the body must not change."""
-    if scope.read_only:
-        kinds = ", ".join(scope.read_only)
-        return f"if not isinstance(p.variable({name!r}), ({kinds},)): {statement}"
-    return statement
-
-
-# Structural changes
-
-
-@operation("new variable", STRUCTURE, 12)
-def new_variable(scope: Scope) -> str:
-    kind = scope.rng.choice(KINDS)
-    name = scope.rng.choice(["v3", "v3", "v4"])
-    return f"if {scope.module()} and not has(p, {name!r}): p.{name} = {kind}({scope.new_value(kind)})"
-
-
-@operation("new stacked variable", "stacked", 8)
-def new_stacked_variable(scope: Scope) -> str:
-    return f"if {scope.module()} and not has(p, 'v3'): p.v3 = nnx.Param({scope.new_value('nnx.Param')})"
-
-
-@operation("delete variable", STRUCTURE, 8)
-def delete_variable(scope: Scope) -> str:
-    name = scope.rng.choice(["v0", "v1", "v3", "n0", "d0", "t0", "p0", "a0"])
-    return when(scope, name, f"del p.{name}")
-
-
-@operation("change kind", STRUCTURE, 6)
-def change_kind(scope: Scope) -> str:
-    kind = scope.rng.choice(KINDS)
-    return when(scope, "v1", f"del p.v1\np.v1 = {kind}({scope.new_value(kind)})")
-
-
-@operation("change shape", STRUCTURE, 4)
-def change_shape(scope: Scope) -> str:
-    if scope.graph.stacked:
-        return write_variable(scope)
-    value = scope.rng.choice(["num(1)", "vec(1)", "jnp.asarray(np.zeros((1, 2), np.float32))"])
-    return when(scope, "v0", f"p.v0 = {value}")
-
-
-@operation("replace pytree", STRUCTURE, 6)
-def replace_pytree(scope: Scope) -> str:
-    value = scope.new_value("nnx.Cache")
-    return when(scope, "t0", scope.rng.choice([f"p.t0 = {{'a': {value}, 'b': [{value}, 1]}}", f"p.t0['z'] = {value}"]))
-
-
-@operation("replace dict value", STRUCTURE, 6)
-def replace_dict(scope: Scope) -> str:
-    value = scope.new_value("nnx.Param")
-    return when(scope, "d0", f"p.d0 = {{'a': {value}, 'b': [{value}]}}")
-
-
-@operation("share pytree", STRUCTURE, 5)
-def share_pytree(scope: Scope) -> str:
-    return when(scope, "t0", "q.t0 = p.t0", "t0", roots=("m", "n"))
-
-
-@operation("new submodule", STRUCTURE, 8)
-def new_submodule(scope: Scope) -> str:
-    value = scope.new_value("nnx.Param")
-    return when(scope, "", f"p.c{scope.rng.randrange(2)} = leaf({value}, {scope.k()})")
-
-
-@operation("link", STRUCTURE, 8)
-def link(scope: Scope) -> str:
-    return when(scope, "", f"p.c{scope.rng.randrange(2)} = q")
-
-
-@operation("unlink", STRUCTURE, 6)
-def unlink(scope: Scope) -> str:
-    name = scope.rng.choice(["c0", "c1", "q", "k"])
-    return when(scope, name, f"del p.{name}")
-
-
-@operation("swap", STRUCTURE, 6)
-def swap(scope: Scope) -> str:
-    return when(scope, "c0 c1", "p.c0, p.c1 = p.c1, p.c0")
-
-
-@operation("append", STRUCTURE, 5)
-def append(scope: Scope) -> str:
-    value = scope.new_value("nnx.Param")
-    return when(scope, "q", scope.rng.choice([f"p.q.append(leaf({value}))", "if len(p.q): p.q.pop()"]))
-
-
-@operation("put into dict", STRUCTURE, 5)
-def put(scope: Scope) -> str:
-    return when(scope, "k", f"p.k[{scope.rng.choice('ab')!r}] = leaf({scope.new_value('nnx.Param')})")
-
-
-@operation("change class", STRUCTURE, 6)
-def change_class(scope: Scope) -> str:
-    return f"if {scope.module()} and type(p) in (Plain, Other): p.__class__ = {scope.rng.choice(['Plain', 'Other'])}"
-
-
-@operation("set static", STRUCTURE, 20)
-def set_static(scope: Scope) -> str:
-    name, sort = scope.static()
-    return when(scope, "", f"p.{name} = {sort.source.format(k=scope.k())}")
-
-
-@operation("delete static", STRUCTURE, 5)
-def delete_static(scope: Scope) -> str:
-    name, _ = scope.static()
-    return when(scope, name, f"del p.{name}")
-
-
-@operation("change static in place", STRUCTURE, 25)
-def change_static(scope: Scope) -> str:
-    changing = [(name, sort) for name, sort in scope.graph.sorts.items() if sort.changes]
-    if not changing:
-        return set_static(scope)
-    name, sort = scope.rng.choice(changing)
-    change = scope.rng.choice(sort.changes).format(t=f"p.{name}", k=scope.k())
-    return when(scope, name, change)
-
-
-@operation("share static", STRUCTURE, 6)
-def share_static(scope: Scope) -> str:
-    name, _ = scope.static()
-    return when(scope, name, f"q.{name} = p.{name}", roots=("m", "n"))
-
-
-@operation("new ref", STRUCTURE, 12)
-def new_ref(scope: Scope) -> str:
-    kind = scope.rng.choice(["nnx.Param", "nnx.BatchStat"])
-    one, two = scope.rng.choice(["r0", "r1"]), scope.rng.choice(["r0", "r1"])
-    return when(scope, "", f"p.{one} = q.{two} = nnx.Ref({kind}({scope.new_value(kind)}))")
-
-
-@operation("untie", STRUCTURE, 8)
-def untie(scope: Scope) -> str:
-    name = scope.rng.choice(["r0", "r1"])
-    again = f"\np.{name} = nnx.Param({scope.new_value('nnx.Param')})"
-    return when(scope, name, f"del p.{name}{scope.rng.choice(['', again])}")
-
-
-@operation("sow", STRUCTURE, 4)
-def sow(scope: Scope) -> str:
-    return when(scope, "", f"p.sow(nnx.Intermediate, 'sown', {scope.new_value('nnx.Cache')})")
-
-
-@operation("pop", STRUCTURE, 4)
-def pop(scope: Scope) -> str:
-    kind = scope.rng.choice(["nnx.Intermediate", "nnx.Intermediate", "nnx.Cache", "Count"])
-    return f"{scope.rng.choice(scope.roots)}.pop_state({kind})"
-
-
-@operation("change flag in place", "edit", 10)
-def change_flag(scope: Scope) -> str:
-    return f"change_flag(ctx, {scope.k()})"
-
-
-@operation("metadata", "edit", 1)
-def metadata(scope: Scope) -> str:
-    return f"metadata_is_private({scope.k()})"
-
-
-# Programs
-
 RETURNS = [
     "None",
     "None",
@@ -416,20 +99,16 @@ RETURNS = [
 ]
 
 
-def draw_lines(scope: Scope, sorts: set[str], count: int) -> list[str]:
-    chosen = [op for op in OPERATIONS if op.sort in sorts and scope.features.on(op.name)]
-    weights = [op.weight for op in chosen]
-    return [op.draw(scope) for op in scope.rng.choices(chosen, weights, k=count)]
-
-
 SHARING = ("shared static", "share static", "shared pytree", "share pytree")
 LEAVING = ("link", "unlink", "new submodule", "append", "put into dict")
 
+# What a body that runs many times must not do to an attribute of `m`, and what makes sure that it is a change
 ILLEGAL = {
-    "s0": "m.s0 = 'changed'",
-    "c0": "m.c0 = leaf(num(1))",
-    "v0": "del m.v0",
-    "extra": "m.extra = 3",
+    "s0": ("m0.s0 = 1", "m.s0 = 'changed'"),
+    "c0": ("m0.c0 = leaf(vec(1))", "m.c0 = leaf(num(1))"),
+    "v0": ("if not has(m0, 'v0'): m0.v0 = nnx.Param(vec(1))", "del m.v0"),
+    "extra": ("m0.s1 = 1", "m.extra = 3"),
+    "stat": ("m0.stat = nnx.BatchStat(np.ones(2, np.float32))", "m.stat += 1"),  # where batch statistics are read only
 }
 
 
@@ -452,16 +131,18 @@ def draw_program(seed: int, features: Features = EVERYTHING) -> Program:
     body = Scope(rng, features, graph, ("m", "m", "m", "n"), True, **options)
     sorts = {READ, WRITE} if many else {READ, WRITE, STRUCTURE}
     if [t.stacked for t in stack if t.many] == [True]:
-        sorts.add("stacked")
+        sorts.add(STACKED)
     if any(t.derivative for t in stack):
         graph.lines.insert(-1, f"m0.v2 = nnx.Param({'vec' if stacked else 'num'}(1.25 + k))")
     build, f = graph.lines, draw_lines(body, sorts, rng.choice([2, 3, 5, 7]))
     g = draw_lines(body, sorts, rng.choice([1, 3]))
     illegal = None
     if many and rng.random() < 0.12:
-        illegal = rng.choice(list(ILLEGAL))
-        build = [*build[:-1], *illegal_setup(illegal, stacked), build[-1]]
-        f = [*f, ILLEGAL[illegal]]
+        possible = [name for name in ILLEGAL if name != "stat" or (body.read_only and features.on("numpy"))]
+        illegal = rng.choice(possible)
+        setup, change = ILLEGAL[illegal]
+        build = [*build[:-1], setup, build[-1]]
+        f = [*f, change]
         g = list(f)
     failing = rng.random() < 0.35 and features.on("raise")
     if failing:
@@ -470,9 +151,9 @@ def draw_program(seed: int, features: Features = EVERYTHING) -> Program:
         if any(t.two for t in stack):
             g = [*g, "if ctx.get_flag('boom'): raise Boom"]
     outside = Scope(rng, features, graph, ("m", "m", "n", "out"), False)
-    edits = [draw_lines(outside, {WRITE, STRUCTURE, "edit"}, rng.choice([1, 1, 2, 3])) for _ in range(2)]
+    edits = [draw_lines(outside, {WRITE, STRUCTURE, EDIT}, rng.choice([1, 1, 2, 3])) for _ in range(2)]
     returns = "None" if many else rng.choice(RETURNS)
-    return Program(
+    program = Program(
         seed=seed,
         features=drawn_from,
         build=build,
@@ -485,16 +166,7 @@ def draw_program(seed: int, features: Features = EVERYTHING) -> Program:
         compiled=any(t.compiled for t in stack) or rng.random() < 0.015,
         illegal=illegal,
     )
-
-
-def illegal_setup(illegal: str, stacked: bool) -> list[str]:
-    """What makes sure that the illegal change is one."""
-    return {
-        "s0": ["m0.s0 = 1"],
-        "c0": ["m0.c0 = leaf(vec(1))"],
-        "v0": ["if not has(m0, 'v0'): m0.v0 = nnx.Param(vec(1))"],
-        "extra": [],
-    }[illegal]
+    return program if illegal or rng.random() < 0.6 else with_theme(program, graph, features, rng, many)
 
 
 def draw_transforms(rng: random.Random, features: Features) -> list[Transform]:
@@ -519,47 +191,3 @@ def draw_calls(rng: random.Random, failing: bool, illegal: bool) -> list[Call]:
         edit = rng.randrange(2) if i and rng.random() < 0.5 else None
         calls.append(Call(world, x, failing and rng.random() < 0.4, edit))
     return calls
-
-
-def shrink(program: Any, fails: Callable[[Any], bool]) -> Any:
-    """A smaller program that still fails: drops lines, calls, edits and transforms while it does."""
-    smaller = True
-    while smaller:
-        smaller = False
-        for candidate in reductions(program):
-            if fails(candidate):
-                program, smaller = candidate, True
-                break
-    return program
-
-
-def reductions(program: Any) -> Any:
-    """Programs with one thing less, the largest steps first."""
-    if not isinstance(program, Program):  # a constructor
-        for i in range(len(program.build)):
-            yield replace(program, build=program.build[:i] + program.build[i + 1 :])
-        return
-    for i in range(len(program.calls)):
-        if len(program.calls) > 1:
-            yield replace(program, calls=program.calls[:i] + program.calls[i + 1 :])
-    for name in ("f", "g", "build"):
-        lines = getattr(program, name)
-        half = len(lines) // 2
-        if half > 1 and name != "build" and program.illegal is None:
-            yield replace(program, **{name: lines[:half]})
-            yield replace(program, **{name: lines[half:]})
-        for i in reversed(range(len(lines))):
-            if (name != "build" or i < len(lines) - 1) and lines[i] not in ILLEGAL.values():
-                yield replace(program, **{name: lines[:i] + lines[i + 1 :]})
-    for e, lines in enumerate(program.edits):
-        for i in range(len(lines)):
-            edits = [*program.edits[:e], lines[:i] + lines[i + 1 :], *program.edits[e + 1 :]]
-            yield replace(program, edits=edits)
-    for i, call in enumerate(program.calls):
-        if call.edit is not None:
-            yield replace(program, calls=[*program.calls[:i], call._replace(edit=None), *program.calls[i + 1 :]])
-    if len(program.transforms) > 1:
-        for i in range(len(program.transforms)):
-            yield replace(program, transforms=program.transforms[:i] + program.transforms[i + 1 :])
-    if program.returns != "None":
-        yield replace(program, returns="None")

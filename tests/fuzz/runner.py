@@ -19,7 +19,8 @@ from tests.fuzz.compare import Difference, Registry, differences, mutable_object
 from tests.fuzz.constructions import DECORATORS, Construction, draw_construction, stack_everything
 from tests.fuzz.graphs import EVERYTHING, Features
 from tests.fuzz.interpret import interpreted
-from tests.fuzz.programs import Call, Program, draw_program, shrink
+from tests.fuzz.programs import Call, Program, draw_program
+from tests.fuzz.shrinking import shrink
 from tests.fuzz.transforms import TRANSFORMS, Gradient
 from tests.fuzz.vocabulary import DRAWN, NAMES, canonical
 

@@ -191,6 +191,13 @@ def adder(k: Any) -> Callable[[int], Any]:
     return lambda v: v + k
 
 
+def loop(k: int) -> Callable[[int], Any]:
+    """A function that closes over a list that holds it."""
+    items: list[Any] = [k]
+    items.append(lambda v: v + items[0])
+    return items[1]
+
+
 def over(config: Any) -> Callable[[int], Any]:
     """A function that closes over an object."""
     return lambda v: (v, canonical(config))
@@ -294,6 +301,7 @@ SORTS = [
     Sort("function default", "with_default({k})"),
     Sort("function attribute", "tagged(adder(1), {k})"),
     Sort("self-containing closure", "with_attribute({k})"),
+    Sort("closure over its own list", "loop({k})"),
     Sort("partial", "functools.partial(plus, {k})"),
     Sort("partial keyword", "functools.partial(plus, b={k})"),
     Sort("partial of dataclass", "functools.partial(plus, Derived({k}))"),
@@ -456,15 +464,15 @@ def change_flag(ctx: Any, k: int) -> None:
         flag.append(k)
     elif isinstance(flag, dict):
         flag["k"] = k
-    elif isinstance(flag, Derived):
+    elif isinstance(flag, (Derived, types.SimpleNamespace)):
         flag.s = k
 
 
 def metadata_is_private(k: int) -> None:
     """Changing the metadata of one container in place must not change another."""
-    tags = nnx.Param(num(0), tags=["a", k]).tags
-    if isinstance(tags, list):
-        tags.append("b")
+    first = nnx.Param(num(0), tags=["a", k])  # alive while the second is made
+    if isinstance(first.tags, list):
+        first.tags.append("b")
     assert list(nnx.Param(num(0), tags=["a", k]).tags) == ["a", k], "metadata are shared between containers"
 
 
