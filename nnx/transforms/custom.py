@@ -120,6 +120,11 @@ class Custom(Generic[P, R]):
     """A function with custom derivatives."""
 
     __name__: str
+    fun: Callable[..., Any]
+    bound: tuple[Any, ...]
+    wrt: Any
+    name: str
+    nondiff_argnums: Any
 
     def __init__(self, fun: Any, transform: str, wrt: Any, nondiff_argnums: Any):
         target = target_of(fun, transform)
