@@ -107,6 +107,15 @@ class Content:
 
     __slots__ = ("base", "base_type", "slots", "derived", "has_dict", "is_mutable", "is_copied", "iterates_plainly")
 
+    base: Base
+    base_type: Any
+    slots: tuple[str, ...]
+    derived: frozenset[str]
+    has_dict: bool
+    is_mutable: bool
+    is_copied: bool
+    iterates_plainly: bool
+
     def __init__(self, cls: Any, base_type: Any):
         self.base, self.base_type = _BASES[base_type], base_type
         self.iterates_plainly = base_type in (object, types.SimpleNamespace) or (

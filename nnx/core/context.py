@@ -33,7 +33,7 @@ class Stream:
     __slots__ = ("key", "count")
 
     def __init__(self, key: Any, count: Any = 0):
-        self.key = key
+        self.key: Any = key
         self.count = count
 
     def next(self) -> Any:

@@ -441,13 +441,13 @@ class Flat:
 
     def __init__(self, walk: Traversal):
         self._stamp = STRUCTURE.stamp
-        self.key = GraphKey.of(walk.table)
-        self.statics = walk.detached()
-        self.mutables = walk.mutables  # the live ones
-        self.modules = [weakref.ref(module) for module in walk.modules]
+        self.key: GraphKey = GraphKey.of(walk.table)
+        self.statics: Statics = walk.detached()
+        self.mutables: list[Any] = walk.mutables  # the live ones
+        self.modules: list[weakref.ref[Any]] = [weakref.ref(module) for module in walk.modules]
         instance_dicts = [module.__dict__ for module in walk.modules]
-        self.dicts = [instance_dicts[at] for at, _, _ in walk.cells]
-        self.names = [name for _, name, _ in walk.cells]
+        self.dicts: list[Any] = [instance_dicts[at] for at, _, _ in walk.cells]
+        self.names: list[str] = [name for _, name, _ in walk.cells]
         self.refs: dict[int, Ref] = {}  # not the places it writes to: a tied Module outside must be free to go
         self._versions = [module._nnx_info.watch() for module in walk.modules]
         for i, ref in enumerate(walk.refs):
@@ -463,10 +463,10 @@ class Flat:
         shared = set(walk.table[2])
         lone = tuple([i for i, ref in enumerate(walk.refs) if ref is not None and i not in shared])
         aliases = self._aliases()
-        self.ties = Ties(lone, aliases) if lone or aliases else NO_TIES
+        self.ties: Ties = Ties(lone, aliases) if lone or aliases else NO_TIES
         levels = {id(module._nnx_info.level): module._nnx_info.level for module in walk.modules}
-        self.level = next(iter(levels.values())) if len(levels) == 1 else None  # None: they are of several levels
-        self.sown = any(module._nnx_info.sown for module in walk.modules)
+        self.level: Any = next(iter(levels.values())) if len(levels) == 1 else None  # None: they are of several levels
+        self.sown: bool = any(module._nnx_info.sown for module in walk.modules)
         self.writers: dict[tuple[int, ...], Any] = {}  # how transforms write their changes back; filled by them
         self.plans: dict[Any, Any] = {}  # how jitted functions repeat a call; filled by them
         self.last_plan: Any = None  # the one used last, which is mostly the next one, too

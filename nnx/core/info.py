@@ -26,7 +26,7 @@ class Kind:
     __slots__ = ("name",)
 
     def __init__(self, name: str):
-        self.name = name
+        self.name: str = name
 
     def __repr__(self) -> str:
         return self.name
@@ -47,7 +47,7 @@ class Absent:
     __slots__ = ("spec",)
 
     def __init__(self, spec: Any):
-        self.spec = spec
+        self.spec: Any = spec
 
 
 class Structure:
@@ -56,7 +56,7 @@ class Structure:
     __slots__ = ("stamp",)
 
     def __init__(self) -> None:
-        self.stamp = object()
+        self.stamp: object = object()
 
 
 STRUCTURE = Structure()
@@ -116,20 +116,20 @@ class ModuleInfo:
     )  # fmt: skip
 
     def __init__(self, kinds: dict[str, Any], level: Any, constructing: bool = False):
-        self.kinds = kinds
-        self.level = level
+        self.kinds: dict[str, Any] = kinds
+        self.level: Any = level
         self.restructured = False  # whether there has been a structural change
         self.version: Version | None = None  # made when a flat form watches it: till then nothing cached depends on it
         self.flat: Any = None  # the cached flat form of the graph that starts here
         self.order: list[str] | None = None  # attribute names in path order
-        self.constructing = constructing
-        self.unsettled = False  # whether a static list or dict was assigned, which may yet come to hold Modules
+        self.constructing: bool = constructing
+        self.unsettled: bool = False  # whether a static list or dict was assigned, which may yet come to hold Modules
         self.joint: Any = None  # the cached flat form of several roots, of which this Module is the first
         self.sown: set[str] | None = None  # names of variables that sow() has appended to
 
     def changed(self) -> None:
         """Notes a structural change."""
-        self.restructured = True
+        self.restructured: bool = True
         self.order = None
         version = self.version
         if version is not None:

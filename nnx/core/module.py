@@ -20,6 +20,7 @@ from nnx.core.graph import build, depth_first, flat_of, number_modules, refuse_p
 from nnx.core.info import MODULE, Absent, ModuleBase, absent, join, new_module, segment_of
 from nnx.core.modes import set_mode
 from nnx.core.moduledef import ModuleDef
+from nnx.core.mutable_leaf import MutableLeaf
 from nnx.core.proxies import Access
 from nnx.core.pure import Pure
 from nnx.core.refs import Ref
@@ -318,7 +319,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         """The names of the collections present."""
         return {kind.type.collection for kind in flat_of(self).key.kinds if _is_variable(kind)}
 
-    def mutable_state_dict(self) -> "dict[str, MutableLeaf]":
+    def mutable_state_dict(self) -> dict[str, MutableLeaf]:
         """`{path: leaf}`, where `leaf.value` reads and writes the Module and other attributes read the metadata."""
         return {path: MutableLeaf(self, path) for path in flat_of(self).key.layout.paths}
 
@@ -471,38 +472,3 @@ def _deep_copy(root: Any, memo: dict[int, Any]) -> Any:
             if type(kind) is not Absent:
                 copied.__dict__[name] = value
     return memo[id(root)]
-
-
-class MutableLeaf:
-    """One entry of `Module.mutable_state_dict()`: `value` reads and writes the Module, the rest are its metadata."""
-
-    __slots__ = ("_root", "_path")
-
-    def __init__(self, root: Module, path: str):
-        object.__setattr__(self, "_root", root)
-        object.__setattr__(self, "_path", path)
-
-    @property
-    def value(self) -> Any:
-        return self._root.get_path(self._path)
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        self._root.set_path(self._path, value)
-
-    @property
-    def variable(self) -> Any:
-        """The container: its type and metadata, with the current value."""
-        owner, name = resolve(self._root, self._path)
-        return variable_of(owner, name)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.variable, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "value":
-            raise AttributeError(f"Metadata do not change: only `.value` of {self._path!r} can be set, not {name!r}.")
-        self._root.set_path(self._path, value)
-
-    def __repr__(self) -> str:
-        return f"MutableLeaf({self._path!r}, {self.variable!r})"

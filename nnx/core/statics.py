@@ -43,8 +43,8 @@ class ById:
     __slots__ = ("hash", "get", "kind")
 
     def __init__(self, value: Any):
-        self.hash = id(value)
-        self.kind = type(value).__name__
+        self.hash: int = id(value)
+        self.kind: str = type(value).__name__
         try:
             self.get: Callable[[], Any] = weakref.ref(value)
         except TypeError:
@@ -71,8 +71,8 @@ class BoundMethod:
     __slots__ = ("index", "function")
 
     def __init__(self, index: int, function: Any):
-        self.index = index
-        self.function = function
+        self.index: int = index
+        self.function: Any = function
 
     def __repr__(self) -> str:
         return f"<method {self.function.__qualname__}>"
@@ -82,7 +82,7 @@ class HoldsState(Exception):
     """A static value holds a Module or array; `route` says where."""
 
     def __init__(self, value: Any, route: str):
-        self.what = f"a Module ({type(value).__name__})" if isinstance(value, ModuleBase) else short(value)
+        self.what: str = f"a Module ({type(value).__name__})" if isinstance(value, ModuleBase) else short(value)
         self.route = route
 
 
@@ -90,7 +90,7 @@ class ForeignMethod(Exception):
     """A static value is, or holds, a bound method of a Module outside the graph."""
 
     def __init__(self, method: Any, route: str):
-        self.what = short(method.__func__)
+        self.what: str = short(method.__func__)
         self.route = route
 
 
@@ -452,9 +452,9 @@ class Frozen:
 
     def __init__(self, value: Any, name: str = "in nnx.Static"):
         freezer = Freezer(_in_no_graph, arrays_inside=True)
-        self.value = value
+        self.value: Any = value
         try:
-            self.key = self._key(freezer, value, name)
+            self.key: Any = self._key(freezer, value, name)
         except (HoldsState, ForeignMethod) as found:
             is_method = isinstance(found, ForeignMethod)
             what = f"a bound method of a Module ({found.what})" if is_method else found.what

@@ -76,7 +76,7 @@ class WriterLock:
     def __init__(
         self, file: Path, path: os.PathLike[str] | str, *, wait: float | None = None, stale_after: float | None = None
     ):
-        self.file = Path(file)
+        self.file: Path = Path(file)
         self._path = path
         self._wait = WAIT if wait is None else wait
         self._stale_after = STALE_AFTER if stale_after is None else stale_after

@@ -156,7 +156,8 @@ class Differentiated(Protocol[P, S_co, R_co]):
     """A derivative of a function with respect to its first argument.
 
     It returns an `S_co` (with a State for the gradient) if that argument is a Module, and an `R_co` otherwise. This is
-    decided by the call and not by the function's annotations, since the first parameter of a lambda has none.
+    decided by the call and not by the function's annotations, since the first parameter of a lambda has none. Where a
+    function wants a Module of one class, any Module is accepted: `optimizer.model` is just a Module to a checker.
     """
 
     @overload
@@ -165,7 +166,7 @@ class Differentiated(Protocol[P, S_co, R_co]):
     ) -> R_co: ...
     @overload
     def __call__(
-        self: "Differentiated[Concatenate[M, Q], S_co, Any]", first: M, /, *args: Q.args, **kwargs: Q.kwargs
+        self: "Differentiated[Concatenate[M, Q], S_co, Any]", first: Module, /, *args: Q.args, **kwargs: Q.kwargs
     ) -> S_co: ...
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...

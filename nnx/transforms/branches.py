@@ -35,13 +35,13 @@ class Branches:
         self.name = name
         self.targets = [target_of(fun, name) for fun in functions]
         bound = {id(owner): owner for target in self.targets for owner in target.bound}
-        self.bound = list(bound.values())
-        self.call = Call((self.bound, *operands), {})
+        self.bound: list[Any] = list(bound.values())
+        self.call: Call = Call((self.bound, *operands), {})
         self.cells, self.data, self.forks = self.call.cells(), list(self.call.data), self.call.forks()
         shapes = [jax.eval_shape(self.branch(i), self.cells, self.data, self.forks) for i in range(len(functions))]
-        self.effects = [shape.effects for shape in shapes]
+        self.effects: list[Any] = [shape.effects for shape in shapes]
         self.shapes = shapes
-        self.rewrite = self._common_rewrite()
+        self.rewrite: Rewrite | None = self._common_rewrite()
         self._check_outputs()
 
     def branch(self, number: int) -> Callable[..., Outcome]:

@@ -51,18 +51,18 @@ class CustomCall:
     """One call of a function with custom derivatives: its differentiated part, and how the rest is passed on."""
 
     def __init__(self, custom: "Custom[Any, Any]", args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.name = custom.name
+        self.name: str = custom.name
         args, kwargs = _by_position(custom.fun, (*custom.bound, *args), kwargs)
         bound = len(custom.bound)
         numbers = positions_of(custom.name, "nondiff_argnums", custom.nondiff_argnums, len(args) - bound)
-        self.nondiff = [number + bound for number in numbers]
+        self.nondiff: list[int] = [number + bound for number in numbers]
         argnums = tuple(i for i in range(len(args)) if i not in self.nondiff)
-        self.part = Part(custom.name, args, kwargs, argnums, custom.wrt, allow_int=True, allow_empty=True)
-        self.call = self.part.call
+        self.part: Part = Part(custom.name, args, kwargs, argnums, custom.wrt, allow_int=True, allow_empty=True)
+        self.call: Call = self.part.call
         chosen = set(self.part.data)
         data = enumerate(self.call.data)
         # Other arrays are arguments, too, since they may be tracers. Python values stay what they are.
-        self.constants = [i for i, value in data if i not in chosen and isinstance(value, jax.Array)]
+        self.constants: list[int] = [i for i, value in data if i not in chosen and isinstance(value, jax.Array)]
         self.effects: dict[str, Effects] = {}
 
     def arguments(self) -> tuple[Any, ...]:
@@ -120,6 +120,11 @@ class Custom(Generic[P, R]):
     """A function with custom derivatives."""
 
     __name__: str
+    fun: Callable[..., Any]
+    bound: tuple[Any, ...]
+    wrt: Any
+    name: str
+    nondiff_argnums: Any
 
     def __init__(self, fun: Any, transform: str, wrt: Any, nondiff_argnums: Any):
         target = target_of(fun, transform)
@@ -156,8 +161,8 @@ class Kept:
     __slots__ = ("arrays", "frame")
 
     def __init__(self, arrays: Any, frame: "Frame"):
-        self.arrays = arrays  # cells, data, forks
-        self.frame = frame
+        self.arrays: Any = arrays  # cells, data, forks
+        self.frame: Frame = frame
 
     @staticmethod
     def of(value: Any) -> "Kept":
@@ -182,9 +187,9 @@ class Frame:
     __slots__ = ("signature", "statics", "fixed")
 
     def __init__(self, signature: Signature, statics: Any, fixed: list[Any]):
-        self.signature = signature
-        self.statics = statics
-        self.fixed = fixed  # per datum: None for an array, else a tuple of the Python value
+        self.signature: Signature = signature
+        self.statics: Any = statics
+        self.fixed: list[Any] = fixed  # per datum: None for an array, else a tuple of the Python value
 
 
 jax.tree_util.register_pytree_node(
@@ -248,7 +253,7 @@ class Unchanged:
     def __init__(self, name: str, roots: Sequence[Any]):
         self.name, self.roots = name, roots
         self.flat = joint_flat_of(roots) if roots else None
-        self.held = self.flat.values() if self.flat is not None else []
+        self.held: list[Any] = self.flat.values() if self.flat is not None else []
 
     def __call__(self) -> None:
         before = self.flat

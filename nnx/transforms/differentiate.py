@@ -70,15 +70,15 @@ class Part:
         allow_empty: bool = False,
     ):
         self.name, self.wrt = name, wrt
-        self.call = Call(args, kwargs)
-        self.single = isinstance(argnums, int)
-        self.positions = positions_of(name, "argnums", argnums, len(args))
-        self.arguments = [args[i] for i in self.positions]
+        self.call: Call = Call(args, kwargs)
+        self.single: bool = isinstance(argnums, int)
+        self.positions: list[int] = positions_of(name, "argnums", argnums, len(args))
+        self.arguments: list[Any] = [args[i] for i in self.positions]
         flags = leaf_flags(Selection(lambda: None, self.positions, None), args, kwargs)
         marks = self.call.signature.marks
         data_flags = [flag for flag, mark in zip(flags, marks) if mark == -1]
-        self.data = [i for i, flag in enumerate(data_flags) if flag]
-        self.roots = unique([leaf for leaf in jax.tree.leaves(self.arguments) if sort_of(leaf) == MODULE])
+        self.data: list[int] = [i for i, flag in enumerate(data_flags) if flag]
+        self.roots: list[Any] = unique([leaf for leaf in jax.tree.leaves(self.arguments) if sort_of(leaf) == MODULE])
         self.flat: Flat | None = joint_flat_of(self.roots) if self.roots else None
         self.cells: list[int] = []  # of the call
         self.own: list[int] = []  # the same cells, numbered from the differentiated Modules alone

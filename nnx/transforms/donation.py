@@ -35,13 +35,13 @@ class Variant:
     __slots__ = ("jitted", "given", "kept", "given_cells", "kept_cell_count", "compares_data", "types", "known")
 
     def __init__(self, jitted: Any, is_given: list[bool], cell_count: int, types: set[Any]):
-        self.jitted = jitted
+        self.jitted: Any = jitted
         self.given = _picker([i for i, given in enumerate(is_given) if given])
         self.kept = _picker([i for i, given in enumerate(is_given) if not given])
-        self.given_cells = tuple([i for i, given in enumerate(is_given[:cell_count]) if given])
-        self.kept_cell_count = cell_count - len(self.given_cells)
-        self.compares_data = any(is_given[cell_count:])
-        self.types = types  # of all cells, before and after any call
+        self.given_cells: tuple[int, ...] = tuple([i for i, given in enumerate(is_given[:cell_count]) if given])
+        self.kept_cell_count: int = cell_count - len(self.given_cells)
+        self.compares_data: bool = any(is_given[cell_count:])
+        self.types: set[Any] = types  # of all cells, before and after any call
         self.known: tuple[list[Any], list[Any]] | None = None  # weak references: what will be donated, what is kept
 
     def arrange(self, cells: list[Any], data: tuple[Any, ...], forks: Any) -> tuple[Any, ...]:
@@ -96,7 +96,7 @@ class Donation:
         self.entry = entry
         flags = leaf_flags(entry.owner.donated, args, kwargs)
         marks = entry.signature.marks
-        self.data = [flag for flag, mark in zip(flags, marks) if mark == -1]
+        self.data: list[bool] = [flag for flag, mark in zip(flags, marks) if mark == -1]
         donated = {mark for flag, mark in zip(flags, marks) if flag and mark >= 0}
         kept = {mark for flag, mark in zip(flags, marks) if not flag and mark >= 0}
         self.donatable = _cells_of_only(entry.signature.key, donated - kept) if entry.owner.stateful else set()

@@ -43,9 +43,9 @@ class Frame:
     __slots__ = ("modules", "contexts", "data")
 
     def __init__(self, sorts: list[int], in_order: list[int]):
-        self.modules = [i for i in in_order if sorts[i] == MODULE]
-        self.contexts = [i for i in in_order if sorts[i] == CONTEXT]
-        self.data = [i for i in in_order if sorts[i] == DATA]
+        self.modules: list[int] = [i for i in in_order if sorts[i] == MODULE]
+        self.contexts: list[int] = [i for i in in_order if sorts[i] == CONTEXT]
+        self.data: list[int] = [i for i in in_order if sorts[i] == DATA]
 
 
 class Memory:
@@ -53,9 +53,9 @@ class Memory:
 
     def __init__(self, knows_first: bool) -> None:
         self.knows_first = knows_first  # whether calls of a Module and then data go without a frame
-        self.token = object()
+        self.token: object = object()
         self.frames: dict[tuple[Any, ...], Frame] = {}
-        self.flats = WeakRegistry()  # the flat forms that have plans of it
+        self.flats: WeakRegistry = WeakRegistry()  # the flat forms that have plans of it
 
     def clear(self) -> None:
         """Forgets every plan."""

@@ -70,11 +70,11 @@ class Entry:
 
     def __init__(self, owner: "Jit", call: Call, args: Any, kwargs: Any):
         self.owner = owner
-        self.signature = call.signature
+        self.signature: Signature = call.signature
         self.statics = call.statics
         self.effects: list[Effects] = []
         self.shapes: list[str] | None = None
-        self.donation = Donation(self, call, args, kwargs) if owner.donated else None
+        self.donation: Donation | None = Donation(self, call, args, kwargs) if owner.donated else None
         options = dict(owner.options)
         self.cell_shardings: list[Any] | None = None
         if owner.in_shardings is not None:
@@ -136,27 +136,27 @@ class Jit:
 
     def __init__(self, fun: Any, stateful: bool, explain: bool, in_shardings: Any, out_shardings: Any, **options: Any):
         target = target_of(fun, "nnx.jit")
-        self.name = target.name
+        self.name: str = target.name
         self.stateful, self.explain = stateful, explain
         self.in_shardings, self.out_shardings = in_shardings, out_shardings
         offset = len(target.bound)
         static = (options.pop("static_argnums"), options.pop("static_argnames"))
         donate = (options.pop("donate_argnums"), options.pop("donate_argnames"))
-        self.static = Selection(target.fun, *static, offset)
-        self.donated = Selection(target.fun, *donate, offset)
-        self.options = {k: v for k, v in options.items() if v is not None}
-        self.bound = target.bound
-        self.target = target.fun
-        self.body = unwrap_static(target.fun) if self.static else target.fun
+        self.static: Selection = Selection(target.fun, *static, offset)
+        self.donated: Selection = Selection(target.fun, *donate, offset)
+        self.options: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+        self.bound: tuple[Any, ...] = target.bound
+        self.target: Callable[..., Any] = target.fun
+        self.body: Callable[..., Any] = unwrap_static(target.fun) if self.static else target.fun
         self.entries: dict[tuple[Signature, Any], Entry] = {}  # by signature, and the logical axis rules that hold
-        self.repeats = stateful and not self.static  # whether a call like an earlier one is made from a plan
-        self.memory = Memory(knows_first=self.repeats and not self.bound)
-        self.caller = Caller()
+        self.repeats: bool = stateful and not self.static  # whether a call like an earlier one is made from a plan
+        self.memory: Memory = Memory(knows_first=self.repeats and not self.bound)
+        self.caller: Caller = Caller()
         # The entry used last with its key, as one tuple that is read once: another thread may replace it at any time.
         self._last: tuple[Any, Entry] | None = None
         self._static_retraces: dict[str, int] = {}
         self._warned: set[str] = set()
-        self.function = dress(entrance(self), fun)
+        self.function: Callable[..., Any] = dress(entrance(self), fun)
         self.function.trace_count = 0
         for method in (self.lower, self.trace, self.eval_shape, self.clear_cache):
             setattr(self.function, method.__name__, method)

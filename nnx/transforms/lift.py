@@ -117,10 +117,10 @@ class Call:
             roots, contexts = unique(roots), unique(contexts)
             marks = _marks_of_repeated(leaves, roots, contexts)
         self.roots, self.contexts = roots, contexts
-        self.data = [leaves[i] for i in data_places]
+        self.data: list[Any] = [leaves[i] for i in data_places]
         self.flat: Flat | None = joint_flat_of(roots) if roots else None
         key, ties = (self.flat.key, self.flat.ties) if self.flat is not None else (None, NO_TIES)
-        self.signature = Signature(treedef, marks, key, tuple([ctx.definition() for ctx in contexts]), ties)
+        self.signature: Signature = Signature(treedef, marks, key, tuple([ctx.definition() for ctx in contexts]), ties)
 
     @property
     def statics(self) -> Statics:
@@ -164,14 +164,16 @@ class Effects:
         aliases: tuple[tuple[int, ...], ...] = (),
         regrouped: tuple[int, ...] = (),
     ):
-        self.changed = changed  # cells with new values; where there is a Rewrite, it says so instead
-        self.rewrite = rewrite
-        self.sown = sown
-        self.returns_modules = returns_modules
+        self.changed: tuple[int, ...] = changed  # cells with new values; where there is a Rewrite, it says so instead
+        self.rewrite: Rewrite | None = rewrite
+        self.sown: Any = sown
+        self.returns_modules: bool = returns_modules
         self.aliases = aliases  # groups of cells, after the function, that hold one container
-        self.regrouped = regrouped  # cells, before the function, that came to share a container, or no longer do
+        self.regrouped: tuple[int, ...] = (
+            regrouped  # cells, before the function, that came to share a container, or no longer do
+        )
         # new values and nothing else
-        self.simple = rewrite is None and not sown and not returns_modules and not aliases
+        self.simple: bool = rewrite is None and not sown and not returns_modules and not aliases
 
     def replace(self, **parts: Any) -> "Effects":
         """The same effects but for some parts."""
@@ -209,9 +211,9 @@ class Outcome:
     __slots__ = ("values", "out", "effects")
 
     def __init__(self, values: Any, out: Any, effects: Effects):
-        self.values = values
-        self.out = out
-        self.effects = effects
+        self.values: Any = values
+        self.out: Any = out
+        self.effects: Effects = effects
 
 
 jax.tree_util.register_pytree_node(
@@ -227,7 +229,7 @@ class Returned:
     __slots__ = ("index",)
 
     def __init__(self, index: int):
-        self.index = index
+        self.index: int = index
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Returned) and self.index == other.index

@@ -142,7 +142,7 @@ class Steps:
 
     def __init__(self, axes: Axes, fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], in_axes: Any):
         self.axes, self.fun, self.name = axes, fun, name
-        self.call = Call(args, kwargs)
+        self.call: Call = Call(args, kwargs)
         rest = len(args) - 2
         after = tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,) + (None,) * (rest - 1)
         after = (*after, *(None,) * (rest - len(after)))[:rest]
@@ -152,14 +152,14 @@ class Steps:
             check_module_axes(axes, "in_axes", after, args[2:], argument_labels(len(args))[2:])
         self.data_axes, labels = data_axes(axes.name, (None, None, *after), args, kwargs, None)
         flags, _ = data_axes(axes.name, (None, 0, *(None,) * rest), args, kwargs, None)
-        self.carry_data = [i for i, flag in enumerate(flags) if flag is not None]
-        self.slice_data = [i for i, axis in enumerate(self.data_axes) if axis is not None]
-        self.groups = axes.groups(self.call)
-        self.size = axes.find_size(self.call, self.groups, self.data_axes, labels)
-        self.carry_cells = [i for i, group in enumerate(self.groups) if group == CARRY]
-        self.stacked_cells = [i for i, group in enumerate(self.groups) if isinstance(group, int)]
-        self.carry_structure = _carry_structure(args[1], self.call)
-        self.inner = axes.inner_key(self.call.signature.key, self.groups)
+        self.carry_data: list[int] = [i for i, flag in enumerate(flags) if flag is not None]
+        self.slice_data: list[int] = [i for i, axis in enumerate(self.data_axes) if axis is not None]
+        self.groups: list[Any] = axes.groups(self.call)
+        self.size: int = axes.find_size(self.call, self.groups, self.data_axes, labels)
+        self.carry_cells: list[int] = [i for i, group in enumerate(self.groups) if group == CARRY]
+        self.stacked_cells: list[int] = [i for i, group in enumerate(self.groups) if isinstance(group, int)]
+        self.carry_structure: Any = _carry_structure(args[1], self.call)
+        self.inner: GraphKey | None = axes.inner_key(self.call.signature.key, self.groups)
         self.found: list[Any] = []
 
     def run(self, out_axes: Any, reverse: bool, unroll: Any) -> Outcome:
@@ -307,9 +307,9 @@ class Loop:
 
     def __init__(self, name: str, init: Any):
         self.name = name
-        self.call = Call((init,), {})
-        self.structure = _carry_structure(init, self.call)
-        self.body_keys = self._fork()
+        self.call: Call = Call((init,), {})
+        self.structure: Any = _carry_structure(init, self.call)
+        self.body_keys: list[Any] = self._fork()
         self.condition_keys: list[Any] = []
         self.found: list[Effects] = []
 

@@ -46,14 +46,16 @@ class Rewrite:
         released: tuple[int, ...],
         old_count: int,
     ):
-        self.key = key
-        self.statics = statics
+        self.key: GraphKey = key
+        self.statics: Statics = statics
         self.mutables = mutables  # per mutable static value: its number before or -1, and whether it was changed
-        self.sources = sources  # per cell: the cell it is unchanged from, or -1 if the value came out
+        self.sources: tuple[int, ...] = sources  # per cell: the cell it is unchanged from, or -1 if the value came out
         self.tied = tied  # the cells before that were Refs
-        self.refs = refs  # per cell: the cell whose Ref it is on, or UNTIED or NEW_REF
-        self.released = released  # cells before whose Refs are gone from the graph, and were changed; come out last
-        self.old_count = old_count
+        self.refs: tuple[int, ...] = refs  # per cell: the cell whose Ref it is on, or UNTIED or NEW_REF
+        self.released: tuple[int, ...] = (
+            released  # cells before whose Refs are gone from the graph, and were changed; come out last
+        )
+        self.old_count: int = old_count
 
     def replace(self, **parts: Any) -> "Rewrite":
         """The same changes but for some parts: another key, say, or other cells coming out."""
@@ -124,16 +126,16 @@ class Replay:
         mutables: Sequence[Any],
         taking: Mapping[int, Any],
     ):
-        self.level = current_level()
+        self.level: Any = current_level()
         self.rewrite, self.before = rewrite, before
         table = rewrite.key.table[1]
         count = rewrite.old_count
-        self.modules = list(old_modules)
+        self.modules: list[Any] = list(old_modules)
         for index in range(count, len(table)):
             taken = index in taking
             self.modules.append(taking[index] if taken else new_module(table[index][0], {}, self.level))
-        self.values = dict(zip(rewrite.outputs(), values))
-        self.released = dict(zip(rewrite.released, values[len(self.values) :]))
+        self.values: dict[int, Any] = dict(zip(rewrite.outputs(), values))
+        self.released: dict[int, Any] = dict(zip(rewrite.released, values[len(self.values) :]))
         self.places: list[list[tuple[int, str]]] = [[] for _ in rewrite.key.cells]  # per cell, its attributes
         for at, name, cell in data_attributes(rewrite.key.table):
             self.places[cell].append((at, name))

@@ -225,7 +225,14 @@ def a_training_step(model: Model, x: jax.Array, y: jax.Array) -> None:
         optimizer.update(grads)
         return value
 
+    @nnx.jit
+    def short_step(optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
+        value, grads = nnx.value_and_grad(loss)(optimizer.model, x, y)
+        optimizer.update(grads)
+        return value
+
     assert_type(train_step(model, optimizer, x, y), jax.Array)
+    assert_type(short_step(optimizer, x, y), jax.Array)
 
 
 def mistakes_in_calls(model: Model, x: jax.Array, ctx: nnx.Context) -> None:
@@ -237,7 +244,7 @@ def mistakes_in_calls(model: Model, x: jax.Array, ctx: nnx.Context) -> None:
     model.step(x, speed=0.1)  # pyright: ignore[reportCallIssue]
     model.predict(x)  # pyright: ignore[reportCallIssue]
     model.block(x, x)  # pyright: ignore[reportCallIssue]
-    nnx.grad(loss)(nnx.Dict(), x, x)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    nnx.grad(loss)(x, x, x)  # pyright: ignore[reportArgumentType, reportCallIssue]
     nnx.grad(loss)(model, x)  # pyright: ignore[reportCallIssue]
     print(nnx.grad(loss)(model, x, x).kernel)  # pyright: ignore[reportAttributeAccessIssue]
     nnx.vmap(loss)(model, x)  # pyright: ignore[reportCallIssue]

@@ -1,0 +1,41 @@
+"""The entries of `Module.mutable_state_dict()`."""
+
+from typing import Any
+
+from nnx.core.attributes import variable_of
+from nnx.core.updates import resolve
+
+
+class MutableLeaf:
+    """One entry of `Module.mutable_state_dict()`: `value` reads and writes the Module, the rest are its metadata."""
+
+    __slots__ = ("_root", "_path")
+
+    def __init__(self, root: Any, path: str):
+        object.__setattr__(self, "_root", root)
+        object.__setattr__(self, "_path", path)
+
+    @property
+    def value(self) -> Any:
+        return self._root.get_path(self._path)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._root.set_path(self._path, value)
+
+    @property
+    def variable(self) -> Any:
+        """The container: its type and metadata, with the current value."""
+        owner, name = resolve(self._root, self._path)
+        return variable_of(owner, name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.variable, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "value":
+            raise AttributeError(f"Metadata do not change: only `.value` of {self._path!r} can be set, not {name!r}.")
+        self._root.set_path(self._path, value)
+
+    def __repr__(self) -> str:
+        return f"MutableLeaf({self._path!r}, {self.variable!r})"
