@@ -76,8 +76,11 @@ def _plain(value: Any) -> str | None:
 
 
 def _dtype_name(value: Any) -> str | None:
-    is_dtype = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
-    if is_dtype or (hasattr(value, "dtype") and not hasattr(value, "shape")):  # jnp.float32 is an object with a dtype
+    # numpy's scalar types are classes whose `dtype` is a descriptor; those of `jax.numpy` are classes whose `dtype` is
+    # a dtype. Instances with such an attribute, like a config with a field `dtype`, are not dtypes.
+    is_numpy = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
+    is_jax = isinstance(value, type) and isinstance(getattr(value, "dtype", None), np.dtype)
+    if is_numpy or is_jax:
         try:
             return jnp.dtype(value).name
         except TypeError:

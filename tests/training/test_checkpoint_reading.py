@@ -1,5 +1,6 @@
 """Reading without a target, listing, renaming, and what has changed since a checkpoint was saved."""
 
+import types
 import warnings
 
 import jax
@@ -177,6 +178,22 @@ def test_counts_that_cannot_be_told_apart_are_not_mixed_up(tmp_path):
     report = nnx.LoadReport()
     nnx.load(tmp_path / "c", without, strict=False, report=report)
     assert any("count" in path for path in report.missing) and without.opt_state["count"] == 1
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16, "float32"])
+def test_a_config_with_a_field_named_dtype_does_not_stop_a_save(tmp_path, dtype):
+    model = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+    model.config = types.SimpleNamespace(dtype=dtype)
+    nnx.save(tmp_path / "model", model)
+    assert (nnx.load(tmp_path / "model")["w"] == 1).all()
+
+
+def test_a_changed_dtype_of_a_layer_is_reported(tmp_path):
+    nnx.save(tmp_path / "layer", nnx.Linear(2, 2, dtype=jnp.bfloat16, ctx=nnx.context(0)))
+    report = nnx.LoadReport()
+    target = nnx.Linear(2, 2, dtype=np.dtype("float16"), ctx=nnx.context(0))
+    nnx.load(tmp_path / "layer", target, report=report)
+    assert report.changed["dtype"] == ("bfloat16", "float16")
 
 
 def test_a_changed_learning_rate_is_reported(tmp_path):
