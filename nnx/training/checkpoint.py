@@ -148,7 +148,8 @@ def load(
         verify: whether to verify the checksums of the data that are read.
         rename: new names for paths of the checkpoint, e.g. `{"old/**": "new/**"}`; the first pattern that matches is
             used.
-        report: a LoadReport to fill with whatever does not fit or has changed, instead of a warning.
+        report: a LoadReport to fill with the entries that do not fit and the settings that changed, instead of
+            warning.
 
     Returns:
         The target, a new object in place of an immutable target, or the nested dict.

@@ -20,7 +20,7 @@ NEEDS_X64 = "{record}, which JAX can hold only with jax_enable_x64 (or cast=True
 
 @dataclasses.dataclass
 class LoadReport:
-    """What did not fit when a checkpoint was loaded with `strict=False`.
+    """A report of what did not fit when a checkpoint was loaded with `strict=False`.
 
     A report is true if something did not fit; `moved` and `changed` do not count.
 

@@ -294,7 +294,7 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_reported(tmp_path):
     assert not nnx.LoadReport()
 
 
-@pytest.mark.parametrize("function", [nnx.load, nnx.load_safetensors, nnx.Module.load_state])
+@pytest.mark.parametrize("function", [nnx.load, nnx.load_safetensors])
 def test_strict_is_a_keyword_of_every_function_that_loads(function):
     assert inspect.signature(function).parameters["strict"].kind is inspect.Parameter.KEYWORD_ONLY
 
