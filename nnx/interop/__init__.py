@@ -1,1 +1,1 @@
-"""Other people's weights: reading and writing the formats they come in."""
+"""Interoperability: reading and writing weights in formats that other libraries use."""

@@ -1,4 +1,4 @@
-"""Looking into saved files, whichever format they are in."""
+"""The contents of a saved file in any format that NNX can read."""
 
 import contextlib
 import os
@@ -16,9 +16,12 @@ def checkpoint_entries(path: str | os.PathLike[str]) -> dict[str, CheckpointEntr
     Args:
         path: the directory of a checkpoint; or a safetensors file, an index, or a directory that contains one of them.
 
+    Returns:
+        The type, shape and dtype of each entry, by path.
+
     Raises:
         FileNotFoundError: there is nothing at the path.
-        CheckpointError: it is damaged, malformed or unfinished.
+        CheckpointError: the file or directory is damaged, malformed or incomplete.
 
     >>> import tempfile
     >>> path, model = tempfile.mkdtemp(), nnx.Linear(2, 3, ctx=nnx.context(0))
@@ -36,7 +39,7 @@ def checkpoint_entries(path: str | os.PathLike[str]) -> dict[str, CheckpointEntr
 
 
 def entries_of_safetensors(path: Path) -> dict[str, CheckpointEntry]:
-    """Lists the tensors of a file, an index or a directory.
+    """Lists the tensors of a safetensors file, an index or a directory.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -1,7 +1,7 @@
-"""safetensors in and out, for the state of a model: one file, or several with an index.
+"""Saving and loading the state of a model as safetensors: one file, or several with an index.
 
-The names in the files are the paths of the State. What is shared is written once; other names for it are accepted when
-it is read.
+The names in the files are the paths of the State. Shared values are written once; when they are read, any of their
+paths is accepted.
 """
 
 import contextlib
@@ -33,15 +33,17 @@ from nnx.training.records import check_savable
 
 NOT_STATE = "{function} takes a State or a Module, got {got}."
 NOT_ARRAY = "Cannot save {path!r} as safetensors: {value} is not an array or a number. Leave it out of the State."
-SAVE_FAILED = "Could not save to {path}: {reason}. The model that was there before is intact."
-BAD_SIZE = 'max_shard_size is a number of bytes or a text such as "5GB" or "500MB", got {size!r}.'
+SAVE_FAILED = "Could not save to {path}: {reason}. A model saved there before is still intact."
+BAD_SIZE = 'max_shard_size is a number of bytes or a string such as "5GB" or "500MB", got {size!r}.'
 DOES_NOT_FIT = """{path} does not fit the target.
 {differences}
 Take what fits with load_safetensors(path, target, strict=False)."""
-IN_PART = "{path} fits the target only in part; the State that was returned has what fits.\n{differences}"
+IN_PART = "{path} fits the target only in part; the returned State has the entries that fit.\n{differences}"
 NOT_NESTED = """{path} contains both {name!r} and {inside!r}, so its names are not those of one nested dict. Load it \
 with a target, or with rename={{{name!r}: ...}}."""
-ONLY_WITH_TARGET = "load_safetensors without a target returns what is there, so {option} has no meaning. Leave it out."
+ONLY_WITH_TARGET = (
+    "load_safetensors without a target returns everything in the file, so {option} has no effect. Remove it."
+)
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -55,19 +57,21 @@ def save_safetensors(
 ) -> None:
     """Writes a State to a safetensors file.
 
-    The new file or files take the place of the old ones at once, when they are complete: a killed process leaves the
-    old model or the new one. A second writer of the same path waits for the first. With several processes all must
-    call it; the arrays are collected one by one, process 0 writes them, and all return when the file is there.
+    The new file or files replace the old ones in one step, once they are complete: a killed process leaves either the
+    old model or the new one. A second writer of the same path waits for the first. With several processes, all of them
+    must call this function; the arrays are collected one by one, process 0 writes them, and all processes return when
+    the file is complete.
 
     Args:
-        path: the file, e.g. `model.safetensors`.
+        path: the file to write, e.g. `model.safetensors`.
         state: a State, or a Module for all of its state.
-        max_shard_size: bytes, or a text such as `"5GB"`. A larger State is written to several files
-            (`model-00001-of-00003.safetensors` ...) with an index, `model.safetensors.index.json`.
-        metadata: free text to write into the files.
+        max_shard_size: the maximum size of a file, in bytes or as a string such as `"5GB"`. A larger State is written
+            to several files (`model-00001-of-00003.safetensors` ...) with an index, `model.safetensors.index.json`.
+        metadata: additional text to store in the files, by name.
 
     Raises:
-        ValueError: the format does not have a dtype; the message names the path.
+        TypeError: `state` is neither a State nor a Module.
+        ValueError: a value, dtype or name cannot be expressed in the format; the message names the path.
         CheckpointError: the files could not be written.
 
     >>> import tempfile
@@ -84,13 +88,13 @@ def save_safetensors(
     values, notes = _values(entries)
     texts = {**(metadata or {}), **notes.to_metadata()}
     tensors = {name: Pending(jnp.dtype(array.dtype), tuple(array.shape)) for name, array in values.items()}
-    make_header(tensors, texts)  # raises before anything is written
+    make_header(tensors, texts)  # raises, if it must, before anything is written
     shards = divide(tensors, limit)
     ordered = (values[name] for shard in shards for name in data_order(shard))
     arrays = (_to_host(array) for array in ordered if is_first() or _is_spread(array))
     try:
         Exchange(f"nnx.save_safetensors({str(path)!r})").together(lambda: _write(file, shards, arrays, texts))
-    except (OSError, ProcessError, jax.errors.JaxRuntimeError) as error:  # the last when a process died on the way
+    except (OSError, ProcessError, jax.errors.JaxRuntimeError) as error:  # the last one if a process died meanwhile
         raise CheckpointError(SAVE_FAILED.format(path=file, reason=_first_line(error))) from error
 
 
@@ -103,7 +107,8 @@ def _write(file: Path, shards: Shards, arrays: Iterator[np.ndarray], metadata: M
                 write_model(file, shards, arrays, metadata, lock.check)
             sync_directory(file.parent)
     finally:
-        # Every process must take part in collecting every array, also if process 0 cannot write any more.
+        # Collecting an array takes every process. If process 0 fails to write, the others still go through all arrays,
+        # and would wait for it forever if it did not do so as well.
         for _ in arrays if jax.process_count() > 1 else ():
             pass
 
@@ -138,27 +143,29 @@ def load_safetensors(
 ) -> Any:
     """Reads a State from safetensors; write it into a Module with `model.update_state(state)`.
 
-    Arrays are read one at a time, so memory peaks at the model plus its largest array; of a sharded array a process
-    reads its own part. Without a target, everything in the files is returned as a nested dict of NumPy arrays, which
-    are memory-mapped: they are read-only, and their bytes are read (and not verified) when they are used.
+    Arrays are read one at a time, so memory peaks at the model plus its largest array; a process reads only its own
+    part of a sharded array. Without a target, everything in the files is returned as a nested dict of memory-mapped
+    NumPy arrays: they are read-only, and their bytes are read (without verification) when they are used.
 
     Args:
         path: a file, an index, or a directory that contains one of them.
-        target: a State or Module that says what is expected: paths, types, shapes, dtypes and shardings. It can be
+        target: a State or Module that defines the expected paths, types, shapes, dtypes and shardings. It can be
             abstract, and is not changed.
-        strict: whether names, shapes and dtypes must agree. If not, the State has what fits, and the rest is reported.
-        cast: whether values of another dtype are converted, also 64-bit ones where JAX has no 64-bit types.
-        report: is filled with what did not fit, instead of a warning.
+        strict: whether names, shapes and dtypes must agree. If False, the State has the entries that fit, and the
+            others are reported.
+        cast: whether to convert values of a different dtype, including 64-bit ones if JAX has no 64-bit types.
+        report: a LoadReport to fill with the entries that do not fit, instead of a warning.
         rename: new paths for those in the file, e.g. `{"old/**": "new/**"}`; `*` matches text within a segment,
             `**` any number of segments.
-        verify: whether to check what is read against the checksums that `save_safetensors` writes.
+        verify: whether to check the bytes against the checksums that `save_safetensors` writes.
 
     Returns:
         A State, or the nested dict.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: a file is damaged or malformed, or does not fit.
+        CheckpointError: a file is damaged or malformed, or does not fit the target.
+        TypeError: the target is neither a State nor a Module, or an option was given that only applies to a target.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/model.safetensors"
@@ -202,7 +209,7 @@ def _checked(state: Any, function: str) -> Any:
 
 
 def _values(entries: Entries) -> tuple[dict[str, Any], Notes]:
-    """Returns the arrays to write, with keys as the data they are made of."""
+    """Returns the arrays to write, with PRNG keys as their raw data, and the notes about them."""
     arrays: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for path, (value, _) in entries.leaves.items():
@@ -219,12 +226,13 @@ def _number(path: str, value: Any) -> np.ndarray:
     if not isinstance(value, (bool, int, float, complex)):
         raise ValueError(NOT_ARRAY.format(path=path, value=short(value)))
     array = np.asarray(value)
+    # Numbers are saved in the dtype JAX would use; an integer that does not fit into it keeps its 64 bits.
     narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) if array.dtype != object else array
     return narrow if array.dtype.kind not in "iu" or narrow == array else array
 
 
 def _to_host(array: Any) -> np.ndarray:
-    """Returns a whole array, collected from all processes if it is spread over them."""
+    """Returns a whole array on the host, collected from all processes if it is spread over them."""
     if _is_spread(array):
         from jax.experimental import multihost_utils
 
@@ -233,7 +241,7 @@ def _to_host(array: Any) -> np.ndarray:
 
 
 def _is_spread(array: Any) -> bool:
-    """Whether no process has all of an array."""
+    """Whether an array is spread over processes, so that none of them has all of it."""
     return isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated
 
 

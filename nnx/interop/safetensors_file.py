@@ -1,12 +1,12 @@
 """One safetensors file: reading tensors and parts of them, and writing them one at a time.
 
-In a file that this library wrote, checksums cover every byte of every tensor. They are kept in the metadata, under
-`nnx.checksums`: the size of a *chunk*, then the checksum of every chunk of every tensor, in the order of the data (the
-same checksum as in checkpoints: see `nnx/training/checksum.py`). A tensor begins with a new chunk, so a reader of one
-part of it verifies the chunks it touches and no others.
+In files written by NNX, checksums cover the bytes of every tensor. They are stored in the metadata as `nnx.checksums`:
+the size of a *chunk*, then the checksum of every chunk of every tensor, in the order of the data (the same checksum as
+in checkpoints: see `nnx/training/checksum.py`). Each tensor starts a new chunk, so reading one part of a tensor
+verifies only the chunks it overlaps.
 
-Tensors are read into fresh memory rather than copied from a memory map: the pages of a map count as memory of the
-process for as long as it exists, which would make a load peak at twice the model.
+Tensors are read into fresh memory rather than copied from a memory map: the pages of a map count toward the memory of
+the process as long as the map exists, which would make a load peak at twice the size of the model.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from nnx.interop.safetensors_header import INVALID, MAX_LENGTH, Header, Tensor, 
 from nnx.training.checksum import checksum
 from nnx.training.manifest import CheckpointError
 
-CHUNK = 2**22  # bytes: large enough for a read to be cheap, small enough that a reader of one part reads little more
+CHUNK = 2**22  # bytes; large enough for cheap reads, small enough that reading one part does not read much more
 THREADS = min(8, os.cpu_count() or 1)
 CHECKSUMS = "nnx.checksums"
 
-WRONG_CHECKSUM = """{path} is damaged: the bytes of {name!r} do not match their checksum. Nothing was loaded. \
-If another program changed the values and kept the metadata, load with verify=False."""
+WRONG_CHECKSUM = """{path} is damaged: the bytes of {name!r} do not match their checksum. Nothing was loaded. If \
+another program changed the values and kept the metadata, load with verify=False."""
 NOT_READABLE = "{path} cannot be read: {reason}."
 
 
@@ -37,9 +37,9 @@ class TensorFile:
     """A safetensors file opened for reading, with a header that has been checked; a context manager.
 
     Attributes:
-        path: where it was opened.
-        tensors: what it contains, by name.
-        metadata: the free text that came with it.
+        path: the path of the file.
+        tensors: the tensors it contains, by name.
+        metadata: the text stored with them, by name.
     """
 
     def __init__(self, path: Path):
@@ -63,11 +63,11 @@ class TensorFile:
         self.close()
 
     def close(self) -> None:
-        """Closes the file; arrays that are mapped stay valid."""
+        """Closes the file; arrays that `mapped` returned stay valid."""
         self._file.close()
 
     def mapped(self) -> dict[str, np.ndarray]:
-        """Returns every tensor as a read-only view of the file, whose bytes are read when they are used."""
+        """Returns every tensor as a read-only view of the file; its bytes are read when they are used."""
         try:
             data = np.memmap(self._file, np.uint8, "r")[self._start :]
         except OSError as error:
@@ -81,7 +81,7 @@ class TensorFile:
         """Reads a tensor, or the range `[start:stop]` of its first axis, into fresh memory.
 
         Raises:
-            CheckpointError: the file is shorter than it was, or a checksum does not match.
+            CheckpointError: the file has become shorter, or a checksum does not match.
         """
         tensor = self.tensors[name]
         shape = tensor.shape
@@ -106,7 +106,7 @@ class TensorFile:
         return buffer.view(tensor.dtype).reshape(shape)
 
     def _read_chunk(self, name: str, chunk: int, buffer: np.ndarray, first: int, last: int, verify: bool) -> None:
-        """Reads the overlap of a chunk with the bytes `[first:last]` of a tensor, which the buffer is for."""
+        """Reads the overlap of a chunk with the bytes `[first:last]` of a tensor, which the buffer will hold."""
         tensor = self.tensors[name]
         start, stop = chunk * self._chunk, min((chunk + 1) * self._chunk, tensor.nbytes)
         low, high = max(start, first), min(stop, last)
@@ -115,7 +115,7 @@ class TensorFile:
         if expected is None or (low, high) == (start, stop):
             whole = wanted
             self._read_at(tensor.start + low, wanted)
-        else:  # a checksum needs the whole chunk
+        else:  # a checksum can only be verified over the whole chunk
             whole = _aligned_bytes(stop - start)
             self._read_at(tensor.start + start, whole)
             wanted[:] = whole[low - start : high - start]
@@ -139,7 +139,7 @@ class TensorFile:
 def _read_into(file: BinaryIO, view: memoryview, position: int) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(file.fileno(), [view], position)
-    # Windows has no positional read, and threads must not share a position: each call opens the file again.
+    # Windows has no positional read, and threads must not share a file position, so each call opens the file again.
     with open(file.name, "rb", buffering=0) as own:
         own.seek(position)
         return own.readinto(view) or 0
@@ -165,7 +165,7 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[int, Header]:
 
 
 def _parse_checksums(path: Path, header: Header) -> tuple[int, dict[str, Sequence[int]]]:
-    """Returns the size of a chunk, and the checksums of the chunks of each tensor if the file has any."""
+    """Returns the size of a chunk, and the checksums of the chunks of each tensor, if the file has them."""
     if CHECKSUMS not in header.metadata:
         return CHUNK, {}
     size, _, digits = header.metadata[CHECKSUMS].partition(":")
@@ -193,13 +193,13 @@ def _chunk_count(tensor: Tensor, chunk: int) -> int:
 
 
 def _aligned_bytes(size: int) -> np.ndarray:
-    """Returns memory that JAX can use as it is, without a copy: XLA wants it aligned to 64 bytes on a CPU."""
+    """Returns memory that JAX can use without copying it: on a CPU, XLA requires an alignment of 64 bytes."""
     if size >= 2**20 and hasattr(mmap, "MAP_ANONYMOUS"):
-        # Straight from the system, to which it goes back at once: malloc would keep and fragment large blocks, which
-        # made a sharded load peak at 1.35 models.
+        # Allocated by the system, which gets it back as soon as it is freed: malloc would keep and fragment large
+        # blocks, which made a sharded load peak at 1.35 times the size of the model.
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # As NumPy does: a fault per 4 KB would cost more than the reading. A kernel without them refuses.
+            # As NumPy does: a page fault per 4 KB would cost more than the read. A kernel without huge pages refuses.
             with contextlib.suppress(OSError):
                 pages.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(pages, np.uint8)
@@ -209,7 +209,7 @@ def _aligned_bytes(size: int) -> np.ndarray:
 
 
 def aligned_copy(array: np.ndarray) -> np.ndarray:
-    """Returns a contiguous copy that JAX can use as it is."""
+    """Returns a contiguous copy that JAX can use without copying it again."""
     copy = _aligned_bytes(array.nbytes).view(array.dtype).reshape(array.shape)
     np.copyto(copy, array)
     return copy
@@ -240,9 +240,9 @@ def write_tensors(
 
     Args:
         file: an empty file, opened for writing.
-        tensors: what to write.
-        arrays: their data, in `data_order`; one array is taken at a time, so no more than one is in memory.
-        metadata: free text; the checksums are added to it.
+        tensors: the dtypes and shapes of the tensors to write, by name.
+        arrays: the data of the tensors, in `data_order`; taken one at a time, so only one has to be in memory.
+        metadata: the text to store, by name; the checksums are added to it.
     """
     _, placed = make_header(tensors, metadata)
     count = sum(_chunk_count(tensor, CHUNK) for tensor in placed.values())
@@ -256,8 +256,8 @@ def write_tensors(
             for chunk in chunks:
                 file.write(chunk.data)
             found += checksums
-            chunk = chunks = checksums = None  # they keep the array in memory while the next one is made
-    # A checksum has a fixed number of digits, so the header is as long as the blank one.
+            chunk = chunks = checksums = None  # they would keep the array in memory while the next one is made
+    # A checksum has a fixed number of digits, so this header has the length of the blank one it replaces.
     header, _ = make_header(tensors, {**metadata, CHECKSUMS: _checksum_text(found)})
     file.seek(8)
     file.write(header)

@@ -1,8 +1,8 @@
 """The header of a safetensors file: JSON with the name, dtype, shape and position of every tensor.
 
-Files come from strangers, so a header is read as strictly as the reference package reads it, and a little more: every
-byte of the data belongs to exactly one tensor, no key appears twice, and a number is a plain unsigned integer. Anything
-else is a `CheckpointError` that names the file.
+Files can come from untrusted sources, so a header is checked as strictly as by the reference package, and slightly more
+strictly: every byte of the data belongs to exactly one tensor, no key appears twice, and a number is a plain unsigned
+integer. Anything else is a `CheckpointError` that names the file.
 """
 
 import json
@@ -29,17 +29,17 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_LENGTH = 100_000_000  # bytes, the limit of the reference package
 METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_MAX_DIMENSIONS = 64  # NumPy's
+_MAX_DIMENSIONS = 64  # the limit of NumPy
 _MAX_BYTES = 2**63 - 1
 
 INVALID = "{path} is not a valid safetensors file: {reason}."
 NO_DTYPE = "Cannot save {name!r} as safetensors: the format has no {dtype}. {advice}"
-RESERVED = "Cannot save {name!r} as safetensors: the format keeps that name for its metadata. Rename the attribute."
+RESERVED = "Cannot save {name!r} as safetensors: the format reserves that name for its metadata. Rename the attribute."
 BAD_TEXT = "Cannot save as safetensors: {what} must be text that UTF-8 can encode, got {got}."
 
 
 class Tensor(NamedTuple):
-    """What a tensor is, and where its bytes are in the data that follow the header."""
+    """The dtype and shape of a tensor, and the position of its bytes in the data that follow the header."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The tensors of a file by name, and the free text that came with them."""
+    """The tensors of a file by name, and the text stored with them."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
@@ -65,12 +65,12 @@ def parse_header(path: Path, text: bytes, data_size: int) -> Header:
     """Reads a header and checks it.
 
     Args:
-        path: the file it is from, for the error.
-        text: the header.
+        path: the file it comes from, for the error.
+        text: the bytes of the header.
         data_size: the number of bytes that follow it.
 
     Raises:
-        CheckpointError: it is malformed, or does not describe the data.
+        CheckpointError: the header is malformed, or does not describe the data.
     """
     try:
         fields = _parse_json(text)
@@ -83,7 +83,7 @@ def parse_header(path: Path, text: bytes, data_size: int) -> Header:
 
 
 def _parse_json(text: bytes) -> dict[str, Any]:
-    # Decoded here, since json.loads would guess at UTF-16 and skip a byte order mark.
+    # Decoded here, because json.loads would guess the encoding and skip a byte order mark.
     decoded = text.decode("utf-8")
     if not decoded.startswith("{"):
         raise ValueError("its header is not a JSON object")
@@ -113,7 +113,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(text: str) -> int:
-    # By its digits first: int() is slow on long numbers and refuses very long ones. "-0" is not unsigned.
+    # The length is checked first, because int() is slow for long numbers. "-0" is not unsigned.
     if text.startswith("-") or len(text) > 20 or int(text) >= 2**64:
         raise ValueError(f"its header contains {reprlib.repr(text)}, which is not a 64-bit unsigned integer")
     return int(text)
@@ -142,7 +142,7 @@ def _tensor(name: str, entry: Any) -> Tensor:
     if not _are_integers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{name!r} has the data_offsets {reprlib.repr(offsets)}")
     dtype = jnp.dtype(DTYPES[dtype_name])
-    # Zeros are left out of this product: an empty array with huge dimensions cannot be represented either.
+    # Zeros are left out of this product, because NumPy cannot represent an empty array with huge dimensions either.
     if math.prod(n for n in shape if n) * dtype.itemsize > _MAX_BYTES:
         raise ValueError(f"{name!r} has the shape {reprlib.repr(shape)}, which is too large for any memory")
     tensor = Tensor(dtype, tuple(shape), *offsets)
@@ -174,7 +174,7 @@ def make_header(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> tupl
 
     Args:
         tensors: values with a `dtype` and a `shape`, by name.
-        metadata: free text.
+        metadata: the text to store, by name.
 
     Returns:
         The header, and the tensors in the order of their data.
@@ -205,7 +205,7 @@ def data_order(tensors: Mapping[str, Any]) -> list[str]:
 
 
 def dtype_name(name: str, dtype: Any) -> str:
-    """Returns what the format calls a dtype.
+    """Returns the name of a dtype in the format.
 
     Raises:
         ValueError: the format cannot store the dtype, or a tensor of that name.

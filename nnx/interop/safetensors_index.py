@@ -1,12 +1,12 @@
-"""A model in safetensors files: one file, or several *shards* with an index that says which tensor is in which.
+"""A model in safetensors files: one file, or several *shards* with an index that says which tensor is in which shard.
 
-A model has one name, its *file*, e.g. `model.safetensors`; the index is `model.safetensors.index.json` next to it, and
-the file wins where both exist. Saving never touches what a reader may be using: new shards get names that are not in
-use, the index is put in place last, and the old shards are removed after that. So a killed process leaves the old model
-or the new one. What it leaves besides is removed by the next save.
+A model has one name, its *file*, e.g. `model.safetensors`. The index is `model.safetensors.index.json` next to it; if
+both exist, the file wins. Saving never touches files that a reader may be using: new shards get unused names, the index
+is replaced last, and the old shards are removed after that. A killed process therefore leaves either the old model or
+the new one. Any other files it leaves behind are removed by the next save.
 
-The index and all of its shards carry the same random *save id*. Files of two saves are therefore never read as one
-model, whoever brought them together.
+The index and all of its shards carry the same random *save id*, so files from two saves are never read as one model,
+however they were mixed.
 """
 
 import contextlib
@@ -38,12 +38,12 @@ _ATTEMPTS = 20
 
 
 def index_path(file: Path) -> Path:
-    """Returns where the index of a model is."""
+    """Returns the path of the index of a model."""
     return file.with_name(f"{file.name}.index.json")
 
 
 def holds_safetensors(path: Path) -> bool:
-    """Whether a path is that of a safetensors file or index, or of a directory that contains one."""
+    """Whether a path leads to a safetensors file or index, or to a directory that contains one."""
     if path.is_dir():
         return any(True for pattern in ("*.safetensors", "*.safetensors.index.json") for _ in path.glob(pattern))
     return path.is_file() or index_path(path).is_file()
@@ -53,7 +53,7 @@ def holds_safetensors(path: Path) -> bool:
 
 
 class Index(NamedTuple):
-    """For each tensor the name of its shard, and the id of the save where this library wrote it."""
+    """The shard of each tensor by name, and the save id if NNX wrote the index."""
 
     weight_map: dict[str, str]
     save_id: str | None
@@ -64,21 +64,21 @@ def open_model(source: Path, opened: contextlib.ExitStack) -> dict[str, TensorFi
 
     Args:
         source: the file, an index, or a directory that contains one model.
-        opened: closes the files.
+        opened: the stack that will close the files.
 
     Returns:
-        For each tensor the file it is in.
+        The file of each tensor, by name.
 
     Raises:
         FileNotFoundError: there is no model.
-        CheckpointError: a file is malformed or missing, outside of the directory, or from another save.
+        CheckpointError: a file is malformed, missing, outside the directory, or from another save.
     """
     for _ in range(_ATTEMPTS):
         before = _state_of_disk(source)
         with contextlib.ExitStack() as stack:
             try:
                 files = _open_once(source, stack)
-            except OSError:  # with CheckpointError; somebody may have replaced the model just now
+            except OSError:  # also a CheckpointError; a save may have replaced the model in the meantime
                 if _state_of_disk(source) == before:
                     raise
                 continue
@@ -118,7 +118,7 @@ def _locate(source: Path) -> Path:
 
 
 def _is_shard(name: str) -> bool:
-    """Whether a file is one of several, which is not a model without its index."""
+    """Whether a file is one of several shards, and so not a model without its index."""
     match = _SHARD.search(name)
     return match is not None and match.end() == len(name) and int(match["count"]) > 1
 
@@ -143,7 +143,7 @@ def read_index(path: Path) -> Index:
     """Reads an index.
 
     Raises:
-        CheckpointError: it is malformed.
+        CheckpointError: the index is malformed.
     """
     try:
         fields = json.loads(path.read_bytes().decode("utf-8"))
@@ -158,12 +158,12 @@ def read_index(path: Path) -> Index:
 
 
 def _shard_path(index: Path, file: str) -> Path:
-    """Returns the path of a shard, which must really be in the directory of its index."""
+    """Returns the path of a shard, after checking that it is in the directory of its index."""
     path = index.with_name("x") if not file or "\0" in file else index.parent / file
     if path.name != file or "\\" in file or ":" in file or file in (".", ".."):
         raise CheckpointError(OUTSIDE.format(path=index, file=file))
-    # A cache of downloads has links to files in another directory: both of the index and of its shards. A link is
-    # followed to the place where the index itself comes from, and nowhere else.
+    # In a download cache, the index and its shards can be links into another directory. A link is followed to the
+    # directory in which the index itself really is, and nowhere else.
     try:
         real = path.resolve(strict=True)
         homes = (index.parent.resolve(), index.resolve().parent)
@@ -177,7 +177,7 @@ def _shard_path(index: Path, file: str) -> Path:
 
 
 def _state_of_disk(source: Path) -> Any:
-    """Returns something that is different after a save."""
+    """Returns a value that changes with every save."""
     try:
         found = _locate(source)
         stat = found.stat()
@@ -190,11 +190,11 @@ def _state_of_disk(source: Path) -> Any:
 
 
 Shards = Sequence[Mapping[str, Pending]]
-"""What is written to which file: the tensors of each shard, or of the only file."""
+"""The tensors to write to each shard, or to the only file."""
 
 
 def divide(tensors: Mapping[str, Pending], limit: int | None) -> Shards:
-    """Divides tensors among shards of at most `limit` bytes, or of one tensor that is larger."""
+    """Divides tensors among shards of at most `limit` bytes; a larger tensor gets its own shard."""
     shards: list[dict[str, Pending]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -213,16 +213,16 @@ def write_model(
     metadata: Mapping[str, str],
     before_commit: Callable[[], None],
 ) -> None:
-    """Writes a model in the place of the one that may be there. The caller holds the lock of the file.
+    """Writes a model, replacing one that exists. The caller holds the lock of the file.
 
     Args:
         file: the name of the model.
-        shards: what to write.
-        arrays: the data of the tensors of each shard in turn, in its `data_order`.
-        metadata: free text for every file.
-        before_commit: is called before the step that makes the new model visible; it may raise.
+        shards: the tensors to write to each shard.
+        arrays: the data of the tensors, shard by shard, each in its `data_order`.
+        metadata: the text to store in every file, by name.
+        before_commit: a function called just before the new model becomes visible; it may raise.
     """
-    # Of the file, its shards, its index and its lock.
+    # The names of the file, its shards, its index and its lock.
     own = rf"{re.escape(file.name)}(\.index\.json)?|{_shard_pattern(file)}|\.{re.escape(file.name)}\.lock"
     remove_leftovers(file.parent, re.compile(own))
     old_shards = _shards_of(file)
@@ -267,7 +267,7 @@ def _write_shards(
 
 
 def _free_names(file: Path, count: int, save_id: str) -> list[str]:
-    """Returns the usual names of the shards, or others where a file has one of those."""
+    """Returns the usual names of the shards, or different ones if one of those is taken."""
     for tag in ("", f"-{save_id}"):
         names = [f"{file.stem}{tag}-{i + 1:05}-of-{count:05}{file.suffix}" for i in range(count)]
         if not any(os.path.lexists(file.with_name(name)) for name in names):
@@ -276,10 +276,10 @@ def _free_names(file: Path, count: int, save_id: str) -> list[str]:
 
 
 def _shards_of(file: Path) -> list[Path]:
-    """Returns the shards that belong to a model: those in its index, and those of its killed saves."""
+    """Returns the shards that belong to a model: those in its index, and those left by killed saves."""
     try:
         listed = set(read_index(index_path(file)).weight_map.values())
-    except OSError:  # with CheckpointError
+    except OSError:  # also a CheckpointError
         listed = set()
     candidates = [path for path in file.parent.iterdir() if re.fullmatch(_shard_pattern(file), path.name)]
     return [path for path in candidates if path.name in listed or _note_of(path, SHARD_OF) == file.name]

@@ -1,7 +1,7 @@
-"""Reading tensors into a target: which tensor belongs to which path, and what becomes of it there.
+"""Reading tensors into a target: which tensor belongs to which path, and how its value is placed there.
 
-The *target* is a State that says what is expected: paths, types, shapes, dtypes and shardings. What a file records
-about its tensors besides (see `Notes`) comes from this library; files from elsewhere have none.
+The *target* is a State that defines the expected paths, types, shapes, dtypes and shardings. *Notes* are what NNX
+records about the tensors of a file in addition; files from other libraries have none.
 """
 
 import json
@@ -19,34 +19,34 @@ from nnx.training.manifest import CheckpointError
 from nnx.training.matching import LoadReport
 from nnx.training.renaming import renamed
 
-TWO_VALUES = "two different values, {path!r} and {alias!r}, for what is shared in the target"
-NEEDS_X64 = "{dtype}[{shape}], which JAX makes {narrow} unless jax_enable_x64 is set (cast=True allows it)"
+TWO_VALUES = "two different values, {path!r} and {alias!r}, for an entry that is shared in the target"
+NEEDS_X64 = "{dtype}[{shape}], which JAX converts to {narrow} unless jax_enable_x64 is set (cast=True allows it)"
 
 KEYS, ALIASES = "nnx.keys", "nnx.aliases"
 
 
 class Notes(NamedTuple):
-    """What this library adds to the metadata of a file.
+    """The notes that NNX adds to the metadata of a file.
 
     Attributes:
-        keys: for each tensor that holds the data of PRNG keys, the name of their implementation.
-        aliases: further paths of what is shared, each with the canonical one.
+        keys: the PRNG implementation of each tensor that holds the data of keys, by name.
+        aliases: the canonical path of each further path of a shared entry.
     """
 
     keys: dict[str, str]
     aliases: dict[str, str]
 
     def to_metadata(self) -> dict[str, str]:
-        """Returns the notes as text, for a file."""
+        """Returns the notes as text, to be stored in a file."""
         return {name: json.dumps(note) for name, note in ((KEYS, self.keys), (ALIASES, self.aliases)) if note}
 
 
 class Source:
-    """The tensors of a model under the names that the target knows them by.
+    """The tensors of a model, under the names they have in the target.
 
     Args:
-        files: the file of each tensor, by its name there.
-        rename: rules for other names, if any.
+        files: the file of each tensor, by its name in the file.
+        rename: the renaming rules, if any.
     """
 
     def __init__(self, files: Mapping[str, TensorFile], rename: Mapping[str, str] | None):
@@ -63,7 +63,7 @@ class Source:
         return self._files[saved].tensors[saved]
 
     def describe(self, name: str) -> tuple[str, Any, tuple[int, ...]]:
-        """Returns what a tensor is: "array" or "key", and the dtype and shape it has in a State."""
+        """Returns the kind of a tensor, "array" or "key", and the dtype and shape it has in a State."""
         tensor, impl = self.tensor(name), self.notes.keys.get(name)
         if impl is None:
             return "array", tensor.dtype, tensor.shape
@@ -76,7 +76,7 @@ class Source:
         return self._files[saved].read(saved, *range, verify=verify)
 
     def mapped(self) -> dict[str, Any]:
-        """Returns every tensor as a view of its file; keys as keys."""
+        """Returns every tensor as a view of its file, and PRNG keys as keys."""
         views: dict[str, np.ndarray] = {}
         for file in {id(file): file for file in self._files.values()}.values():
             views.update(file.mapped())
@@ -124,7 +124,11 @@ def _check_key_data(file: TensorFile, name: str, impl: str) -> None:
 def match(
     source: Source, entries: Entries, aliases: Mapping[str, str], cast: bool
 ) -> tuple[dict[str, str], LoadReport]:
-    """Finds for each path of the target the name of the tensor that fits, and lists everything that does not fit."""
+    """Finds the tensor for each path of the target, and reports everything that does not fit.
+
+    Returns:
+        The names of the tensors by path, and the report.
+    """
     report = LoadReport()
     found: dict[str, str] = {}
     by_path: dict[str, list[str]] = {}
@@ -155,13 +159,13 @@ def _is_same(source: Source, a: str, b: str) -> bool:
         return True
     if source.tensor(a)[:2] != source.tensor(b)[:2]:  # dtype and shape
         return False
-    # Compared as bytes, so that NaN is equal to itself.
+    # Compared as bytes, so that NaN equals itself.
     return source.read(a, verify=False).tobytes() == source.read(b, verify=False).tobytes()
 
 
 def _problem(kind: str, dtype: Any, shape: tuple[int, ...], value: Any, cast: bool) -> str | None:
-    """Says what a tensor is, if it cannot take the place of a value."""
-    if not hasattr(value, "shape"):  # a Python number, which has no width
+    """Describes a tensor if it cannot replace a value; None if it can."""
+    if not hasattr(value, "shape"):  # a Python number has no width to compare
         fits = (kind, shape) == ("array", ()) and (cast or _sort(dtype) == _sort(jnp.asarray(value).dtype))
     else:
         wants_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
@@ -174,7 +178,7 @@ def _problem(kind: str, dtype: Any, shape: tuple[int, ...], value: Any, cast: bo
 
 
 def _sort(dtype: Any) -> Any:
-    """Returns what sort of number a dtype is, without its width."""
+    """Returns the sort of number that a dtype stores, regardless of its width."""
     sorts = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return next(sort for sort in sorts if jnp.issubdtype(dtype, sort))
 
@@ -189,10 +193,10 @@ def _text_of_value(value: Any) -> str:
 
 
 def place(source: Source, name: str, old: Any, *, verify: bool) -> Any:
-    """Reads a tensor as a value of the kind of `old`, for its place: a number, a NumPy array, or an array on devices.
+    """Reads a tensor as a value like `old`, which it will replace: a number, a NumPy array, or an array on devices.
 
-    A sharded array is read part by part, so no more of it is in memory than this process needs; where a part is not
-    contiguous in the file, the whole rows around it are read for a moment.
+    A sharded array is read part by part, so no more of it is in memory than this process needs. If a part is not
+    contiguous in the file, the whole rows around it are read temporarily.
     """
     impl = source.notes.keys.get(name)
     sharding = _sharding(old)
@@ -220,18 +224,18 @@ def _place_parts(source: Source, name: str, sharding: Any, dtype: Any, verify: b
     arrays: list[jax.Array] = []
     rows, rows_at = np.empty(0), None
     part, part_at = np.empty(0), None
-    for device, index in devices:  # parts of the same rows, and copies of the same part, follow each other
+    for device, index in devices:  # sorted, so that parts of the same rows, and copies of the same part, are adjacent
         bounds = _bounds(index, shape)
         if bounds != part_at:
             if bounds[:1] != rows_at:
-                del rows, part  # before more is read
+                del rows, part  # frees their memory before more is read
                 rows, rows_at = source.read(name, *sum(bounds[:1], ()), verify=verify), bounds[:1]
             inner = (slice(None), *(slice(*bound) for bound in bounds[1:]))[: rows.ndim]
             part = rows if rows[inner].shape == rows.shape else aligned_copy(rows[inner])
             part, part_at = part.astype(dtype, copy=False), bounds
         arrays.append(jax.device_put(part, device))
     array = jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
-    # JAX copies in the background: without waiting, the host copies of many arrays would be in memory together.
+    # JAX copies in the background. Without waiting, the host copies of many arrays would be in memory at once.
     return array.block_until_ready()
 
 

@@ -157,7 +157,7 @@ has {found} there. Build the stack with the same metadata_params, or give the st
 
 
 def _concerns(sharding: Any, params: Mapping[Any, Any]) -> bool:
-    # Default names describe the last axes, whatever the rank, so nothing can be inserted at a fixed index. Modules that
+    # Default names describe the last axes at any rank, so nothing can be inserted at a fixed index. Modules that
     # are built in a body get one explicit name per axis first (`defaults.name_whole_axes`).
     return sharding is not None and not isinstance(sharding, DefaultAxes) and PARTITION_NAME in params
 

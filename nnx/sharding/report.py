@@ -47,7 +47,7 @@ class ShardingRow:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingReport:
-    """How a model is split over a mesh; its `str` is a table.
+    """A report of how a model is split over a mesh; its `str` is a table.
 
     Attributes:
       rows: the arrays, one row each.

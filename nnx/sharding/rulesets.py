@@ -8,7 +8,7 @@ first one that fits wins.
 from nnx.sharding.rules import MeshAxes, Rule, Rules
 
 PARAMETER_NAMES = ("heads", "mlp", "vocab", "embed", "in", "out", "head_dim", "norm")
-"""The axis names the built-in layers give their parameters."""
+"""The axis names that the built-in layers declare for their parameters."""
 
 _SPLIT_BY_TENSOR_PARALLELISM = ("heads", "mlp", "vocab", "out")
 _SPLIT_BY_FSDP = ("embed", "in", "mlp", "out", "vocab")  # in this order: one axis of each array is split

@@ -1,1 +1,1 @@
-"""Fitting a model: optimizers, averages, metrics, modes, and checkpoints."""
+"""Training a model: optimizers, averages, metrics and checkpoints. See README.md in this folder."""

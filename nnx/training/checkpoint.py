@@ -13,30 +13,33 @@ from nnx.training.saving import Saving
 
 T = TypeVar("T")
 
-LOADED_IN_PART = """The checkpoint at {path} fits the target only in part; the rest of the target was left as it was.
+LOADED_IN_PART = """The checkpoint at {path} fits the target only in part; the rest of the target was not changed.
 {differences}"""
-SETTINGS_CHANGED = """The checkpoint at {path} was loaded, but the target is not set up as the saved object was:
+SETTINGS_CHANGED = """The checkpoint at {path} was loaded, but some settings of the target differ from the saved object:
 {changes}"""
 
 
 def save(path: str | os.PathLike[str], obj: Any) -> None:
-    """Saves an object to a directory, replacing the checkpoint that may be there.
+    """Saves an object to a directory, replacing an existing checkpoint.
 
-    The new checkpoint takes the place of an older one at once, when it is complete: an interrupted save leaves the
-    older one. Arrays, typed keys, numbers and strings are saved by path; static attributes are not, so the target of
-    `load` is built by the code that built the object.
+    The new checkpoint replaces an older one in one step, once it is complete: an interrupted save leaves the older one
+    intact. Arrays, typed keys, numbers and strings are saved by path. Static attributes are not saved, so build the
+    target of `load` with the code that built the object.
 
-    With several processes every one of them must call it, with the same path and an object of the same structure; it
-    returns when all of them see the new checkpoint. Values that are not spread over the processes are those of
-    process 0.
+    With several processes, each of them must call this function, with the same path and an object of the same
+    structure. It returns when all of them see the new checkpoint. Values that are not spread over the processes are
+    taken from process 0.
 
     Args:
-        path: the directory.
+        path: the directory to save to.
         obj: a Module, State, TrainState, Optimizer, metric, Context, or a dict (any pytree) of them and of arrays and
             numbers.
 
     Raises:
-        CheckpointError: it could not be written, or another job is writing there; an OSError and a ValueError.
+        CheckpointError: the checkpoint could not be written, or another job is writing to the same path. It is both an
+            OSError and a ValueError.
+        TypeError: a value is not data, or has a dtype that cannot be saved.
+        ValueError: an array has no values (it is abstract, traced or donated).
 
     >>> import tempfile
     >>> model, ctx = nnx.Linear(2, 3, ctx=nnx.context(0)), nnx.context(dropout=1)
@@ -51,13 +54,13 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
 
 
 class CheckpointEntry(NamedTuple):
-    """What a checkpoint holds under one path.
+    """The description of one entry of a checkpoint.
 
     Attributes:
         kind: "array", "key" (typed random keys), "number" (a Python number) or "text" (a string).
         shape: the shape; empty for numbers and strings.
         dtype: the name of the dtype, or of the Python type of a number; empty for strings.
-        type: the name of the Variable type it was held in; empty if there was none.
+        type: the name of the Variable type that held it; empty if there was none.
     """
 
     kind: str
@@ -67,11 +70,11 @@ class CheckpointEntry(NamedTuple):
 
 
 def checkpoint_entries(path: str | os.PathLike[str]) -> dict[str, CheckpointEntry]:
-    """Lists what a checkpoint holds, by path, without reading arrays.
+    """Lists the entries of a checkpoint by path, without reading arrays.
 
     Raises:
         FileNotFoundError: there is nothing at the path.
-        CheckpointError: it is damaged or unfinished.
+        CheckpointError: the checkpoint is damaged or incomplete.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/model"
@@ -104,8 +107,8 @@ def load(
 def load(
     path: str | os.PathLike[str],
     target: T,
-    strict: bool = True,
     *,
+    strict: bool = True,
     cast: bool = False,
     verify: bool = True,
     rename: Mapping[str, str] | None = None,
@@ -119,37 +122,42 @@ _NO_TARGET: Any = object()
 def load(
     path: str | os.PathLike[str],
     target: Any = _NO_TARGET,
-    strict: bool = True,
     *,
+    strict: bool = True,
     cast: bool = False,
     verify: bool = True,
     rename: Mapping[str, str] | None = None,
     report: LoadReport | None = None,
 ) -> Any:
-    """Fills a target from a checkpoint and returns it; without a target, returns what is there.
+    """Fills a target from a checkpoint and returns it; without a target, returns the contents of the checkpoint.
 
     Modules, Contexts, dicts and lists are filled in place; immutable targets (a State, a TrainState, an array) are
     returned as new objects. Arrays take the sharding of those in the target, which may be abstract
     (`nnx.eval_shape`): each device then reads its own part.
 
-    A static attribute that is not what it was when the checkpoint was saved (a Dropout rate, a clipping that was
-    added to the optimizer) is reported as a warning, or in `report`.
+    A static attribute that has changed since the checkpoint was saved (a Dropout rate, clipping added to the optimizer)
+    is reported as a warning, or in `report`.
 
     Args:
         path: the directory that was given to `save`.
-        target: an object of the structure that was saved, with any values. Without one, a nested dict of numpy arrays
-            and values is returned, by the segments of their paths.
-        strict: whether everything must fit. If not, what fits is loaded, and the rest is reported and left as it is;
-            optimizer state is then also found when a transformation was added to the chain or removed.
-        cast: whether values of another dtype are converted to that of the target.
-        verify: whether the checksums of the data that are read are compared.
-        rename: new names for paths of the checkpoint, e.g. `{"old/**": "new/**"}`; the first pattern that matches
-            counts.
-        report: is filled with what did not fit or has changed, in place of a warning.
+        target: an object of the structure that was saved, with any values. Without one, a nested dict of NumPy arrays
+            and values is returned, nested by the segments of their paths.
+        strict: whether everything must fit. If False, the values that fit are loaded, and the others are reported and
+            left unchanged; optimizer state is then also found if a transformation was added to the chain or removed.
+        cast: whether to convert values of a different dtype to that of the target.
+        verify: whether to verify the checksums of the data that are read.
+        rename: new names for paths of the checkpoint, e.g. `{"old/**": "new/**"}`; the first pattern that matches is
+            used.
+        report: a LoadReport to fill with the entries that do not fit and the settings that changed, instead of
+            warning.
+
+    Returns:
+        The target, a new object in place of an immutable target, or the nested dict.
 
     Raises:
         FileNotFoundError: there is nothing at the path.
-        CheckpointError: it is damaged or unfinished, or, if `strict`, does not fit. The target is as it was.
+        CheckpointError: the checkpoint is damaged or incomplete, or does not fit and `strict` is set. The target is
+            unchanged.
         ValueError: a pattern of `rename` matches nothing.
 
     >>> import tempfile

@@ -1,4 +1,4 @@
-"""CheckpointManager: the checkpoints of one run by step, written while training goes on, the old ones removed."""
+"""CheckpointManager: the checkpoints of one run, by step. It writes them during training and removes old ones."""
 
 import atexit
 import contextlib
@@ -29,8 +29,12 @@ from nnx.training.steps import Steps
 T = TypeVar("T")
 
 NO_STEPS = "There is no finished checkpoint in {directory}."
-NO_STEP = "There is no finished checkpoint of step {step} in {directory}; the steps there are: {steps}."
-BAD_STEP = "A step is an int from 0 on, got {step!r}."
+NO_STEP = "There is no finished checkpoint of step {step} in {directory}; the available steps are: {steps}."
+BAD_STEP = "A step is an integer, 0 or larger, got {step!r}."
+BAD_KEEP_LAST = "CheckpointManager keeps at least the last checkpoint: keep_last >= 1, got {got}."
+BAD_MODE = 'best_mode is "min" or "max", got {got!r}.'
+BAD_STEPS = "every_steps is at least 1, got {got}."
+BAD_MINUTES = "every_minutes is more than 0, got {got}."
 STEP_EXISTS = """Step {step} was saved to {directory} before; the last step there is {latest}. Save later steps, or \
 overwrite it with manager.save(..., overwrite=True)."""
 LOWER_STEP = """Step {step} comes before step {latest}, which was saved to {directory}. Resume from the last step, or \
@@ -39,34 +43,35 @@ NO_METRIC = """CheckpointManager(keep_best={keep_best}) keeps the best by metric
 metrics: {given}. Pass manager.save(step, obj, metrics={{{metric!r}: value}})."""
 SKIPPED = """Resumed from step {step}, because later checkpoints in {directory} are damaged:
 {damages}
-They are removed when the next step is saved."""
+They will be removed when the next step is saved."""
 NOT_IN_PLACE = """resume fills its target in place, and {target} cannot change: put it into a dict, or use \
 manager.load(target, manager.latest_step()). Nothing was loaded."""
-ENDED_TOO_EARLY = """nnx.CheckpointManager: the program ended while a checkpoint was being written to {directory}; \
-it could not be completed: {error}
+ENDED_TOO_EARLY = """nnx.CheckpointManager: the program ended while a checkpoint was being written to {directory}; it \
+could not be completed: {error}
 End with manager.wait(), or use the manager as `with nnx.CheckpointManager(...) as manager:`."""
 
 
 class CheckpointManager:
     """Saves and loads the checkpoints of a run.
 
-    Each step is its own directory, as `nnx.save` writes it. Saving returns as soon as the values have left the
-    devices, and is completed in the background; an error there is raised by the next call. An interrupted save leaves
-    the earlier ones. A program that gets SIGTERM, or ends, completes the save under way.
+    Each step is a directory as `nnx.save` writes it. `save` returns as soon as the values have left the devices, and
+    the rest happens in the background; an error there is raised by the next call. An interrupted save leaves the
+    earlier checkpoints intact. A program that gets SIGTERM, or ends, first completes the save in progress.
 
-    With several processes every one of them must make the same calls. All see the same steps, and `wait` returns when
-    the checkpoint is visible to all.
+    With several processes, each of them must make the same calls. All see the same steps, and `wait` returns when the
+    checkpoint is visible to all of them.
 
     Args:
-        directory: where the steps go; made if need be.
-        keep_last: how many of the latest steps to keep, at least 1; None keeps all. The one just saved is always kept.
-        keep_best: how many of the best to keep besides them.
-        best_metric: the metric, of those given to `save`, that decides which is best.
-        best_mode: whether the least or the largest is best.
-        asynchronous: whether saving is completed in the background.
-        every_steps: saves only steps that are multiples of it; call `save` at every step and let the manager decide.
-        every_minutes: saves only when so many minutes have passed since the last save. With both, either is enough.
-        save_on_sigterm: whether, after SIGTERM, the next call of `save` saves in any case, and then ends the program.
+        directory: the directory of the steps; created if it does not exist.
+        keep_last: the number of latest steps to keep, at least 1; None keeps all. The one just saved is always kept.
+        keep_best: the number of best steps to keep in addition.
+        best_metric: the metric that decides which step is best, one of those given to `save`.
+        best_mode: "min" if the smallest value is best, "max" if the largest is.
+        asynchronous: whether to complete saves in the background.
+        every_steps: the interval in steps: only multiples of it are saved. Call `save` at every step and let the
+            manager decide.
+        every_minutes: the interval in minutes since the last save. With both intervals, either one is enough.
+        save_on_sigterm: whether the next call of `save` after SIGTERM saves in any case and then ends the program.
 
     >>> import tempfile
     >>> model = nnx.Linear(2, 3, ctx=nnx.context(0))
@@ -93,13 +98,13 @@ class CheckpointManager:
         save_on_sigterm: bool = False,
     ):
         if keep_last is not None and keep_last < 1:
-            raise ValueError(f"CheckpointManager keeps at least the last checkpoint: keep_last >= 1, got {keep_last}.")
+            raise ValueError(BAD_KEEP_LAST.format(got=keep_last))
         if best_mode not in ("min", "max"):
-            raise ValueError(f'best_mode is "min" or "max", got {best_mode!r}.')
+            raise ValueError(BAD_MODE.format(got=best_mode))
         if every_steps is not None and every_steps < 1:
-            raise ValueError(f"every_steps is at least 1, got {every_steps}.")
+            raise ValueError(BAD_STEPS.format(got=every_steps))
         if every_minutes is not None and not every_minutes > 0:
-            raise ValueError(f"every_minutes is more than 0, got {every_minutes}.")
+            raise ValueError(BAD_MINUTES.format(got=every_minutes))
         self.directory = Path(directory).absolute()
         self._steps = Steps(self.directory)
         self._keep_last = keep_last
@@ -111,25 +116,25 @@ class CheckpointManager:
         self._every_minutes = every_minutes
         self._save_on_sigterm = save_on_sigterm
         self._last_time = time.monotonic()
-        self._damaged: set[int] = set()  # steps that `resume` found to be damaged
+        self._damaged: set[int] = set()  # the steps that `resume` found to be damaged
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
         self._busy = False  # whether the main thread is saving, which a signal handler cannot wait for
         self._ending = False  # whether SIGTERM has arrived
         self._lock: WriterLock | None = None
 
-    # What there is
+    # Questions
 
     def steps(self) -> list[int]:
         """Returns the steps that have a finished checkpoint, in order."""
         return self._ask("steps()", self._finished)
 
     def latest_step(self) -> int | None:
-        """Returns the last step that has a finished checkpoint."""
+        """Returns the last step that has a finished checkpoint; None if there is none."""
         return self._ask("latest_step()", lambda: max(self._finished(), default=None))
 
     def best_step(self) -> int | None:
-        """Returns the step with the best metric; of equals the latest."""
+        """Returns the step with the best metric, the latest one if several are equally good; None if no step has it."""
         return self._ask("best_step()", lambda: next(iter(self._ranked()), None))
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -137,7 +142,7 @@ class CheckpointManager:
         return self._ask("metrics()", lambda: self._metrics(step))
 
     def _ask(self, what: str, question: Callable[[], T]) -> T:
-        """Has process 0 look, so that all processes see the same."""
+        """Asks process 0, so that all processes get the same answer."""
         try:
             return on_first(f"CheckpointManager({str(self.directory)!r}).{what}", question)
         except ProcessError as error:
@@ -151,7 +156,7 @@ class CheckpointManager:
         return dict(found) if isinstance(found, dict) else {}
 
     def _ranked(self) -> list[int]:
-        """Returns the steps that have the metric, the best first; NaN is worse than anything."""
+        """Returns the steps that have the metric, the best one first; NaN counts as the worst value."""
         sign = 1 if self._best_mode == "min" else -1
         scored = [(step, self._metrics(step).get(self._best_metric)) for step in self._finished()]
         numbers = [(step, score) for step, score in scored if isinstance(score, (int, float))]
@@ -172,19 +177,19 @@ class CheckpointManager:
         """Saves an object as a step, if the step is due.
 
         Args:
-            step: its number; any integer, numpy's and JAX's included.
-            obj: what `nnx.save` takes.
-            metrics: numbers to keep with it.
-            overwrite: whether a step that is not after the last one may be saved. Steps after it belong to a part of
-                the run that is given up; they are removed when this one is finished.
-            force: whether to save even if `every_steps` and `every_minutes` say otherwise.
+            step: the number of the step; any integer, including those of NumPy and JAX.
+            obj: the object to save, as in `nnx.save`.
+            metrics: numbers to store with it, by name.
+            overwrite: whether the step may be saved if it does not come after the last one. The steps after it belong
+                to an abandoned part of the run; they are removed once this one is complete.
+            force: whether to save even if the step is not due by `every_steps` and `every_minutes`.
 
         Returns:
             Whether the step was saved.
 
         Raises:
-            ValueError: the step was saved before, or comes before the last one.
-            CheckpointError: this one, or the one that was being written, could not be written.
+            ValueError: the step was saved before, comes before the last one, or lacks the metric of `keep_best`.
+            CheckpointError: this step, or the one still being written, could not be written.
         """
         number = _step_number(step)
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
@@ -237,7 +242,7 @@ class CheckpointManager:
             if not self._asynchronous:
                 self._complete(step, saving, exchange, lock)
             else:
-                # the thread is not a daemon: a program that ends waits for it
+                # The thread is not a daemon, so a program that ends waits for it.
                 arguments = (step, saving, exchange, lock)
                 self._writer = threading.Thread(target=self._complete, args=arguments, name=f"nnx-save-{step}")
                 _unfinished.add(self)
@@ -250,7 +255,7 @@ class CheckpointManager:
             self._raise_error()
 
     def _begin(self, step: int, save: str, overwrite: bool) -> None:
-        """Takes the lock of the directory, on process 0, and checks that the step may be saved."""
+        """Acquires the lock of the directory, on process 0, and checks that the step may be saved."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = WriterLock(self.directory / LOCK_NAME, self.directory)
@@ -287,7 +292,7 @@ class CheckpointManager:
                 lock.release()
 
     def _remove_old(self, saved: int) -> None:
-        """Removes what is not kept, after a step was saved."""
+        """Removes the steps that are not to be kept, after one was saved."""
         self._steps.tidy()
         if self._keep_last is not None:
             steps = self._finished()
@@ -295,10 +300,10 @@ class CheckpointManager:
             self._steps.remove(step for step in self._steps.finished() if step not in kept)
 
     def wait(self) -> None:
-        """Waits until what was saved is on the disk, and visible to all processes.
+        """Waits until the last save is on the disk and visible to all processes.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         if self._writer is not None:
             self._writer.join()
@@ -308,7 +313,7 @@ class CheckpointManager:
         self._raise_error()
 
     def _unwatch(self) -> None:
-        """Stops waiting for SIGTERM, unless something is being written or is to be."""
+        """Stops handling SIGTERM, unless a save is in progress or `save_on_sigterm` needs it."""
         if self._writer is None and not self._save_on_sigterm:
             sigterm.unwatch(self)
 
@@ -318,7 +323,7 @@ class CheckpointManager:
             raise error
 
     def close(self) -> None:
-        """Waits, as `wait` does, and gives SIGTERM back. The manager can still be used afterwards."""
+        """Waits like `wait`, and restores the handler of SIGTERM. The manager can still be used afterwards."""
         self.wait()
         sigterm.unwatch(self)
         if self._ending:
@@ -335,7 +340,7 @@ class CheckpointManager:
     # Ending early
 
     def end_soon(self) -> bool:
-        """Completes the save under way; returns whether the program may end now. Called by the handler of SIGTERM."""
+        """Completes the save in progress and returns whether the program may end now. The SIGTERM handler calls it."""
         if self._save_on_sigterm or self._busy:
             self._ending = True
             return False
@@ -358,7 +363,12 @@ class CheckpointManager:
     # Loading
 
     def load(self, target: T, step: int | None = None, **options: Any) -> T:
-        """Fills a target from a step, the latest by default, and returns it; `options` are those of `nnx.load`.
+        """Fills a target from a step and returns it, as `nnx.load` does.
+
+        Args:
+            target: the target to fill.
+            step: the step to load; the latest by default.
+            **options: further options of `nnx.load`.
 
         Raises:
             FileNotFoundError: there is no such step.
@@ -374,13 +384,16 @@ class CheckpointManager:
         return load(self._steps.path(step), target, **options)
 
     def resume(self, target: Any, **options: Any) -> int | None:
-        """Fills a target from the latest step that is intact and returns its number; None without a checkpoint.
+        """Fills a target from the latest intact step.
 
         If later steps are damaged, a warning names them, and they are removed when the next step is saved.
 
         Args:
-            target: one that is filled in place: a Module, a Context, a dict, a list, or a tuple of them.
-            **options: those of `nnx.load`.
+            target: a target that can be filled in place: a Module, a Context, a dict, a list, or a tuple of them.
+            **options: further options of `nnx.load`.
+
+        Returns:
+            The number of the step; None if there is no checkpoint.
 
         Raises:
             CheckpointError: the target cannot be filled in place, does not fit, or every step is damaged.
@@ -416,7 +429,7 @@ def _step_number(step: Any) -> int:
 
 
 _unfinished: set[CheckpointManager] = set()
-"""The managers that have something to write. The interpreter waits for their threads before it runs `atexit` hooks."""
+"""The managers with a save in progress. The interpreter waits for their threads before it runs `atexit` hooks."""
 
 
 def _report_at_exit() -> None:

@@ -1,4 +1,4 @@
-"""Reading the array data of a checkpoint: only the chunks that are needed, each checked, in a few threads."""
+"""Reading the array data of a checkpoint: only the chunks that are needed, verified, in a few threads."""
 
 import os
 import threading
@@ -17,16 +17,18 @@ from nnx.training.workers import Workers
 
 THREADS = 4
 Wanted = Mapping[str, Sequence[Box]]
-"""The boxes that this process needs of each array, by path."""
+"""The boxes of each array that this process needs, by path."""
 
 
 class ChunkReader:
-    """Reads parts of the arrays of one checkpoint. Its files stay open, so a save that replaces them changes nothing.
+    """Reads parts of the arrays of one checkpoint.
+
+    The files stay open, so a save that replaces them in the meantime does not matter.
 
     Args:
-        directory: the checkpoint.
-        manifest: its manifest.
-        verify: whether checksums are compared.
+        directory: the directory of the checkpoint.
+        manifest: the manifest of the checkpoint.
+        verify: whether to verify checksums.
 
     Raises:
         DamagedError: an index is damaged, or does not cover the arrays.
@@ -95,10 +97,10 @@ class ChunkReader:
     # Checking and reading
 
     def check(self, wanted: Wanted) -> None:
-        """Compares the checksums of all chunks that are needed, and keeps nothing.
+        """Verifies the checksums of all chunks that are needed, without keeping their data.
 
         Raises:
-            DamagedError: a chunk is not what was saved.
+            DamagedError: a chunk differs from what was saved.
         """
         self._for_each(
             self._check_chunk, [chunk for path, boxes in wanted.items() for chunk in self._needed(path, boxes)]
@@ -108,11 +110,14 @@ class ChunkReader:
         """Reads the wanted boxes.
 
         Args:
-            wanted: the boxes of each array.
-            verify: whether checksums are compared; by default as the reader was made.
+            wanted: the boxes of each array, by path.
+            verify: whether to verify checksums; by default, the setting of the reader.
+
+        Returns:
+            The data of the boxes, in the same order, by path.
 
         Raises:
-            DamagedError: a chunk is not what was saved.
+            DamagedError: a chunk differs from what was saved.
         """
         verify = self._verify if verify is None else verify
         found: dict[str, list[np.ndarray]] = {}
@@ -138,7 +143,7 @@ class ChunkReader:
             raise DamagedError(DAMAGED.format(path=self._directory, reason=reason)) from error
 
     def _check_chunk(self, chunk: Chunk) -> None:
-        buffer, found = self._scratch(BLOCK), 0  # a block at a time, which the cache of the processor holds
+        buffer, found = self._scratch(BLOCK), 0  # a block at a time, so that the data stay in the processor's cache
         for first in range(0, chunk.size, BLOCK):
             part = buffer[: min(BLOCK, chunk.size - first)]
             self._fill(chunk, part, first)
@@ -149,7 +154,7 @@ class ChunkReader:
         data: Any
         for box, array in places:
             target = _contiguous_part(chunk.box, box, array)
-            if target is not None:  # read it where it belongs
+            if target is not None:  # read it straight into its place, without a copy
                 self._fill(chunk, target, 0)
                 data, rest = target, [place for place in places if place[1] is not array]
                 break
@@ -169,16 +174,16 @@ class ChunkReader:
         while done < len(view):
             count = os.preadv(self._files[chunk.file].fileno(), [view[done:]], chunk.offset + first + done)
             if count == 0:
-                raise self._damaged(chunk.file, "is shorter than it was")
+                raise self._damaged(chunk.file, "has become shorter")
             done += count
 
     def _compare(self, chunk: Chunk, found: int) -> None:
         if found != chunk.checksum:
             where = f"bytes {chunk.offset} to {chunk.offset + chunk.size}"
-            raise self._damaged(chunk.file, f"is not as it was saved: the checksum of {where} differs")
+            raise self._damaged(chunk.file, f"differs from what was saved: the checksum of {where} does not match")
 
     def _scratch(self, size: int) -> np.ndarray:
-        """Returns a buffer that belongs to this thread: memory that was used before needs no new pages."""
+        """Returns a buffer that this thread reuses, since fresh memory would have to be paged in again."""
         buffer = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < size:
             buffer = self._local.buffer = np.empty(size, np.uint8)
@@ -191,7 +196,7 @@ class ChunkReader:
 
 
 def _aligned_zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns zeros, so that a hole never shows old data, at an address that XLA takes without copying."""
+    """Returns zeros, so that a gap never shows old data, at an address that XLA can use without copying."""
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = np.zeros(count + 64, np.uint8)
     first = -memory.ctypes.data % 64
@@ -199,11 +204,12 @@ def _aligned_zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 
 def _contiguous_part(chunk: Box, box: Box, array: np.ndarray) -> np.ndarray | None:
-    """Returns the bytes of an array that a chunk fills, if they are in one run and the chunk fills nothing else."""
+    """Returns the bytes of an array that a chunk fills, if they are contiguous and the chunk fills nothing else."""
     if chunk.overlap(box) != chunk:
         return None
     leading = next((axis for axis, n in enumerate(chunk.shape) if n != 1), len(chunk.shape))
-    if chunk.shape[leading + 1 :] != box.shape[leading + 1 :]:  # full in every axis after the first that varies
+    # A part is contiguous if it spans the whole box in every axis after the first one that varies.
+    if chunk.shape[leading + 1 :] != box.shape[leading + 1 :]:
         return None
     part = array[(..., *chunk.slices(box.start))]  # the ellipsis keeps a scalar an array
     return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None

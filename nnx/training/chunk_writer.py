@@ -1,4 +1,4 @@
-"""Writing the array data of a checkpoint: transfers, checksums and writes at the same time, in a few threads."""
+"""Writing the array data of a checkpoint: transfers, checksums and writes run concurrently, in a few threads."""
 
 import os
 import threading
@@ -18,11 +18,11 @@ from nnx.training.workers import Workers
 
 THREADS = 4
 IN_FLIGHT = 256 << 20
-"""How many bytes may be waiting to be written, so that devices do not fill the memory of the host."""
+"""The maximum number of bytes waiting to be written, so that transfers do not fill the memory of the host."""
 
 
 def on_host(pieces: Sequence[Piece]) -> list[Piece]:
-    """Brings pieces to the host, where nothing that happens to the arrays afterwards changes them."""
+    """Copies pieces to the host, so that later changes to the arrays do not affect them."""
     for piece in pieces:
         if isinstance(piece.values, jax.Array):
             piece.values.copy_to_host_async()
@@ -36,21 +36,21 @@ def _snapshot(values: Any) -> np.ndarray:
 
 
 def write_pieces(folder: Path, process: int, pieces: Sequence[Piece]) -> dict[str, dict[str, int]]:
-    """Writes the pieces of one process and their index, and forces both onto the disk.
+    """Writes the pieces of one process and their index, and syncs both to the disk.
 
     Args:
         folder: the data folder.
         process: the index of the process, which names the files.
-        pieces: the parts of arrays.
+        pieces: the parts of arrays to write.
 
     Returns:
-        For each file its size, and for the index its checksum.
+        The size of each file, and the checksum of the index, by file name.
     """
     name = f"{process}.bin"
     placed: list[tuple[str, int, int, Box, Future[int]]] = []
     offset = 0
     with open_exclusive(folder / name) as file:
-        # the workers end first: until then they write to the file
+        # The workers write to the file until this block ends, so the file has to be closed after them.
         with Workers(THREADS) as workers:
             room = _Room(IN_FLIGHT)
             for piece in pieces:
@@ -78,7 +78,7 @@ def write_pieces(folder: Path, process: int, pieces: Sequence[Piece]) -> dict[st
 
 
 def _write(handle: int, data: Any, offset: int, room: "_Room") -> int:
-    """Writes bytes to their place in a file and returns their checksum; neither holds the interpreter's lock."""
+    """Writes bytes to their place in a file and returns their checksum; both release the GIL."""
     try:
         view = memoryview(data)
         written = 0
@@ -90,7 +90,7 @@ def _write(handle: int, data: Any, offset: int, room: "_Room") -> int:
 
 
 class _Room:
-    """Lets so many bytes in at a time; one that is larger than all of the room gets it alone."""
+    """Limits the bytes in flight; an item larger than the limit is let in when there is no other."""
 
     def __init__(self, size: int):
         self._size, self._used = size, 0

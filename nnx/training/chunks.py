@@ -1,9 +1,9 @@
 """Chunks: how array data are laid out in the files of a checkpoint.
 
 Every process writes one data file, `<process>.bin`, with the parts of arrays that it owns, end to end, and one index,
-`<process>.json`, that says where each part is. A *piece* is a part of an array that is in the memory of one device or
-host; a *chunk* is a run of its rows of at most `CHUNK` bytes, in C order, with its own checksum. A chunk is the unit
-that is written, read and checked. Nothing in a data file is outside of a chunk, so every byte is covered.
+`<process>.json`, with the position of each part. A *piece* is a part of an array in the memory of one device or host.
+A *chunk* is a run of its rows of at most `CHUNK` bytes, in C order, with its own checksum; it is the unit that is
+written, read and verified. Every byte of a data file belongs to a chunk, so every byte is covered.
 
 A *box* is a rectangular part of an array: the index where it starts, and its shape.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from nnx.core.repr import short
 
 CHUNK = 8 << 20
-"""The most bytes a chunk has, unless a single element is larger."""
+"""The maximum size of a chunk in bytes, unless a single element is larger."""
 
 
 class Box(NamedTuple):
@@ -48,13 +48,13 @@ class Box(NamedTuple):
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """Makes a box of an index, as JAX gives it for the part of an array on a device."""
+    """Returns the box of an index, in the form in which JAX describes the part of an array on a device."""
     ranges = [part.indices(n) for part, n in zip(index, shape, strict=True)]
     return Box(tuple([a for a, _, _ in ranges]), tuple([max(b - a, 0) for a, b, _ in ranges]))
 
 
 class Piece(NamedTuple):
-    """A part of an array that this process writes: the path of the entry, where the part starts, and its values."""
+    """A part of an array that this process writes: the path of the entry, the start of the part, and its values."""
 
     path: str
     start: tuple[int, ...]
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Where a part of an array is: the file, the bytes in it, their checksum, and the box they fill."""
+    """The position of a part of an array: the file, the bytes in it, their checksum, and the box they fill."""
 
     file: str
     offset: int
@@ -73,15 +73,15 @@ class Chunk:
 
 
 def pieces_of(path: str, value: Any, elsewhere: bool = False) -> Iterator[Piece]:
-    """The pieces of an array that this process has to write, so that together the processes write each part once.
+    """Yields the pieces of an array that this process has to write; together, the processes write each part once.
 
-    An array that every process has in full (a counter, a Module that was not made by `init_sharded`) is written by
-    process 0; one that is spread over the processes, each part by the process that has its first copy.
+    Process 0 writes an array that every process has in full (a counter, a Module that was not made by `init_sharded`).
+    If an array is spread over the processes, each part is written by the process that has its first copy.
 
     Args:
         path: the path of the entry.
         value: the array.
-        elsewhere: whether process 0 holds no part of it.
+        elsewhere: whether process 0 holds no part of the array.
     """
     if not isinstance(value, jax.Array):
         if jax.process_index() == 0:
@@ -93,7 +93,7 @@ def pieces_of(path: str, value: Any, elsewhere: bool = False) -> Iterator[Piece]
 
 
 def boxes(start: Sequence[int], shape: Sequence[int], itemsize: int) -> Iterator[Box]:
-    """Cuts a piece into boxes of at most CHUNK bytes whose bytes, in C order, follow each other."""
+    """Divides a piece into boxes of at most CHUNK bytes, each contiguous in C order."""
     axis = 0
     while axis < len(shape) and math.prod(shape[axis + 1 :]) * itemsize > CHUNK:
         axis += 1
@@ -114,7 +114,7 @@ def boxes(start: Sequence[int], shape: Sequence[int], itemsize: int) -> Iterator
 
 
 def index_text(chunks: Mapping[str, Sequence[Chunk]]) -> str:
-    """Writes the chunks of one data file, by path, as JSON."""
+    """Returns the index of one data file as JSON: its chunks by path."""
     rows = {
         path: [[chunk.offset, chunk.size, chunk.checksum, chunk.box.start, chunk.box.shape] for chunk in found]
         for path, found in chunks.items()
@@ -126,16 +126,16 @@ def parse_index(text: bytes, file: str, file_size: int, shapes: Mapping[str, tup
     """Reads an index.
 
     Args:
-        text: the JSON.
+        text: the JSON of the index.
         file: the name of the data file.
-        file_size: how many bytes that file has.
-        shapes: the shape and the bytes per element of every array there is.
+        file_size: the size of that file in bytes.
+        shapes: the shape and the bytes per element of every array in the checkpoint, by path.
 
     Returns:
         The chunks by path.
 
     Raises:
-        ValueError: it is not what `index_text` writes.
+        ValueError: the text is not what `index_text` writes.
     """
     rows = json.loads(text)
     if not isinstance(rows, dict):

@@ -17,8 +17,8 @@ from nnx.training.variable_tree import variable_tree
 T = TypeVar("T")
 M = TypeVar("M", bound=Module)
 
-OTHER_MODEL = """EMA.update: the model is not the one the EMA was made for: it has no {paths}. Make a new nnx.EMA \
-after changing the structure of a model."""
+OTHER_MODEL = """EMA.update: this is not the model the EMA was made for: it has no {paths}. Make a new nnx.EMA after \
+changing the structure of a model."""
 BAD_DECAY = "nnx.EMA: `decay` is a number from 0 to 1, or a function of the step; got {decay!r}."
 
 
@@ -32,12 +32,16 @@ class EmaState(Variable[T]):
 class EMA(Module):
     """Averages the parameters of a model over its updates: `average = decay * average + (1 - decay) * value`.
 
-    The averages start as the parameters are when it is made, and are kept in at least float32. Integers are copied.
+    The averages start with the values the parameters have when the EMA is made, and are stored in at least float32.
+    Integers are not averaged but copied.
 
     Args:
-        model: the Module to average. It is not kept.
-        decay: how much of the average stays at each update; a number, or a function of the number of updates made.
-        wrt: a filter for what to average.
+        model: the Module to average. The EMA does not hold on to it.
+        decay: the weight of the old average in each update; a number, or a function of the number of updates so far.
+        wrt: a filter that selects the parameters to average.
+
+    Raises:
+        ValueError: `decay` is not between 0 and 1.
 
     >>> model = nnx.Linear(2, 3, ctx=nnx.context(0))
     >>> ema = nnx.EMA(model, decay=0.9)
@@ -54,15 +58,15 @@ class EMA(Module):
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
         self.step = EmaState(jnp.zeros((), jnp.int32))
         check_wrt(wrt, model.get_state().items(), "nnx.EMA")
-        names = default_axes(model)  # the model is not kept, so its layers cannot be asked later
+        names = default_axes(model)  # asked now, because the model, and so its layers, are not kept
         selected = model.filter(self.wrt)
         self.average = variable_tree((path, _start(leaf, names.get(path))) for path, leaf in selected.items())
 
     def update(self, model: Module) -> None:
-        """Takes the present parameters of the model into the averages.
+        """Updates the averages with the current parameters of the model.
 
         Raises:
-            ValueError: the model does not have the paths that are averaged.
+            ValueError: the model lacks a path that is averaged.
         """
         values, averages = model.filter(self.wrt), self.average.get_state()
         missing = [path for path in averages if path not in values]
@@ -75,13 +79,13 @@ class EMA(Module):
         self.step += 1
 
     def averages(self, model: Module) -> State:
-        """The averages as a State for this model: its types and metadata, and its dtypes."""
+        """Returns the averages as a State for this model, with its Variable types, metadata and dtypes."""
         stored = self.average.get_state()
         values = model.filter(self.wrt)
         return State({path: _like(values[path], average.value) for path, average in stored.items() if path in values})
 
     def averaged(self, model: M) -> M:
-        """A copy of the model with the averages in the place of its parameters."""
+        """Returns a copy of the model whose parameters are the averages."""
         copy = model.clone()
         copy.update_state(self.averages(model))
         return copy
@@ -104,7 +108,7 @@ def _widen(x: Any) -> Any:
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
-    # a copy: the step that donates the model's buffers must not take the averages along
+    # A copy, because a step that donates the model's buffers must not delete the averages.
     return jnp.array(x, jnp.promote_types(x.dtype, jnp.float32))
 
 

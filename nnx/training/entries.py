@@ -1,9 +1,9 @@
-"""Anything that can be saved, as leaves keyed by path, and the way back.
+"""Anything that can be saved, as leaves by path, and how to fill it from such leaves.
 
 A *target* is a Module, a Context, or any pytree of these and of arrays, numbers and strings: a State, a TrainState, a
-dict of all of them. An *entry* is one leaf of it. The paths of a Module are those of its State; what is shared has one
-entry, at its canonical path, and an *alias* (another path, or the beginning of other paths) for every further way to
-it.
+dict of all of them. An *entry* is one leaf of it. The paths of a Module are those of its State. A shared value has one
+entry, at its canonical path, and an *alias* (another path, or the beginning of other paths) for every other way to
+reach it.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,11 +23,11 @@ from nnx.training.variable_tree import key_segments
 SAME_PATH = "Two leaves have the same path, {path!r}: keys of dicts must differ as text. Nothing was saved or changed."
 
 Rebuild = Callable[[Mapping[str, Any]], Any]
-"""Makes a value again, with the leaves that are given by path and its own old ones."""
+"""Rebuilds a value from new leaves, given by path, and its old leaves for the other paths."""
 
 
 class Entry(NamedTuple):
-    """One leaf: its value and the name of the Variable type it is held in, if any."""
+    """One leaf: its value, and the name of the Variable type that holds it, if any."""
 
     value: Any
     type: str
@@ -43,7 +43,7 @@ class Cell(NamedTuple):
 
 
 class Entries:
-    """The entries of a target in order, the aliases, the classes of its Modules, and how to fill it."""
+    """The entries of a target in order, its aliases, the classes of its Modules, and how to fill it."""
 
     def __init__(self, target: Any):
         self.leaves: dict[str, Entry] = {}
@@ -63,7 +63,7 @@ class Entries:
             self._collect_modules()
 
     def _collect(self, prefix: str, tree: Any, type_name: str) -> Rebuild:
-        """Takes down the leaves of a pytree."""
+        """Adds the leaves of a pytree, and returns how to rebuild it."""
         found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_whole)
         parts: list[Rebuild] = []
         for keys, leaf in found:
@@ -95,8 +95,8 @@ class Entries:
                 prefixes[id(module)] = prefix
                 distinct.append(module)
         walk = self._walk = traverse(distinct)
-        paths: list[str] = []  # a parent has a smaller number than its children
-        roots: list[tuple[Any, str]] = []  # for each Module its root, and the path from there
+        paths: list[str] = []  # by Module; a parent comes before its children
+        roots: list[tuple[Any, str]] = []  # by Module, its root and the path from there
         for i, module in enumerate(walk.modules):
             parent, name = walk.parents[i]
             if parent < 0:
@@ -135,11 +135,11 @@ class Entries:
         self._order.append(path)
 
     def units(self) -> list[list[str]]:
-        """Returns the paths that have to be filled together: those of each cell, and those outside of Modules."""
+        """Returns the paths that have to be filled together: those of each cell, and last those outside Modules."""
         return [*([cell.leaves for cell in self._cells]), self._outside]
 
     def release(self) -> None:
-        """Forgets the values of the target, so that each can be freed as soon as it is replaced."""
+        """Drops the values of the target, so that each can be freed as soon as it is replaced."""
         self.leaves = {path: Entry(None, entry.type) for path, entry in self.leaves.items()}
 
     def check_level(self) -> None:
@@ -150,20 +150,20 @@ class Entries:
             context.check_level("...")
 
     def fill(self, values: Mapping[str, Any]) -> Any:
-        """Writes values into the target: in place where it can change, else into a new one.
+        """Writes values into the target, in place where it is mutable.
 
         Args:
-            values: by path; the other leaves keep their values.
+            values: the new values, by path; the other leaves keep theirs.
 
         Returns:
-            The target, or the one that takes its place.
+            The target, or a new object in place of an immutable one.
         """
         self.check_level()
         self.fill_cells(values)
         return self.fill_outside(values)
 
     def fill_cells(self, values: Mapping[str, Any]) -> None:
-        """Writes values into Modules: whole units only. What a filled cell held before is let go."""
+        """Writes values into Modules, whole units only, and drops the old values of the cells."""
         states: dict[int, tuple[Any, dict[str, Any]]] = {}
         left = []
         for cell in self._cells:
@@ -176,7 +176,7 @@ class Entries:
         self._cells = left
 
     def fill_outside(self, values: Mapping[str, Any]) -> Any:
-        """Writes values into Contexts, dicts and lists, and returns the target or the one that takes its place."""
+        """Writes values into Contexts, dicts and lists, and returns the target or the object that replaces it."""
         filled = self._rebuild(values)
         for prefix, context in self._contexts:
             for name, stream in context._streams.items():
@@ -186,14 +186,14 @@ class Entries:
 
 
 def fills_in_place(target: Any) -> bool:
-    """Whether all of a target is filled in place, so that who holds it sees what was loaded."""
+    """Whether all of a target can be filled in place, so that its owner sees the loaded values."""
     if type(target) is tuple:
         return all(map(fills_in_place, target))
     return isinstance(target, (ModuleBase, Context, list, dict))
 
 
 def _into(target: Any, filled: Any) -> Any:
-    """Puts what was rebuilt into the dicts and lists of the target, at any depth; returns what is to be used."""
+    """Puts rebuilt values into the dicts and lists of the target, at any depth; returns the object to use."""
     if isinstance(target, dict) and type(filled) is type(target):
         for key in target:
             target[key] = _into(target[key], filled[key])
@@ -207,7 +207,8 @@ def _into(target: Any, filled: Any) -> Any:
 
 
 def resolve_alias(path: str, aliases: Mapping[str, str]) -> str:
-    """The canonical path of what a path leads to."""
+    """Returns the canonical path of the entry that a path leads to."""
+    # The bound ends a cycle of aliases, which a damaged or hostile manifest can contain.
     for _ in range(len(aliases) + path.count("/") + 1):
         segments = path.split("/")
         for i in range(1, len(segments) + 1):

@@ -13,53 +13,53 @@ import jax.numpy as jnp
 import numpy as np
 
 Pair = jax.Array
-"""A float32 array of shape (2,): the sum, and what it lacks."""
+"""A float32 array of shape (2,): the rounded sum, and the error of the rounding."""
 
 
 def zero() -> Pair:
-    """The empty sum."""
+    """Returns the empty sum."""
     return jnp.zeros(2, jnp.float32)
 
 
 def from_int(count: int) -> Pair:
-    """A pair for a Python int below 2**48, exactly."""
+    """Returns the exact pair of a Python int below 2**48."""
     high = np.float32(count)
     return jnp.asarray([high, np.float32(count - int(high))], jnp.float32)
 
 
 @jax.jit
 def add(a: Pair, b: Pair) -> Pair:
-    """The sum of two pairs."""
+    """Returns the sum of two pairs."""
     return jnp.stack(_add((a[0], a[1]), (b[0], b[1])))
 
 
 def subtract(a: Pair, b: Pair) -> Pair:
-    """The difference of two pairs."""
+    """Returns the difference of two pairs."""
     return add(a, -b)
 
 
 def from_float(x: Any, error: Any = 0) -> Pair:
-    """A pair for `x + error`, both float32 scalars."""
+    """Returns the pair of `x + error`, both float32 scalars."""
     return jnp.stack(_two_sum(jnp.asarray(x, jnp.float32), jnp.asarray(error, jnp.float32)))
 
 
 def value(pair: Pair) -> jax.Array:
-    """The sum as one float32, correctly rounded."""
+    """Returns the sum as one float32, correctly rounded."""
     return pair[0] + pair[1]
 
 
-@jax.jit  # outside of a compiled step, `reduce` would trace its function again at every call
+@jax.jit  # outside a compiled step, `reduce` would trace its function again at every call
 def exact_sum(x: Any, where: jax.Array | None = None) -> Pair:
     """Sums all elements of an array into a pair.
 
     Args:
-        x: numbers or booleans. Integers are exact as long as the sum is below 2**48.
-        where: elements where it is false do not count.
+        x: an array of numbers or booleans. Integers are exact as long as the sum is below 2**48.
+        where: a mask; elements where it is False are left out.
     """
     x = jnp.asarray(x)
     if where is not None:
         x = jnp.where(where, x, jnp.zeros((), x.dtype))
-    if x.dtype == bool and x.size < 2**31:  # an integer sum is exact, and the fastest
+    if x.dtype == bool and x.size < 2**31:  # an integer sum is exact, and the fastest way
         x = jnp.sum(x, dtype=jnp.int32)
     return _reduced(*_split(x))
 
@@ -76,7 +76,7 @@ def _reduced(high: jax.Array, low: jax.Array) -> Pair:
 
 
 def _split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two float32 arrays that add up to `x`, as far as 48 bits go."""
+    """Returns two float32 arrays that add up to `x`, to 48 bits."""
     high = x.astype(jnp.float32)
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= 4:
         low_bits = x & 0xFFFF  # both parts have at most 16 significant bits, so float32 holds them exactly
@@ -88,11 +88,11 @@ def _split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
-    """`a + b` rounded, and the error of the rounding, exactly."""
+    """Returns `a + b` rounded, and the exact error of the rounding."""
     total = a + b
     rest = total - a
     error = (a - (total - rest)) + (b - rest)
-    return total, jnp.where(jnp.isfinite(total), error, 0)  # of infinity the error would be NaN
+    return total, jnp.where(jnp.isfinite(total), error, 0)  # the error of an infinite sum would be NaN
 
 
 def _add(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:

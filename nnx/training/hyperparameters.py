@@ -1,8 +1,8 @@
-"""Hyperparameters: what a checkpoint notes of the static side of Modules, so that a change of it can be reported.
+"""Hyperparameters: the static attributes of Modules as text, stored in a checkpoint so that changes can be reported.
 
-Static attributes come from the code that builds the target, and are never loaded. But a Dropout rate or a clipping
-that is not the one of the saved run is worth knowing. A *line* describes one of them as text: `rate=0.1`, or, for the
-functions in an optimizer, `tx: clip_by_global_norm(max_norm=1.0)`.
+Static attributes come from the code that builds the target, and are never loaded. But users want to know when a Dropout
+rate or a clipping threshold differs from that of the saved run. A *line* describes one attribute: `rate=0.1`, or, for
+the functions in an optimizer, `tx: clip_by_global_norm(max_norm=1.0)`.
 """
 
 import functools
@@ -36,7 +36,7 @@ def hyperparameters_of(module: Any) -> list[str]:
 
 
 def changes(saved: Mapping[str, list[str]], wanted: Mapping[str, list[str]]) -> dict[str, tuple[str, str]]:
-    """Returns what differs: for `module.attribute` what the checkpoint has and what the target has."""
+    """Returns the differences by `module.attribute`: the text in the checkpoint and that in the target."""
     found: dict[str, tuple[str, str]] = {}
     for path in saved:
         if path not in wanted or saved[path] == wanted[path]:
@@ -93,7 +93,7 @@ def _cut(text: str) -> str:
 
 
 def _functions(value: Any, seen: set[int]) -> Iterator[str]:
-    """Describes the functions that a value is made of: the name of each, and the plain values it closes over."""
+    """Describes the functions that a value consists of: the name of each, and the plain values it closes over."""
     if id(value) in seen or len(seen) > _MOST_FUNCTIONS:
         return
     seen.add(id(value))
@@ -122,12 +122,12 @@ def _described(name: str, settings: Mapping[str, Any], seen: set[int]) -> Iterat
     plain = {key: _plain(value) for key, value in settings.items()}
     shown = ", ".join(f"{key}={text}" for key, text in plain.items() if text is not None)
     inner = [text for key, value in settings.items() if plain[key] is None for text in _functions(value, seen)]
-    if shown or not inner:  # one that only holds others, such as a chain, adds nothing
+    if shown or not inner:  # a function that only holds others, such as a chain, adds no information
         yield _cut(f"{name}({shown})")
     yield from inner
 
 
 def _name(function: Any) -> str:
-    """Returns the function that a user called: `adam` for `adam.<locals>.update_fn`."""
+    """Returns the name of the function that the user called: `adam` for `adam.<locals>.update_fn`."""
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", type(function).__name__)
     return name.partition(".<locals>")[0]

@@ -1,9 +1,9 @@
-"""A load under way: all that can be wrong is found out first, then the target is filled.
+"""A load in progress: everything that can fail is checked first, then the target is filled.
 
-Arrays are read into the shardings of the target, by each process the parts of its own devices. Before anything is
-changed, every process has compared paths, shapes and dtypes, and the checksum of every byte it needs. Then the target
-is filled part by part: each old array can go before the next new one is read, so a load needs little more memory than
-the target.
+Arrays are read into the shardings of the target; each process reads the parts of its own devices. Before anything is
+changed, every process has compared paths, shapes and dtypes, and verified the checksum of every byte it needs. Then the
+target is filled part by part: each old array can be freed before the next new one is read, so a load needs little more
+memory than the target.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from nnx.training.renaming import renamed
 DOES_NOT_FIT = """The checkpoint at {path} does not fit the target. Nothing was loaded.
 {differences}
 Build the target as the saved object was built, or load what fits with nnx.load(path, target, strict=False)."""
-FILLED_IN_PART = """The checkpoint at {path} was checked, but could not be read again: {reason}. The target is filled \
-in part: build it again before loading another checkpoint."""
+FILLED_IN_PART = """The checkpoint at {path} was checked, but could not be read again: {reason}. The target is only \
+filled in part: build it again before loading another checkpoint."""
 OTHER_MANIFEST = """Process {peer} and process 0 read different checkpoints at {path}: another job is saving there, or \
 the processes do not share a disk. Nothing was loaded."""
 
-_ATTEMPTS = 20  # how often a load begins again because another job replaces the checkpoint while it is being read
+_ATTEMPTS = 20  # to read a checkpoint that another job keeps replacing in the meantime
 SMALL = 16 << 20
-"""How many bytes are read at a time, even if no array is that large."""
+"""The bytes that may always be read at once, even if no array is that large."""
 
 
 def _reader(directory: Path, manifest: Manifest, verify: bool) -> ChunkReader | OrbaxReader:
@@ -45,7 +45,7 @@ def _reader(directory: Path, manifest: Manifest, verify: bool) -> ChunkReader | 
 
 
 def load_all(directory: Path, verify: bool, rename: Mapping[str, str] | None) -> Any:
-    """Returns what a checkpoint holds, as nested dicts by the segments of the paths."""
+    """Returns the contents of a checkpoint as nested dicts, by the segments of the paths."""
     for attempt in range(_ATTEMPTS):
         before = _manifest_identity(directory)
         try:
@@ -67,7 +67,7 @@ def load_all(directory: Path, verify: bool, rename: Mapping[str, str] | None) ->
             inner = inner.setdefault(segment, {}) if isinstance(inner, dict) else None
         if isinstance(inner, dict) and last not in inner:
             inner[last] = value
-        else:  # a key with "/" in it, below the path of another value
+        else:  # a key that contains "/", below the path of another value
             root[name] = value
     return root
 
@@ -86,7 +86,7 @@ def _host_place(record: Record) -> Place:
 
 
 class _Outcome(NamedTuple):
-    """How preparing a load went on one process: the checksum of the manifest it found, or what was wrong."""
+    """The outcome of preparing a load on one process: the checksum of the manifest it found, or the error."""
 
     checksum: int
     error: str = ""
@@ -95,7 +95,7 @@ class _Outcome(NamedTuple):
 
 
 def _manifest_identity(directory: Path) -> tuple[int, int] | None:
-    """Returns something that changes when a checkpoint is replaced."""
+    """Returns a value that changes when a checkpoint is replaced."""
     try:
         found = (directory / FILE_NAME).stat()
     except OSError:
@@ -104,7 +104,7 @@ def _manifest_identity(directory: Path) -> tuple[int, int] | None:
 
 
 class Loading:
-    """One load into a target: everything that can fail comes first, on every process, then the target is filled."""
+    """One load into a target: everything that can fail happens first, on every process, then the target is filled."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Loading:
                 self._reader.close()
 
     def _agree(self) -> None:
-        """Prepares on every process; what fails on one fails on all, before anything is changed."""
+        """Prepares on every process; a failure on one is raised on all, before anything is changed."""
         try:
             exchange = Exchange(f"nnx.load({str(self._directory)!r})")
             for attempt in range(_ATTEMPTS):
@@ -140,7 +140,7 @@ class Loading:
                 same = len({outcome.checksum for outcome in outcomes}) == 1
                 if same and not any(outcome.replaced for outcome in outcomes):
                     break
-                time.sleep(0.02 * attempt)  # another job has just saved there: all take the new one
+                time.sleep(0.02 * attempt)  # another job has just saved there; all processes read the new one
         except ProcessError as error:
             raise CheckpointError(str(error)) from error
         if self._failure is not None:
@@ -180,17 +180,17 @@ class Loading:
         if any(manifest.entries[saved].has_data for saved in self._found.values()):
             self._reader = _reader(self._directory, manifest, self._verify)
         self._groups = self._grouped()
-        # What is read in one go is checked while it is read. Otherwise it is all checked first, and kept by nobody:
-        # nothing of the target may change before the last byte is known to be right.
+        # Data that are read in one go are verified while they are read. Otherwise they are read twice: first everything
+        # is verified and dropped, because nothing in the target may change before the last byte is known to be good.
         self._first: dict[str, Any] | None = self._values(self._groups[0]) if len(self._groups) == 1 else None
         if self._first is None and self._verify and self._reader is not None:
             self._reader.check({path: boxes for group in self._groups for path, boxes in self._boxes(group).items()})
 
     def _grouped(self) -> list[list[str]]:
-        """The paths of the target in groups that are read together: none larger than the largest array needs to be.
+        """Returns the paths of the target in groups that are read together, each about as large as the largest array.
 
-        Only arrays of Modules make room when they are replaced. Without any (the target is abstract, or a pytree of
-        which a new one is made) all are read in one go.
+        Only arrays in Modules free memory when they are replaced. If there are none (the target is abstract, or a
+        pytree that is rebuilt), everything is read in one go.
         """
         units = [[path for path in unit if path in self._found] for unit in self._entries.units()]
         sizes = [sum(map(self._bytes, unit)) for unit in units]
@@ -215,7 +215,7 @@ class Loading:
         return sum(box.size for box in self._places[path].boxes(record)) * record.data_dtype.itemsize
 
     def _boxes(self, group: list[str]) -> dict[str, list[Box]]:
-        """The boxes to read for a group, by path in the checkpoint; two places may want the same array."""
+        """Returns the boxes to read for a group, by path in the checkpoint; two places may need the same array."""
         wanted: dict[str, list[Box]] = {}
         for path in group:
             saved = self._found[path]
@@ -256,7 +256,7 @@ class Loading:
 
 @contextlib.contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """Lets Ctrl-C wait until the block has ended: a target must not stay half filled."""
+    """Delays Ctrl-C until the end of the block, because a target must not be left half filled."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,12 +1,12 @@
-"""The manifest of a checkpoint: what it holds, in JSON, and the mark that it is finished.
+"""The manifest of a checkpoint: its contents in JSON, and the sign that it is finished.
 
-A checkpoint is a directory with `manifest.json` and one folder of array data. The manifest names the folder, which has
-a name that no other save uses, and the size of every file in it; it is written last and put in place by one atomic
-rename. So a directory without a manifest is an interrupted save, and a save over an older checkpoint either has
-happened or has not.
+A checkpoint is a directory with `manifest.json` and one folder of array data. The manifest has the name of the folder,
+which is unique to one save, and the size of every file in it. It is written last and put in place by one atomic rename.
+A directory without a manifest is therefore an interrupted save, and a save over an older checkpoint has either happened
+completely or not at all.
 
-A manifest may come from anywhere: every field is checked before it is used, and its first line holds the CRC-32 of
-the rest.
+A manifest may come from an untrusted source: every field is checked before it is used, and its first line has the
+CRC-32 of the rest.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ LOCK_NAME = ".lock"
 DATA_PREFIX = "nnx-data-"
 
 NO_CHECKPOINT = "There is no checkpoint at {path}: {reason}."
-UNFINISHED = """{path} is not a finished checkpoint: it has no {file}, which is written last, so saving was \
-interrupted before it was complete. Load an earlier one."""
+UNFINISHED = """{path} is not a finished checkpoint: it has no {file}, which is written last, so the save was \
+interrupted. Load an earlier one."""
 DAMAGED = "The checkpoint at {path} is damaged: {reason}. Nothing was loaded. Load an earlier one."
-OTHER_FORMAT = "{path} is not a checkpoint of this library: its {file} says {found!r}, expected {expected!r}."
-NEWER = "The checkpoint at {path} has format version {found}; this version of the library reads up to {known}."
+OTHER_FORMAT = "{path} is not an NNX checkpoint: the format in its {file} is {found!r}, expected {expected!r}."
+NEWER = "The checkpoint at {path} has format version {found}; this version of NNX reads up to version {known}."
 
-_OPENING = '{{\n "crc32": "{:08x}",\n'  # how every manifest begins; the checksum is that of all that follows
+_OPENING = '{{\n "crc32": "{:08x}",\n'  # every manifest begins like this; the checksum covers everything after it
 _OPENING_LENGTH = len(_OPENING.format(0))
 
 
@@ -47,12 +47,12 @@ class CheckpointError(OSError, ValueError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is damaged or unfinished: an earlier one may be intact."""
+    """A checkpoint is damaged or unfinished; an earlier one may be intact."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataFile:
-    """A file of array data: its size in bytes, and the checksum of a file that is read whole."""
+    """A file in the data folder: its size in bytes, and its checksum if it is always read whole."""
 
     size: int
     crc32: int | None = None
@@ -60,18 +60,18 @@ class DataFile:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint, without its array data.
 
     Attributes:
-        data: the name of the folder with the array data; empty where there are no arrays.
-        files: each file in it, by path.
+        data: the name of the folder with the array data; empty if there are no arrays.
+        files: the files in the folder, by name.
         entries: the record of each entry, by path.
-        aliases: further paths of what is shared, or beginnings of them, each with the canonical one.
+        aliases: the canonical path for each other path of a shared entry, or for the beginning of such paths.
         modules: the class of each Module, by path.
-        hyperparameters: the static attributes of each Module, as text, by path.
-        info: what else belongs to it, e.g. step and metrics.
+        hyperparameters: the static attributes of each Module as text, by path.
+        info: additional information, e.g. step and metrics.
         version: the version of the format.
-        checksum: the CRC-32 of the file it was read from, which tells two saves at one path apart.
+        checksum: the CRC-32 of the file it was read from, which distinguishes two saves to one path.
     """
 
     data: str
@@ -85,7 +85,7 @@ class Manifest:
     checksum: int = 0
 
     def to_json(self) -> str:
-        """Writes the manifest, sealed with its checksum."""
+        """Returns the manifest as JSON, sealed with its checksum."""
         fields = {
             "format": FORMAT,
             "version": VERSION,
@@ -105,7 +105,7 @@ class Manifest:
 
 
 def seal(fields: Mapping[str, Any]) -> str:
-    """Writes fields as JSON that begins with the checksum of the rest."""
+    """Returns fields as JSON that begins with the checksum of the rest."""
     rest = json.dumps(fields, indent=1).removeprefix("{\n")
     return _OPENING.format(zlib.crc32(rest.encode())) + rest
 
@@ -114,12 +114,12 @@ def seal(fields: Mapping[str, Any]) -> str:
 
 
 def new_data_folder() -> str:
-    """Returns the name of a folder for the data of one save; nobody else's folder has it."""
+    """Returns a unique name for the data folder of one save."""
     return f"{DATA_PREFIX}{unique_token()}"
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Puts the manifest in place, which makes a checkpoint a finished one: all it names must be on the disk."""
+    """Puts the manifest in place, which finishes the checkpoint: all files it names must be on the disk already."""
     with atomic_file(directory / FILE_NAME) as file:
         file.write(manifest.to_json().encode())
 
@@ -128,7 +128,7 @@ _DATA_FOLDER = re.compile(rf"{DATA_PREFIX}([0-9a-f]{{16}}|\d+)(\.orbax-checkpoin
 
 
 def remove_data(directory: Path, *, but: str) -> None:
-    """Removes the data folders of a checkpoint that its manifest does not name: of earlier and of interrupted saves."""
+    """Removes the data folders of earlier and interrupted saves: all but the one that the manifest names."""
     for folder in directory.glob(f"{DATA_PREFIX}*"):
         if folder.name != but and _DATA_FOLDER.fullmatch(folder.name) and not folder.is_symlink():
             shutil.rmtree(folder, ignore_errors=True)
@@ -140,7 +140,7 @@ def is_finished(directory: Path) -> bool:
 
 
 def read_manifest_or_none(path: Path) -> Manifest | None:
-    """Returns the manifest of a finished checkpoint, if there is a readable one."""
+    """Returns the manifest of a finished checkpoint; None if there is none that can be read."""
     try:
         return read_manifest(path) if is_finished(path) else None
     except OSError:
@@ -148,11 +148,11 @@ def read_manifest_or_none(path: Path) -> Manifest | None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Reads and checks a manifest, and that its files are there and have their sizes.
+    """Reads and checks a manifest, including that its files exist and have the right sizes.
 
     Raises:
         FileNotFoundError: there is nothing at the path.
-        CheckpointError: what is there is not a finished checkpoint of a known format, or damaged.
+        CheckpointError: the path is not a finished checkpoint of a known format, or the checkpoint is damaged.
     """
     if not directory.exists():
         raise FileNotFoundError(NO_CHECKPOINT.format(path=directory, reason="the path does not exist"))
@@ -198,7 +198,7 @@ def _parse(directory: Path) -> Manifest:
         if version > VERSION:
             raise CheckpointError(NEWER.format(path=directory, found=version, known=VERSION))
         if version >= 2 and raw[:_OPENING_LENGTH] != _OPENING.format(zlib.crc32(raw[_OPENING_LENGTH:])).encode():
-            raise ValueError("its checksum differs: it is not as it was saved")
+            raise ValueError("its checksum does not match: it differs from what was saved")
         return dataclasses.replace(_manifest_of(fields, version), checksum=zlib.crc32(raw))
     except CheckpointError:
         raise

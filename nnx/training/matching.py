@@ -1,4 +1,4 @@
-"""Matching: which entry of a checkpoint goes to which path of the target, and what does not fit."""
+"""Matching: which entry of a checkpoint belongs to which path of the target, and what does not fit."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,21 +15,23 @@ from nnx.training.places import Place
 from nnx.training.records import Record, record_of
 from nnx.training.renaming import renamed
 
-NEEDS_X64 = "{record}, which JAX holds only with jax_enable_x64 (or cast=True)"
+NEEDS_X64 = "{record}, which JAX can hold only with jax_enable_x64 (or cast=True)"
 
 
 @dataclasses.dataclass
 class LoadReport:
-    """What did not fit when a checkpoint was loaded with `strict=False`.
+    """A report of what did not fit when a checkpoint was loaded with `strict=False`.
 
-    It is true if something did not fit; `moved` and `changed` do not count.
+    A report is true if something did not fit; `moved` and `changed` do not count.
 
     Attributes:
-        missing: paths of the target that the checkpoint does not have.
-        unexpected: paths of the checkpoint that the target does not have.
-        mismatched: for each path of another shape, dtype or kind, what the checkpoint has and what the target has.
-        moved: paths of optimizer state that was found in another place of the chain, with the path it was saved under.
-        changed: for each static attribute that is not as it was saved, its value then and now.
+        missing: the paths of the target that the checkpoint does not have.
+        unexpected: the paths of the checkpoint that the target does not have.
+        mismatched: the paths with a different shape, dtype or kind, each with a description of the saved value and of
+            the one in the target.
+        moved: the paths of optimizer state that was found elsewhere in the chain, each with the path it was saved
+            under.
+        changed: the static attributes that have changed since the save, each with the old and the new value.
     """
 
     missing: list[str] = dataclasses.field(default_factory=list)
@@ -50,14 +52,14 @@ class LoadReport:
         shown = list(self.mismatched.items())[:12]
         lines += [f"- {path!r} is {have} in the checkpoint and {want} in the target" for path, (have, want) in shown]
         if len(self.mismatched) > len(shown):
-            lines.append(f"- and {len(self.mismatched) - len(shown)} more of another shape or dtype")
+            lines.append(f"- and {len(self.mismatched) - len(shown)} more with a different shape or dtype")
         if self.moved:
             pairs = [f"{saved} -> {path}" for path, saved in self.moved.items()]
-            lines.append(f"- optimizer state that was found in another place: {_listing(pairs)}")
+            lines.append(f"- optimizer state that was found elsewhere in the chain: {_listing(pairs)}")
         return "\n".join([*lines, *self.changes()])
 
     def changes(self) -> list[str]:
-        """Returns a line for each static attribute that is not as it was saved."""
+        """Returns a line for each static attribute that has changed since the save."""
         lines = [
             f"- {where} was {then} when the checkpoint was saved, and is {now} in the target"
             for where, (then, now) in list(self.changed.items())[:12]
@@ -75,18 +77,18 @@ def match(
     cast: bool,
     rename: Mapping[str, str] | None,
 ) -> tuple[dict[str, str], LoadReport]:
-    """Finds for each path of the target the path in the checkpoint that fits.
+    """Finds the entry of the checkpoint for each path of the target.
 
     Args:
-        manifest: the checkpoint.
-        entries: the target.
-        places: the places of its values.
-        strict: whether everything must fit; if not, optimizer state is also found in other places of a chain.
-        cast: whether other dtypes fit.
+        manifest: the manifest of the checkpoint.
+        entries: the entries of the target.
+        places: the places of its values, by path.
+        strict: whether everything must fit. If False, optimizer state is also found elsewhere in a chain.
+        cast: whether a value of a different dtype fits.
         rename: new names for paths of the checkpoint.
 
     Returns:
-        The paths in the checkpoint by path of the target, and a report of all that does not fit.
+        The paths in the checkpoint by path of the target, and a report of everything that does not fit.
     """
     report = LoadReport()
     by_name = renamed(manifest.entries, rename or {})
@@ -118,7 +120,7 @@ def match(
 
 
 def _candidates(manifest: Manifest, entries: Entries, by_name: Mapping[str, str]) -> dict[str, str]:
-    """For each path of the target the entry of that name: its own, or one that either side knows as shared."""
+    """Returns an entry for each path of the target: the one of that name, or of another name for a shared value."""
     wanted_as = {resolve_alias(name, entries.aliases): saved for name, saved in by_name.items()}
     found: dict[str, str] = {}
     for path in entries.leaves:
@@ -144,7 +146,7 @@ def _fits(have: Record, want: Record, cast: bool) -> bool:
     kinds = have.kind, want.kind
     if "text" in kinds or "key" in kinds:
         return kinds[0] == kinds[1] and have.shape == want.shape and have.dtype == want.dtype
-    if "number" in kinds:  # a Python number, and the scalar that a compiled step has made of it
+    if "number" in kinds:  # a Python number, or the scalar array that a compiled step made from it
         return have.shape == want.shape and (cast or _sort(have) == _sort(want))
     return have.shape == want.shape and (cast or have.dtype == want.dtype)
 
@@ -155,7 +157,7 @@ def _sort(record: Record) -> Any:
 
 
 def _in_range(have: Record, want: Record) -> bool:
-    """Whether a Python integer can be an element of the array in its place."""
+    """Whether a Python integer can be stored in the array that it will become."""
     if have.kind != "number" or have.dtype != "int" or want.kind != "array":
         return True
     dtype = jnp.dtype(want.dtype)
@@ -168,10 +170,10 @@ def _in_range(have: Record, want: Record) -> bool:
 
 
 def _chain_place(path: str, type_name: str) -> tuple[str, str] | None:
-    """Splits the path of optimizer state into the optimizer and what it is there, without its place in the chain.
+    """Splits the path of optimizer state into the optimizer and the rest, without the position in the chain.
 
-    `optimizer/opt_state/1/0/mu/encoder/0/kernel` is `mu/encoder/0/kernel` of `optimizer/opt_state`: adding a
-    transformation to the chain changes the numbers and nothing else.
+    `optimizer/opt_state/1/0/mu/encoder/0/kernel` becomes `optimizer/opt_state` and `mu/encoder/0/kernel`: adding a
+    transformation to the chain changes the numbers in between and nothing else.
     """
     segments = path.split("/")
     if type_name != "OptState" or "opt_state" not in segments:
@@ -184,7 +186,7 @@ def _chain_place(path: str, type_name: str) -> tuple[str, str] | None:
 
 
 def _in_chains(types: Mapping[str, str]) -> dict[str, dict[str, list[str]]]:
-    """Groups paths of optimizer state, given with their Variable types, by optimizer and by what they are there."""
+    """Groups paths of optimizer state, given with their Variable types, by the two parts of `_chain_place`."""
     found: dict[str, dict[str, list[str]]] = {}
     for path, type_name in types.items():
         place = _chain_place(path, type_name)
@@ -194,10 +196,10 @@ def _in_chains(types: Mapping[str, str]) -> dict[str, dict[str, list[str]]]:
 
 
 def _rechained(manifest: Manifest, entries: Entries, by_name: Mapping[str, str]) -> dict[str, str | None]:
-    """Finds the state of optimizers whose chain has changed, for each path of it in the target.
+    """Finds the saved state of optimizers whose chain has changed, by path in the target.
 
-    Where the chain differs, a path that both sides have need not mean the same thing (the count of Adam, the count of
-    a schedule), so only what comes equally often on both sides is paired, in order; the rest is None.
+    If the chains differ, the same path need not mean the same thing on both sides (the count of Adam, the count of a
+    schedule). So only parts that appear equally often on both sides are paired, in order; the others are None.
     """
     saved = _in_chains({name: manifest.entries[path].type for name, path in by_name.items()})
     wanted = _in_chains({path: entry.type for path, entry in entries.leaves.items()})

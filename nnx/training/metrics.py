@@ -1,9 +1,9 @@
-"""Metrics: running figures that are Modules, so that a compiled step can update them.
+"""Metrics: running statistics that are Modules, so that a compiled step can update them.
 
-A metric *updates* with a batch, *computes* its figure, and is *reset*. Under `jit` with sharded arrays the figures are
-those of the whole batch already. Where each device holds its own metric (inside `shard_map`, `pmap`, `vmap` with an
+A metric is *updated* with a batch, *computes* its result, and is *reset*. Under `jit` with sharded arrays the results
+already are those of the whole batch. Where each device holds its own metric (inside `shard_map`, `pmap`, `vmap` with an
 axis name), `metric.reduce(axis_name)` combines them on every device; `metric.merge(other)` adds the batches of another
-one, e.g. from another process. Sums and counts are pairs of float32 numbers (`exact_sums`).
+metric, e.g. from another process. Sums and counts are pairs of float32 numbers (`exact_sums`).
 """
 
 import abc
@@ -26,20 +26,20 @@ shape {labels}. For binary labels write nnx.Accuracy(threshold=0.5)."""
 NOT_BINARY = """Accuracy(threshold=...) expected logits and labels of one shape, got logits of shape {logits} and \
 labels of shape {labels}. For several classes write nnx.Accuracy()."""
 NOT_CLASSES = "Accuracy expected integer labels, got {dtype}."
-NOT_MERGEABLE = "{metric}.merge takes another {metric} that was made alike, got {other}."
-METRIC_NAME = "MultiMetric cannot hold a metric under the name {name!r}: it is part of its own interface."
+NOT_MERGEABLE = "{metric}.merge takes another {metric} made with the same arguments, got {other}."
+METRIC_NAME = "MultiMetric cannot hold a metric under the name {name!r}, which is part of its interface."
 NOT_A_METRIC = "MultiMetric takes metrics by name, e.g. loss=nnx.Average(); {name!r} is {got}."
 
 
 class MetricState(Variable[T]):
-    """What a metric accumulates. The collection "metrics"."""
+    """A value that a metric accumulates. The collection "metrics"."""
 
     __slots__ = ()
     collection = "metrics"
 
 
 class Metric(Module):
-    """The base of metrics. A subclass keeps its figures in `MetricState` Variables.
+    """The base class of metrics. A subclass stores what it accumulates in `MetricState` Variables.
 
     >>> class Count(nnx.Metric):
     ...     def __init__(self):
@@ -64,18 +64,18 @@ class Metric(Module):
 
     @abc.abstractmethod
     def compute(self) -> Any:
-        """Returns the figure so far."""
+        """Returns the result so far."""
 
     @abc.abstractmethod
     def reset(self) -> None:
-        """Forgets all batches."""
+        """Starts over, without any batch."""
 
     @abc.abstractmethod
     def merge(self, other: Any) -> None:
-        """Adds what another metric of the same kind has seen."""
+        """Adds the batches that another metric of the same kind has seen."""
 
     def reduce(self, axis_name: Any) -> None:
-        """Merges the metrics that the members of a mapped axis hold; all of them then have seen everything."""
+        """Merges the metrics that the members of a mapped axis hold, so that each has seen all batches."""
         own = self.filter(MetricState)
         gathered = jax.lax.all_gather(own, axis_name)
         members = jax.tree.leaves(gathered)[0].shape[0]
@@ -93,7 +93,7 @@ class Metric(Module):
 
 
 class Average(Metric):
-    """The mean of all values seen; NaN before the first. It stays exact over billions of values.
+    """The mean of all values so far; NaN before the first. It stays exact over billions of values.
 
     Args:
         argname: the keyword argument of `update` that holds the values.
@@ -121,7 +121,7 @@ class Average(Metric):
         return exact_sums.value(self.count_pair)
 
     def update(self, mask: Any = None, **values: Any) -> None:
-        """Adds values; those where `mask` is false do not count."""
+        """Adds values; those where `mask` is False do not count."""
         self._add(_argument(self, values), mask)
 
     def _add(self, values: Any, mask: Any) -> None:
@@ -135,11 +135,11 @@ class Average(Metric):
         return self.total / self.count
 
     def reset(self) -> None:
-        """Forgets all values."""
+        """Starts over, without any value."""
         self.total_pair, self.count_pair = exact_sums.zero(), exact_sums.zero()
 
     def merge(self, other: Any) -> None:
-        """Adds the values that another one has seen."""
+        """Adds the values that another metric has seen."""
         self._check_mergeable(other)
         self.total_pair = exact_sums.add(self.total_pair, other.total_pair)
         self.count_pair = exact_sums.add(self.count_pair, other.count_pair)
@@ -151,10 +151,10 @@ class Average(Metric):
 
 
 class Accuracy(Average):
-    """The fraction of predictions that are right.
+    """The fraction of correct predictions.
 
     Args:
-        threshold: for binary labels: a prediction is 1 where the logit is above it.
+        threshold: the threshold for binary labels: the prediction is 1 where the logit is above it.
 
     >>> accuracy = nnx.Accuracy()
     >>> accuracy.update(logits=jnp.array([[0.1, 0.9], [0.8, 0.2]]), labels=jnp.array([1, 1]))
@@ -170,9 +170,12 @@ class Accuracy(Average):
         """Adds predictions.
 
         Args:
-            mask: those where it is false do not count; of the shape of `labels`, or broadcast to it.
-            logits: `(..., classes)`, or the shape of `labels` with a threshold.
-            labels: the classes, integers.
+            mask: a mask of the shape of `labels`, or broadcast to it; predictions where it is False do not count.
+            logits: the logits, `(..., classes)`; with a threshold, of the shape of `labels`.
+            labels: the correct classes, as integers.
+
+        Raises:
+            ValueError: the shapes do not match, or the labels are not integers.
         """
         logits, labels = jnp.asarray(logits), jnp.asarray(labels)
         if not (jnp.issubdtype(labels.dtype, jnp.integer) or labels.dtype == bool):
@@ -189,11 +192,11 @@ class Accuracy(Average):
 
 
 class Statistics(NamedTuple):
-    """What `nnx.Welford` computes.
+    """The result of `nnx.Welford`.
 
     Attributes:
         mean: the mean of all values.
-        standard_error_of_mean: how far the mean itself is uncertain.
+        standard_error_of_mean: the uncertainty of the mean.
         standard_deviation: the spread of the values.
     """
 
@@ -203,9 +206,9 @@ class Statistics(NamedTuple):
 
 
 class Welford(Metric):
-    """Mean and spread of all values seen, by Welford's method.
+    """The mean and spread of all values so far, by Welford's method.
 
-    They are exact even where the spread is small next to the mean, and over billions of values.
+    Both stay exact over billions of values, even if the spread is small compared to the mean.
 
     Args:
         argname: the keyword argument of `update` that holds the values.
@@ -229,7 +232,7 @@ class Welford(Metric):
         return exact_sums.value(self.count_pair)
 
     def update(self, mask: Any = None, **values: Any) -> None:
-        """Adds values; those where `mask` is false do not count."""
+        """Adds values; those where `mask` is False do not count."""
         x = jnp.asarray(_argument(self, values), jnp.float32)
         mask = _mask(mask, x.shape)
         count_pair = _counted(x.size, mask)
@@ -247,11 +250,11 @@ class Welford(Metric):
         return Statistics(mean, deviation / jnp.sqrt(count), deviation)
 
     def reset(self) -> None:
-        """Forgets all values."""
+        """Starts over, without any value."""
         self.count_pair, self.mean_pair, self.m2_pair = exact_sums.zero(), exact_sums.zero(), exact_sums.zero()
 
     def merge(self, other: Any) -> None:
-        """Adds the values that another one has seen."""
+        """Adds the values that another metric has seen."""
         self._check_mergeable(other)
         self._take(other.count_pair, other.mean_pair, other.m2_pair)
 
@@ -260,7 +263,7 @@ class Welford(Metric):
         count = self.count
         count_pair = exact_sums.sum_members(self.count_pair, axis_name)
         share = count / jnp.maximum(exact_sums.value(count_pair), 1)
-        # as in `_moments`: the rounded mean first, then its error from the distances
+        # As in `_moments`: first the rounded mean, then its error from the distances.
         center = jax.lax.psum(share * exact_sums.value(self.mean_pair), axis_name)
         distance = exact_sums.value(exact_sums.subtract(self.mean_pair, exact_sums.from_float(center)))
         correction = jax.lax.psum(share * distance, axis_name)
@@ -271,9 +274,9 @@ class Welford(Metric):
 
 @jax.jit
 def _moments(x: jax.Array, mask: jax.Array | None, count_pair: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The mean of a batch, and the sum of squared distances from it."""
+    """Returns the mean of a batch, and the sum of squared distances from it."""
     count = jnp.maximum(exact_sums.value(count_pair), 1)
-    # The rounded mean first, then its error from the distances, which are small and therefore precise.
+    # First the rounded mean, then its error from the distances, which are small and therefore precise.
     center = exact_sums.value(exact_sums.exact_sum(x, mask)) / count
     correction = exact_sums.value(exact_sums.exact_sum(x - center, mask)) / count
     squares = exact_sums.exact_sum((x - center - correction) ** 2, mask)
@@ -282,7 +285,7 @@ def _moments(x: jax.Array, mask: jax.Array | None, count_pair: jax.Array) -> tup
 
 @jax.jit
 def _combined(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Count, mean and squared distances of two sets of values together."""
+    """Returns count, mean and squared distances of two sets of values together."""
     count_pair = exact_sums.add(a[0], b[0])
     delta = exact_sums.value(exact_sums.subtract(b[1], a[1]))
     share = exact_sums.value(b[0]) / jnp.maximum(exact_sums.value(count_pair), 1)
@@ -292,7 +295,7 @@ def _combined(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.A
 
 
 class MultiMetric(Metric):
-    """Several metrics, updated by one call; each takes the keyword arguments it knows.
+    """Several metrics, updated by one call; each uses the keyword arguments it knows.
 
     >>> metrics = nnx.MultiMetric(accuracy=nnx.Accuracy(), loss=nnx.Average("loss"))
     >>> metrics.update(logits=jnp.array([[0.0, 1.0]]), labels=jnp.array([1]), loss=0.5)
@@ -318,7 +321,7 @@ class MultiMetric(Metric):
             metric.update(**updates)
 
     def compute(self) -> dict[str, Any]:
-        """Returns the figure of each metric, by name."""
+        """Returns the result of each metric, by name."""
         return {name: metric.compute() for name, metric in self._metrics().items()}
 
     def reset(self) -> None:
@@ -327,7 +330,7 @@ class MultiMetric(Metric):
             metric.reset()
 
     def merge(self, other: Any) -> None:
-        """Merges each metric with the other's of that name."""
+        """Merges each metric with the one of the same name in `other`."""
         self._check_mergeable(other)
         for name, metric in self._metrics().items():
             metric.merge(getattr(other, name))

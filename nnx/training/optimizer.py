@@ -1,11 +1,10 @@
-"""Optimizer: any optax transformation, with its state in Variables, that updates a model in place.
+"""Optimizer: a Module that updates a model in place by an optax transformation, with its state in Variables.
 
-Every array of the optax state is a Variable (`optimizer_state`), and the nesting around them is static structure, so
-that a compiled step takes a flat list and walks no tree.
+Every array of the optax state is a Variable (see optimizer_state), and the nesting around them is static structure, so
+a compiled step takes a flat list of arrays and does not flatten a tree.
 """
 
 import pickle
-import sys
 from typing import Any
 
 import jax
@@ -27,37 +26,44 @@ NOT_A_TRANSFORMATION = (
     "nnx.Optimizer(model, tx) takes an optax transformation such as optax.adam(1e-3); got {tx} as tx."
 )
 NOTHING_TO_TRAIN = """nnx.Optimizer: wrt={wrt} matches nothing in this {model}. Its collections are: {collections}; \
-its paths are those of `model.get_state()`."""
+for its paths, see `model.get_state()`."""
 NOT_GRADIENTS = """Optimizer.update takes the gradients as a State, as nnx.grad(f)(model) returns them for one Module; \
-got {got}. Of several arguments, pass the State of the model this Optimizer was made for."""
+got {got}. If you differentiate several arguments, pass the State of the model this Optimizer was made for."""
 MISSING_GRADIENTS = """Optimizer.update got no gradient for {paths}, which wrt={wrt} selects. Take the gradient with \
 the same filter, nnx.grad(f, wrt=...), and with respect to the Module that was given to nnx.Optimizer."""
 UNKNOWN_GRADIENTS = """Optimizer.update got gradients for {paths}, and the model has no such path. Take the gradient \
-with respect to the Module that was given to nnx.Optimizer (not one that contains it)."""
+with respect to the Module that was given to nnx.Optimizer, not one that contains it."""
 OTHER_SHAPE = "Optimizer.update: the gradient of {path!r} is {got}, but the parameter is {expected}."
 COMPLEX_GRADIENT = """Optimizer.update: the gradient of {path!r} is complex, {got}, but the parameter is real, \
 {expected}. An update would silently drop the imaginary part. Return a real loss, or take the real part of the \
 gradient yourself: grads.map(lambda path, g: g.replace(value=g.value.real))."""
 NOT_PICKLABLE = """This nnx.Optimizer cannot be pickled, because its optax transformation consists of local functions \
 ({error}). Save its state with nnx.save(path, optimizer), and load it with nnx.load(path, nnx.Optimizer(model, tx)) in \
-a program that makes the same model and the same tx."""
-MODEL_CHANGED = """The parameters of the model are no longer those the Optimizer was made for: {changes}. Make a new \
+a program that makes the same model and the same tx. With a pickler that supports local functions, such as \
+cloudpickle, pickle (optimizer.model, optimizer.tx, optimizer.get_state()), and rebuild it from these: make \
+nnx.Optimizer(model, tx), then call its update_state(state)."""
+MODEL_CHANGED = """The parameters of the model are no longer those the Optimizer was made for ({changes}). Make a new \
 nnx.Optimizer after changing the structure of a model."""
 
 
 class Optimizer(Module):
     """Updates the parameters of a model in place, by an optax transformation.
 
-    Several optimizers may share a model: each takes from the gradients what its `wrt` selects. Moments have the axis
-    names and shardings of their parameters, whether the model is sharded before or after, or built together with the
+    Several optimizers can share a model: each uses the gradients that its `wrt` selects. Moments have the axis names
+    and shardings of their parameters, whether the model is sharded before or after, or built together with the
     optimizer by `nnx.init_sharded`. The Optimizer of an abstract model (`nnx.eval_shape`) is abstract.
 
     Args:
-        model: the Module to train; it is held as the attribute `model`.
-        tx: the transformation; chains, schedules, clipping, accumulation (`optax.MultiSteps`), masks are optax's.
-        wrt: a filter for what to train.
-        skip_nonfinite: whether to skip the whole update when a gradient contains NaN or infinity: neither the model nor
-            the optimizer's state changes, `step` stays, and `skipped` counts one more.
+        model: the Module to train; it becomes the attribute `model`.
+        tx: the transformation; chains, schedules, clipping, accumulation (`optax.MultiSteps`) and masks come from
+            optax.
+        wrt: a filter that selects the parameters to train.
+        skip_nonfinite: whether to skip the whole update if a gradient contains NaN or infinity. Then neither the model
+            nor the optimizer's state changes, `step` stays the same, and `skipped` is incremented.
+
+    Raises:
+        TypeError: `model` is not a Module, or `tx` is not a transformation.
+        ValueError: `wrt` selects nothing.
 
     >>> import optax
     >>> model = nnx.Linear(2, 3, ctx=nnx.context(0))
@@ -96,7 +102,7 @@ class Optimizer(Module):
         """Updates the model and the optimizer's own state once.
 
         Args:
-            grads: the gradients, as `nnx.grad` returns them; paths that `wrt` does not select are left alone.
+            grads: the gradients, as `nnx.grad` returns them; paths that `wrt` does not select are ignored.
             **extra: further arguments of the transformation, e.g. `value`, `grad` and `value_fn` for `optax.lbfgs`.
 
         Raises:
@@ -126,7 +132,7 @@ class Optimizer(Module):
 
     @property
     def optax_state(self) -> Any:
-        """The optimizer state in optax's own form; assign to it to replace it."""
+        """The optimizer state in the form that optax uses; assign to it to replace the state."""
         state = self.opt_state.get_state()
         return self.opt_structure.assemble([state[path].value for path in self.opt_structure.paths], self._params())
 
@@ -136,18 +142,18 @@ class Optimizer(Module):
 
     @property
     def logical_axes(self) -> dict[str, AxesOf]:
-        """Says that each moment has the axis names of its parameter."""
+        """The axis names of each moment, which are those of its parameter."""
         return {
             f"opt_state/{moment.path}": AxesOf(f"model/{moment.parameter}", moment.rank, moment.axes)
             for moment in self.opt_structure.moments
         }
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not _is_pickled_by_value():
-            try:
-                pickle.dumps(self.tx, protocol)
-            except Exception as error:  # pickle raises AttributeError, PicklingError or TypeError
-                raise TypeError(NOT_PICKLABLE.format(error=error)) from error
+        # Which pickler is at work cannot be known here, so every one of them is held to what pickle can do.
+        try:
+            pickle.dumps(self.tx, protocol)
+        except Exception as error:  # pickle raises AttributeError, PicklingError or TypeError
+            raise TypeError(NOT_PICKLABLE.format(error=error)) from error
         return super().__reduce_ex__(protocol)
 
     def _params(self) -> State:
@@ -163,7 +169,7 @@ class Optimizer(Module):
         self.opt_state = variable_tree(variables)
 
     def _select(self, grads: Any, params: State) -> State:
-        """The gradients of the parameters, in the order and the containers of the parameters."""
+        """Returns the gradients of the parameters, in the order and the containers of the parameters."""
         if not isinstance(grads, State):
             raise TypeError(NOT_GRADIENTS.format(got=short(grads)))
         missing = [path for path in params if path not in grads]
@@ -191,14 +197,6 @@ def _shapes(value: Any) -> Any:
     return jax.tree.structure(value), [jnp.shape(leaf) for leaf in jax.tree.leaves(value)]
 
 
-def _is_pickled_by_value() -> bool:
-    """Whether a pickler that can pickle local functions is at work: nothing says so, but it is on the stack."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in ("cloudpickle", "dill"):
-        frame = frame.f_back
-    return frame is not None
-
-
 def _drops_imaginary_part(grad: Any, value: Any) -> bool:
     return jnp.iscomplexobj(grad) and not jnp.iscomplexobj(value)
 
@@ -209,20 +207,20 @@ def _zero(params: State) -> Any:
 
 
 def _all_finite(grads: State) -> jax.Array:
-    """Whether no gradient contains NaN or infinity; under a mesh, those of all devices."""
+    """Whether no gradient contains NaN or infinity; under a mesh, on any device."""
     inexact = [leaf for leaf in jax.tree.leaves(grads) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in inexact])) if inexact else jnp.array(True)
 
 
 def _tree(state: State) -> Any:
-    """A State as what optax takes it for: any tree."""
+    """Returns the State itself, typed as any tree, which is how optax declares its arguments."""
     return state
 
 
 def _changes(before: tuple[str, ...], after: tuple[str, ...]) -> str:
     new, gone = [path for path in after if path not in before], [path for path in before if path not in after]
-    parts = [f"new are {_listing(new)}"] if new else []
-    return "; ".join([*parts, f"gone are {_listing(gone)}"] if gone else parts)
+    parts = [f"new: {_listing(new)}"] if new else []
+    return "; ".join([*parts, f"gone: {_listing(gone)}"] if gone else parts)
 
 
 def _listing(paths: list[str]) -> str:

@@ -1,8 +1,8 @@
 """The state of an optax transformation as Variables.
 
-optax keeps its state in nested tuples and dicts. Here every array of it is an `OptState` with a readable path. A
+optax keeps its state in nested tuples and dicts. Here, each of its arrays is an `OptState` with a readable path. A
 *moment* is an array that belongs to one parameter: optax keeps it under the parameter's path, in a State like that of
-the parameters. It *follows* the parameter: it has its axis names and its sharding, as far as its own shape allows.
+the parameters. It *follows* the parameter: it has the same axis names and sharding, as far as its shape allows.
 """
 
 import itertools
@@ -23,20 +23,20 @@ T = TypeVar("T")
 
 
 class OptState(Variable[T]):
-    """State of an optimizer, kept by `nnx.Optimizer`. The collection "opt_state"."""
+    """An array of optimizer state, kept by `nnx.Optimizer`. The collection "opt_state"."""
 
     __slots__ = ()
     collection = "opt_state"
 
 
 class Moment(NamedTuple):
-    """Which parameter an array of the optimizer state belongs to.
+    """An array of the optimizer state that belongs to a parameter.
 
     Attributes:
         path: the path of the array in the optimizer state.
         parameter: the path of the parameter.
         rank: the number of axes of the parameter.
-        axes: for each axis of the array, that axis of the parameter (`matching_axes`).
+        axes: the axis of the parameter for each axis of the array (`matching_axes`).
     """
 
     path: str
@@ -53,11 +53,11 @@ class Structure:
 
     Attributes:
         tree: the tree around the containers; each container is a leaf of it.
-        boxes: for each leaf of the tree, the path of the parameter whose container it is in; or, of a container that
-            has nothing to do with a parameter, its spec; or None if it is not in a container.
-        values: the structure of the list of what is in the containers.
+        boxes: the container of each leaf: the path of the parameter whose container it is, the spec of a container that
+            does not belong to a parameter, or None for a leaf without a container.
+        values: the structure of the list of values in the containers.
         paths: the path of each array.
-        moments: which arrays belong to a parameter.
+        moments: the arrays that belong to a parameter.
     """
 
     __slots__ = ("tree", "boxes", "values", "paths", "moments", "_hash")
@@ -93,7 +93,7 @@ class Structure:
         return f"Structure({', '.join(self.paths)})"
 
     def __reduce__(self) -> Any:
-        # made again, because hashes of strings differ from process to process
+        # Built again by the constructor, because the hash of a string differs from process to process.
         return Structure, (self.tree, self.boxes, self.values, self.paths, self.moments)
 
 
@@ -111,7 +111,7 @@ def flatten_state(opt_state: Any) -> tuple[list[Any], Any, Any]:
 
 
 def init_state(tx: Any, params: Any) -> Any:
-    """Returns `tx.init(params)`: of abstract parameters an abstract state, which takes no memory."""
+    """Returns `tx.init(params)`; for abstract parameters an abstract state, which takes no memory."""
     abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
     return jax.eval_shape(tx.init, params) if abstract else tx.init(params)
 
@@ -121,7 +121,7 @@ def as_variables(opt_state: Any, params: State) -> tuple[list[tuple[str, Any]], 
     entries = list(_entries(opt_state, params))
     paths = [path for path, *_ in entries]
     if len(set(paths)) < len(paths) or any("/" in path and _is_inside(path, set(paths)) for path in paths):
-        paths = [str(i) for i in range(len(entries))]  # paths that do not tell the arrays apart
+        paths = [str(i) for i in range(len(entries))]  # the readable paths are ambiguous
     variables = [(path, variable) for path, (_, variable, _) in zip(paths, entries, strict=True)]
     moments = [
         moment._replace(path=path) for path, (_, _, moment) in zip(paths, entries, strict=True) if moment is not None
@@ -149,7 +149,7 @@ def _entries(opt_state: Any, params: State) -> Iterator[tuple[str, Any, Moment |
 
 
 def _name_in_state(keys: Any) -> str:
-    """The path that a key path ends in, if it leads into a State."""
+    """Returns the path that a key path ends with, if it leads into a State; else an empty one."""
     return keys[-1].key if keys and isinstance(keys[-1], jax.tree_util.DictKey) else ""
 
 
@@ -174,7 +174,7 @@ def _is_inside(path: str, paths: set[str]) -> bool:
 
 
 def _metadata(param: Any, moment: Moment) -> dict[str, Any]:
-    """The metadata of a moment: those of its parameter, or the names of the axes it kept."""
+    """Returns the metadata of a moment: those of its parameter, or the names of the axes it kept."""
     if not isinstance(param, Node):
         return {}
     if moment.axes == tuple(range(moment.rank)):
@@ -187,7 +187,7 @@ def _metadata(param: Any, moment: Moment) -> dict[str, Any]:
 
 
 def _placed(leaf: Any, value: Any, moment: Moment) -> Any:
-    """A moment on the devices of its parameter, split along the same axes."""
+    """Returns a moment on the devices of its parameter, split along the same axes."""
     if isinstance(leaf, Tracer) or isinstance(value, Tracer):
         return leaf
     sharding = getattr(value, "sharding", None)
@@ -199,7 +199,7 @@ def _placed(leaf: Any, value: Any, moment: Moment) -> Any:
         sharding = NamedSharding(sharding.mesh, kept, memory_kind=sharding.memory_kind)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    # where nobody chose the devices of a parameter, those of its moments stay open as well
+    # If the parameter is not committed to its devices, its moments are not either.
     if not isinstance(value, jax.Array) or not value.committed or leaf.sharding == sharding:
         return leaf
     return jax.device_put(leaf, sharding)

@@ -1,4 +1,4 @@
-"""Reading checkpoints of version 1 of the format, whose array data Orbax wrote. Version 2 is read by `chunk_reader`."""
+"""Reading checkpoints of format version 1, whose array data Orbax wrote. `chunk_reader` reads version 2."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +12,11 @@ from nnx.training.manifest import DamagedError, Manifest
 
 READ_FAILED = "The checkpoint at {path} could not be read: {reason}. Nothing was loaded. Load an earlier one."
 
-_ROOT = "."  # the name of the array where the target was one array, whose path is empty
+_ROOT = "."  # the name of the array if the target was a single array, whose path is empty
 
 
 class OrbaxReader:
-    """Reads parts of the arrays of a checkpoint of version 1, which has no checksums: `check` reads nothing."""
+    """Reads parts of the arrays of a checkpoint of version 1. It has no checksums, so `check` does nothing."""
 
     def __init__(self, directory: Path, manifest: Manifest):
         self._directory, self._manifest = directory, manifest
@@ -46,7 +46,7 @@ class OrbaxReader:
         return {path: self._parts(path, arrays[path or _ROOT], boxes) for path, boxes in wanted.items()}
 
     def _parts(self, path: str, array: Any, boxes: Sequence[Box]) -> list[np.ndarray]:
-        dtype = self._manifest.entries[path].data_dtype  # it may have been stored as a wider one
+        dtype = self._manifest.entries[path].data_dtype  # the array may have been stored in a wider dtype
         return [np.ascontiguousarray(np.asarray(array)[box.slices()]).astype(dtype, copy=False) for box in boxes]
 
     def close(self) -> None:

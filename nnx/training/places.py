@@ -1,7 +1,7 @@
-"""Places: where in the target a value goes, so that the old value itself need not be kept.
+"""Places: descriptions of the values in a target, so that the old values themselves need not be kept.
 
-A place knows what kind of value is expected (a numpy array, a Python number, a `jax.Array` with its sharding) and which
-boxes of the saved array this process has to read for it.
+A place has the kind of value that is expected (a NumPy array, a Python number, a `jax.Array` with its sharding) and
+knows which boxes of the saved array this process has to read for it.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from nnx.training.records import Record
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a value of the target is.
+    """The description of one value in the target.
 
     Attributes:
-        kind: "number" (a Python number or string), "scalar" (a numpy scalar), "numpy" or "jax".
+        kind: "number" (a Python number or string), "scalar" (a NumPy scalar), "numpy" or "jax".
         dtype: the dtype of an array.
-        shape: its shape.
-        sharding: the sharding of an array that is bound to its devices, or None.
+        shape: the shape of an array.
+        sharding: the sharding of an array that is committed to its devices, or None.
         weak: whether it is a scalar of weak type.
         abstract: whether there is no value yet.
     """
@@ -59,17 +59,17 @@ class Place:
         return list(dict.fromkeys(box_of(index, shape) for index in indices if index is not None))
 
     def _is_sharded(self, record: Record) -> bool:
-        """Whether each device gets its own part, and not all of a value that is made on the host."""
+        """Whether each device gets its own part, instead of a whole value made on the host."""
         if self.kind != "jax" or self.sharding is None or record.weak:
             return False
         return record.kind == "array" or isinstance(self.sharding, jax.sharding.NamedSharding)
 
     def value(self, record: Record, parts: Sequence[np.ndarray] | None) -> Any:
-        """Makes the value that goes to this place.
+        """Returns the value for this place.
 
         Args:
             record: the record of the saved value.
-            parts: the data of `boxes`; None where there are none.
+            parts: the data of `boxes`; None if the record has no data.
         """
         if record.kind == "text":
             return record.value
@@ -111,5 +111,5 @@ class Place:
             return np.asarray(array)
         if self.sharding is not None:
             return jax.device_put(array, self.sharding)
-        # an array that may be moved is put where JAX would put it; `device_put` takes aligned memory as it is
+        # An uncommitted array goes where JAX would put it; `device_put` does not copy aligned memory on a CPU.
         return array if isinstance(array, jax.Array) else jax.device_put(array)

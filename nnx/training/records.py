@@ -1,4 +1,4 @@
-"""Records: what an entry of a checkpoint is, without its data, and which dtypes have data at all."""
+"""Records: the description of an entry of a checkpoint, without its data, and the dtypes that can be saved."""
 
 import dataclasses
 import math
@@ -13,11 +13,11 @@ from nnx.core.repr import short
 
 NOT_SAVABLE = """Cannot save {path!r}: {value} is not data. Arrays, keys, numbers, strings, Modules, Contexts and \
 pytrees of them can be saved."""
-ABSTRACT = """Cannot save {path!r}: it is {value}, which has no values. An abstract model (from nnx.eval_shape) can be \
-a target of nnx.load."""
-TRACED = "Cannot save {path!r}: it is {value}. Save outside of jit and other transforms."
-DELETED = """Cannot save {path!r}: its buffer was deleted, most likely donated to a compiled step. Save what the step \
-returned or updated."""
+ABSTRACT = """Cannot save {path!r}: it is {value}, which has no values. An abstract model (from nnx.eval_shape) can \
+only be a target of nnx.load."""
+TRACED = "Cannot save {path!r}: it is {value}. Save it outside of jit and other transforms."
+DELETED = """Cannot save {path!r}: its buffer was deleted, most likely donated to a compiled step. Save the values \
+that the step returned or updated."""
 UNKNOWN_DTYPE = """Cannot save {path!r}: it is a {dtype} array, and checkpoints hold booleans, integers, floats and \
 complex numbers of up to 64 bits per part, in the byte order of this machine. {advice}"""
 
@@ -40,17 +40,17 @@ _PLAIN_DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What an entry is, without its data.
+    """The description of an entry, without its data.
 
     Attributes:
         kind: "array", "key" (typed random keys), "number" (a Python number) or "text" (a string).
         dtype: the name of the dtype, or of the Python type of a number.
-        shape: the shape; of keys, without the words of each key.
-        type: the name of the Variable type it was held in, if any.
+        shape: the shape; that of keys does not include the words of each key.
+        type: the name of the Variable type that held it, if any.
         value: the number (a complex one as its two parts) or text.
         impl: the implementation of the keys.
         weak: whether it was a scalar of weak type.
-        stored: the dtype it has in the files, where version 1 of the format did not know its own.
+        stored: the dtype in the files, if version 1 of the format could not store the original one.
     """
 
     kind: str
@@ -76,17 +76,17 @@ class Record:
 
     @property
     def has_data(self) -> bool:
-        """Whether there are bytes in the files for it."""
+        """Whether the entry has bytes in the data files."""
         return self.kind in ("array", "key") and 0 not in self.shape
 
     @property
     def plain_value(self) -> Any:
-        """The value of a number or text, which the manifest holds itself."""
+        """The value of a number or text, which is part of the manifest."""
         return complex(*self.value) if self.dtype == "complex" else self.value
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        """The shape of the data in the files: of keys, with the words of each key."""
+        """The shape of the data in the files; that of keys includes the words of each key."""
         return (*self.shape, *key_words(self.impl)) if self.kind == "key" else self.shape
 
     @property
@@ -111,7 +111,7 @@ def record_of(path: str, value: Any, type_name: str) -> Record:
     """Returns the record of a leaf.
 
     Raises:
-        TypeError: it cannot be saved.
+        TypeError: the value cannot be saved.
     """
     number = None if isinstance(value, np.generic) else _number_type(value)
     if number is not None:
@@ -138,7 +138,7 @@ def _number_type(value: Any) -> Any:
 
 
 def check_savable(path: str, value: Any) -> None:
-    """Raises if a leaf has no values to save."""
+    """Raises a ValueError if a leaf has no values to save."""
     if isinstance(value, jax.ShapeDtypeStruct):
         raise ValueError(ABSTRACT.format(path=path, value=short(value)))
     if isinstance(value, jax.core.Tracer):
@@ -148,7 +148,7 @@ def check_savable(path: str, value: Any) -> None:
 
 
 def check_dtype(path: str, value: Any) -> None:
-    """Raises if a leaf is a numpy array of a dtype that checkpoints do not hold."""
+    """Raises a TypeError if a leaf is a NumPy array of a dtype that checkpoints cannot hold."""
     if isinstance(value, (np.ndarray, np.generic)) and not is_storable(value.dtype):
         dtype = value.dtype
         if dtype.isnative:
@@ -159,18 +159,18 @@ def check_dtype(path: str, value: Any) -> None:
 
 
 def is_storable(dtype: Any) -> bool:
-    """Whether arrays of a dtype can be saved: the dtypes of JAX, which are also those of every numpy on every host."""
+    """Whether arrays of a dtype can be saved: those are the dtypes of JAX, which every host can read."""
     return dtype.isnative and (dtype.name in _PLAIN_DTYPES or dtype.type.__module__ == "ml_dtypes")
 
 
-# Reading records that somebody else may have written
+# Reading records, which may come from an untrusted source
 
 
 def parse_record(fields: Any) -> Record:
-    """Makes a record of what was found in a manifest.
+    """Returns the record described by the fields of a manifest.
 
     Raises:
-        ValueError: it is not what `Record.to_json` writes.
+        ValueError: the fields are not what `Record.to_json` returns.
     """
     if not isinstance(fields, dict):
         raise ValueError(f"an entry is {short(fields)} instead of an object")
@@ -220,4 +220,4 @@ def _check_dtype(name: str) -> None:
     except (TypeError, ValueError, SyntaxError):
         raise ValueError(f"an array has the unknown dtype {name!r}") from None
     if str(dtype) != name or not is_storable(dtype):
-        raise ValueError(f"an array has the dtype {name!r}, which no checkpoint holds")
+        raise ValueError(f"an array has the dtype {name!r}, which checkpoints cannot hold")

@@ -1,12 +1,12 @@
-"""Renaming the paths of a checkpoint: globs on the left, where what they matched goes on the right."""
+"""Renaming the paths of a checkpoint: each rule has a glob for old paths and a pattern for the new ones."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-BAD_RENAME = """rename maps the paths of the checkpoint to those of the target, as in {{"old/**": "new/**"}}; \
-{old!r}: {new!r} does not: {reason}."""
-MATCHES_NOTHING = "no path of the checkpoint matches {old!r}; the paths there are: {paths}"
-SAME_NAME = "rename={rename} gives {first!r} and {second!r} of the checkpoint the same name, {new!r}."
+BAD_RENAME = """rename maps the paths of the checkpoint to those of the target, as in {{"old/**": "new/**"}}; this \
+does not work for {old!r}: {new!r}, because {reason}."""
+MATCHES_NOTHING = "no path of the checkpoint matches {old!r}; its paths are: {paths}"
+SAME_NAME = "rename={rename} maps {first!r} and {second!r} of the checkpoint to the same name, {new!r}."
 
 
 def renamed(paths: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
@@ -14,9 +14,9 @@ def renamed(paths: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         paths: the paths in the checkpoint.
-        rename: for each pattern the new name. `*` is one segment or a part of one, `**` any number of segments; the
-            n-th wildcard on the right is replaced by what the n-th one on the left matched. The first pattern that
-            matches a path counts.
+        rename: the new name for each pattern. `*` matches one segment or a part of one, `**` any number of segments;
+            the n-th wildcard on the right is replaced by what the n-th one on the left matched. The first pattern that
+            matches a path is used.
 
     Raises:
         ValueError: a pattern matches nothing, or two paths get the same name.
@@ -59,7 +59,7 @@ def _wildcards(segments: Sequence[str]) -> list[str]:
 
 
 def _match(pattern: Sequence[str], segments: Sequence[str]) -> list[str] | None:
-    """Returns what the wildcards of a pattern stand for in a path, or None if it does not match."""
+    """Returns what each wildcard of a pattern matched in a path; None if the pattern does not match."""
     if not pattern:
         return None if segments else []
     head, rest = pattern[0], pattern[1:]

@@ -1,4 +1,4 @@
-"""A save under way, on one process or several: data first, then the manifest, and nobody goes on before it is there."""
+"""A save in progress, on one process or several: first the data, then the manifest; all wait until it is visible."""
 
 import contextlib
 import dataclasses
@@ -32,27 +32,24 @@ from nnx.training.manifest import (
 )
 from nnx.training.records import Record, check_dtype, check_savable, record_of
 
-SAVE_FAILED = "Could not save to {path}: {reason}. Checkpoints that were finished before are intact."
-NOT_A_DIRECTORY = "Could not save to {path}: a checkpoint is a directory, and there is a file of that name."
+SAVE_FAILED = "Could not save to {path}: {reason}. Earlier checkpoints are intact."
+NOT_A_DIRECTORY = "Could not save to {path}: a checkpoint is a directory, and there is a file with that name."
 DIFFERENT_OBJECTS = """The processes save different things to {path}: the paths, shapes or dtypes on process {peer} \
-are not those on process 0. Every process must pass an object of the same structure."""
-
-
-NOT_SHARED = """Process {process} does not see what process 0 wrote to {path}. Save to a disk that all processes \
-share."""
+differ from those on process 0. Every process must pass an object of the same structure."""
+NOT_SHARED = "Process {process} does not see what process 0 wrote to {path}. Save to a disk that all processes share."
 
 VISIBLE_WITHIN = 60.0
-"""How many seconds a shared disk may take to show a process what another one wrote."""
+"""The seconds a shared disk may take until a process sees what another one wrote."""
 
 
 class Saving:
-    """A save under way: when it is made, the values have left the devices; `finish` completes it.
+    """A save in progress. Once it is constructed, the values have left the devices; `finish` completes it.
 
     Args:
-        path: the directory.
-        obj: what to save.
-        info: what else the manifest is to hold.
-        wait: whether `finish` follows at once, so that values can stay where they are until they are written.
+        path: the directory to save to.
+        obj: the object to save.
+        info: additional information for the manifest.
+        wait: whether `finish` follows immediately, so that values can stay on the devices until they are written.
     """
 
     def __init__(
@@ -71,7 +68,7 @@ class Saving:
             self._exchange.together(lambda: self._take(elsewhere, on_hosts=not wait))
 
     def _prepare(self, obj: Any, info: Mapping[str, Any] | None) -> tuple[str, int, list[str]]:
-        """Looks at the object and, on process 0, makes the folder.
+        """Examines the object and, on process 0, creates the data folder.
 
         Returns:
             The name of the folder, a digest of the structure, and the paths of arrays that process 0 has no part of.
@@ -98,7 +95,7 @@ class Saving:
         return data, zlib.crc32(json.dumps(structure).encode()), elsewhere
 
     def _make_folder(self) -> str:
-        """Takes the lock, clears what killed saves left, and makes a folder for the data."""
+        """Acquires the lock, removes what killed saves left behind, and creates a folder for the data."""
         if self._path.exists() and not self._path.is_dir():
             raise CheckpointError(NOT_A_DIRECTORY.format(path=self._path))
         self._path.mkdir(parents=True, exist_ok=True)
@@ -122,10 +119,10 @@ class Saving:
         self._pieces, self._arrays = on_host(pieces) if on_hosts else pieces, {}
 
     def finish(self) -> None:
-        """Waits until the data are written on every process, and makes the checkpoint a finished one.
+        """Waits until every process has written its data, and finishes the checkpoint.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         with self._cleaning_up():
             files = self._exchange.together(self._write)
@@ -138,11 +135,11 @@ class Saving:
         if not pieces:
             return {}
         folder = self._path / self._data
-        self._wait_for(folder.is_dir)  # process 0 made it: a shared disk may show it a little later
+        self._wait_for(folder.is_dir)  # process 0 created it, but a shared disk may show it a little later
         return write_pieces(folder, jax.process_index(), pieces)
 
     def _see(self) -> None:
-        """Waits until this process sees the new manifest, too."""
+        """Waits until this process sees the new manifest as well."""
         if jax.process_index() != 0:
             manifest, data = self._path / FILE_NAME, json.dumps(self._data).encode()
             self._wait_for(lambda: manifest.is_file() and data in manifest.read_bytes())

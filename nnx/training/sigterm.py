@@ -1,8 +1,8 @@
-"""SIGTERM: a program that is told to end finishes the save under way first, and may save once more.
+"""SIGTERM: a program that is told to end first finishes the save in progress, and can save once more.
 
-A signal arrives between two lines of the main thread, in the middle of a step perhaps. So nothing new is saved from
-here: the handler completes what is being written, or notes that the program is to end, and the next `manager.save`
-saves what the training loop hands it. Then the signal is sent again to whoever handled it before.
+A signal arrives between two lines of the main thread, perhaps in the middle of a step, so the handler does not save
+anything new. It completes the save in progress, or records that the program is to end; the next `manager.save` then
+saves what the training loop passes to it. After that, the signal is sent again to the previous handler.
 
 With several processes JAX watches for the signal itself and tells every process at which step all of them stop:
 `jax.experimental.multihost_utils.reached_preemption_sync_point`. No handler is installed then.
@@ -18,24 +18,24 @@ import jax
 
 
 class Saver(Protocol):
-    """What can be told to end."""
+    """An object that can be told to end."""
 
     def end_soon(self) -> bool:
-        """Completes what is being written, if that is possible here; returns whether the program may end now."""
+        """Completes the save in progress, if that is possible here; returns whether the program may end now."""
         ...
 
 
 _savers: dict[int, Saver] = {}
-_before: list[Any] = []  # the handler that was there before ours
+_before: list[Any] = []  # the handler that was installed before ours, if ours is
 
 
 def watch(saver: Saver) -> None:
-    """Has a saver told when SIGTERM arrives. Only the main thread can arrange that; elsewhere nothing happens."""
+    """Registers a saver to be told when SIGTERM arrives. Only the main thread can; elsewhere, this has no effect."""
     if threading.current_thread() is not threading.main_thread() or jax.process_count() > 1:
         return
     if not _before:
         current = signal.getsignal(signal.SIGTERM)
-        if current is None:  # a handler that Python does not know and could not restore
+        if current is None:  # a handler installed from C, which Python could not restore
             return
         _before.append(current)
         signal.signal(signal.SIGTERM, _handle)
@@ -43,7 +43,7 @@ def watch(saver: Saver) -> None:
 
 
 def unwatch(saver: Saver) -> None:
-    """Forgets a saver; without any, the handler of before is put back."""
+    """Unregisters a saver; after the last one, the previous handler is restored."""
     _savers.pop(id(saver), None)
     if not _savers and _before and threading.current_thread() is threading.main_thread():
         _restore()
@@ -59,7 +59,7 @@ def end_now() -> None:
 def _restore() -> None:
     if _before:
         before = _before.pop()
-        if signal.getsignal(signal.SIGTERM) is _handle:  # else somebody has put another one in its place
+        if signal.getsignal(signal.SIGTERM) is _handle:  # else another handler was installed in the meantime
             signal.signal(signal.SIGTERM, before)
 
 

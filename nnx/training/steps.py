@@ -1,9 +1,9 @@
-"""The directory of a run: one checkpoint per step, and a way to abandon later steps that a kill cannot interrupt.
+"""The directory of a run: one checkpoint per step, and a way to abandon later steps that survives being killed.
 
-When a step is saved over an earlier part of the run, the later steps are *abandoned*. They must not be removed before
-the new step is there, and must not be seen after it is. So an *intent* is written first: a small file that names the
-step and the save. As soon as a checkpoint of that very save is finished, later steps are not steps any more, whether
-they have been removed already or not.
+When a run goes back and saves an earlier step, the later steps are *abandoned*. They must not be removed before the new
+step is complete, and must not be visible afterwards. Therefore an *intent* is written first: a small file that names
+the step and the save. As soon as the checkpoint of that save is finished, later steps no longer count, whether or not
+they have been removed yet.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _INTENT = ".abandoned.json"
 
 
 class Steps:
-    """The steps in a directory. Everything that changes it must be done by the holder of its lock."""
+    """The steps in a directory. Only the holder of its lock may change it."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -40,19 +40,19 @@ class Steps:
         return [step for step in steps if last is None or step <= last]
 
     def info(self, step: int) -> dict[str, Any]:
-        """Returns what was noted with a step: its metrics, and which save it is."""
+        """Returns the information stored with a step: its metrics, and the id of the save."""
         manifest = read_manifest_or_none(self.path(step))
         return dict(manifest.info) if manifest is not None else {}
 
     # Abandoning later steps
 
     def intend_to_end_at(self, step: int, save: str) -> None:
-        """Notes that a save, when it is finished, makes its step the last one."""
+        """Records that a save, once it is finished, makes its step the last one."""
         with atomic_file(self.directory / _INTENT) as file:
             file.write(json.dumps({"step": step, "save": save}).encode())
 
     def _last(self) -> int | None:
-        """Returns the step after which all were abandoned, if the save that abandons them is finished."""
+        """Returns the step after which all are abandoned, if the save that abandons them is finished."""
         try:
             with open_regular(self.directory / _INTENT) as file:
                 intent = json.loads(file.read(4096))
@@ -63,7 +63,7 @@ class Steps:
         return step if done else None
 
     def tidy(self) -> None:
-        """Removes abandoned steps and what interrupted removals left."""
+        """Removes abandoned steps and the remains of interrupted removals."""
         for leftover in self.directory.glob(f"{_TRASH}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         last = self._last()
@@ -80,7 +80,7 @@ class Steps:
             self._remove(self.path(step))
 
     def _remove(self, path: Path) -> None:
-        # renamed first: a step that is half removed must not look like one
+        # Renamed first, because a half-removed step must not look like a step.
         trash = self.directory / f"{_TRASH}{path.name}-{unique_token()}"
         with contextlib.suppress(FileNotFoundError):
             os.replace(path, trash)

@@ -25,8 +25,8 @@ class TrainState(Pytree):
         moduledef: the static half of the model.
         params: the State that `tx` trains.
         tx: an optax transformation.
-        step: the number of updates made so far.
-        **more: further fields, e.g. `batch_stats=`, each a State, an array, or anything static.
+        step: the number of updates so far.
+        **more: further fields, e.g. `batch_stats=`; each is a State, an array, or a static value.
 
     >>> import optax
     >>> (params, rest), moduledef = nnx.Linear(2, 3, ctx=nnx.context(0)).partition(nnx.Param, ...)
@@ -50,7 +50,7 @@ class TrainState(Pytree):
     ):
         self.moduledef = moduledef
         self.tx = tx
-        # TreeNode: data even where there are no arrays, as in the optimizer state of plain SGD
+        # TreeNode makes them data even without arrays, as in the optimizer state of plain SGD.
         self.params = TreeNode(params)
         self.opt_state = TreeNode(more.pop("opt_state") if "opt_state" in more else tx.init(_tree(params)))
         self.step = TreeNode(jnp.asarray(step, jnp.int32) if isinstance(step, int) else step)
@@ -58,7 +58,7 @@ class TrainState(Pytree):
             setattr(self, name, value)
 
     def apply(self, *states: State | str) -> Access:
-        """Returns a proxy of the Module that the States make; the names of fields mean their values.
+        """Returns a proxy of the Module that these States build; the name of a field means its value.
 
         `state.apply("params", "batch_stats")(x)` returns `(out, Pure)`, as `moduledef.apply` does.
 
@@ -76,7 +76,7 @@ class TrainState(Pytree):
         """Returns the record after one update: new `params` and `opt_state`, and one more `step`.
 
         Args:
-            grads: the gradients, of the structure of `params`.
+            grads: the gradients, with the structure of `params`.
             tx_args: further arguments of the transformation, e.g. `dict(value=loss)`.
             **replacements: other fields to replace, e.g. `batch_stats=new_batch_stats`.
         """
@@ -87,5 +87,5 @@ class TrainState(Pytree):
 
 
 def _tree(state: State) -> Any:
-    """A State as what optax takes it for: any tree."""
+    """Returns the State itself, typed as any tree, which is how optax declares its arguments."""
     return state

@@ -1,4 +1,4 @@
-"""A few threads that work through what they are given, also while the interpreter is shutting down."""
+"""A small pool of threads that still works while the interpreter is shutting down."""
 
 import queue
 import threading
@@ -13,8 +13,8 @@ T = TypeVar("T")
 class Workers:
     """A small pool of threads; leaving the block waits for all work.
 
-    `concurrent.futures` takes no work once the main thread has ended, and from Python 3.12 on no thread can be started
-    then. A save in the background has to be completed all the same, so without threads the caller does the work.
+    `concurrent.futures` accepts no work once the main thread has ended, and since Python 3.12 no thread can be started
+    then. A save in the background has to be completed nevertheless, so without threads the caller does the work.
     """
 
     def __init__(self, count: int):
@@ -30,7 +30,7 @@ class Workers:
             self._threads.append(thread)
 
     def submit(self, work: Callable[..., T], *args: Any) -> "Future[T]":
-        """Has `work(*args)` done by one of the threads."""
+        """Runs `work(*args)` in one of the threads."""
         future: Future[T] = Future()
         if self._threads:
             self._jobs.put((future, work, args))
@@ -39,14 +39,14 @@ class Workers:
         return future
 
     def map(self, work: Callable[[Any], Any], items: list[Any]) -> None:
-        """Does `work` for every item; the first failure is raised when all are done."""
+        """Runs `work` on every item, and raises the first failure."""
         for future in [self.submit(work, item) for item in items]:
             future.result()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             _do(*job)
-            del job  # it holds the data that were written
+            del job  # it would keep the written data in memory
 
     def close(self) -> None:
         """Waits for all work and ends the threads."""

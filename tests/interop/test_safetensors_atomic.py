@@ -74,7 +74,7 @@ def test_a_full_disk_leaves_the_old_model_and_nothing_else(path, monkeypatch):
                     try:
                         export(path, new)
                     except nnx.CheckpointError as error:
-                        assert "No space left on device. The model that was there before is intact" in str(error)
+                        assert "No space left on device. A model saved there before is still intact" in str(error)
                         if found(path) == old:
                             assert listing(path) == before
                             continue

@@ -1,5 +1,6 @@
 """Saving and loading: round trips, what does not fit, and bad disks."""
 
+import inspect
 import json
 import os
 import resource
@@ -293,6 +294,11 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_reported(tmp_path):
     assert not nnx.LoadReport()
 
 
+@pytest.mark.parametrize("function", [nnx.load, nnx.load_safetensors])
+def test_strict_is_a_keyword_of_every_function_that_loads(function):
+    assert inspect.signature(function).parameters["strict"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
 def test_another_dtype_is_converted_only_on_request(tmp_path):
     nnx.save(tmp_path / "c", nnx.Dict(w=nnx.Param(jnp.array([1.0, 2.0]))))
     target = nnx.Dict(w=nnx.Param(jnp.zeros(2, jnp.bfloat16)))
@@ -366,9 +372,9 @@ def test_a_damaged_or_foreign_manifest_is_noticed(tmp_path):
     manifest.write_text(text[:100])
     check_refused(tmp_path / "c", target, "damaged: manifest.json cannot be read")
     manifest.write_text('{"format": "something", "version": 1}')
-    check_refused(tmp_path / "c", target, "not a checkpoint of this library: .*'something'")
+    check_refused(tmp_path / "c", target, "is not an NNX checkpoint: .*'something'")
     manifest.write_text(json.dumps({**json.loads(text), "version": 99}))
-    check_refused(tmp_path / "c", target, "format version 99; this version of the library reads up to 2")
+    check_refused(tmp_path / "c", target, "format version 99; this version of NNX reads up to version 2")
     manifest.unlink()
     check_refused(tmp_path / "c", target, "not a finished checkpoint: it has no manifest.json.*interrupted")
 

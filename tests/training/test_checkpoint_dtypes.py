@@ -40,7 +40,7 @@ def test_64_bits_without_x64_are_an_error_unless_cast(tmp_path, array):
     assert nnx.load(tmp_path / "c", {"x": array})["x"].dtype == array.dtype  # numpy has them
     abstract = {"x": jax.ShapeDtypeStruct(array.shape, array.dtype)}
     with pytest.raises(
-        nnx.CheckpointError, match=rf"'x' is {array.dtype}\[.*, which JAX holds only with jax_enable_x64"
+        nnx.CheckpointError, match=rf"'x' is {array.dtype}\[.*, which JAX can hold only with jax_enable_x64"
     ):
         nnx.load(tmp_path / "c", abstract)
     back = nnx.load(tmp_path / "c", abstract, cast=True)["x"]

@@ -86,7 +86,7 @@ def test_checksums_are_not_compared_on_request(saved):
     data = bytearray(file.read_bytes())
     data[0] ^= 1
     file.write_bytes(data)
-    refused(saved, r"0\.bin is not as it was saved: the checksum of bytes 0 to 8 differs")
+    refused(saved, r"0\.bin differs from what was saved: the checksum of bytes 0 to 8 does not match")
     assert values(nnx.load(saved, make(1.0), verify=False)) != values(make(2.0))
     assert nnx.load(saved, verify=False)["epoch"] == 2
 

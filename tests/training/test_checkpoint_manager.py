@@ -104,14 +104,14 @@ def test_steps_that_are_not_there_or_there_already_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no finished checkpoint in"):
         manager.load(make_model())
     manager.save(3, make_model(1.0))
-    with pytest.raises(FileNotFoundError, match="no finished checkpoint of step 5 .*the steps there are: 3"):
+    with pytest.raises(FileNotFoundError, match="no finished checkpoint of step 5 .*the available steps are: 3"):
         manager.load(make_model(), step=5)
     with pytest.raises(ValueError, match="Step 3 was saved to .* before"):
         manager.save(3, make_model())
     manager.save(3, make_model(2.0), overwrite=True)
     assert (manager.load(make_model()).w == 2).all()
     for step in (-1, 1.0, True):
-        with pytest.raises(ValueError, match="A step is an int from 0 on"):
+        with pytest.raises(ValueError, match="A step is an integer, 0 or larger"):
             manager.save(step, make_model())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="keep_last >= 1, got 0"):
         nnx.CheckpointManager(tmp_path, keep_last=0)
@@ -231,7 +231,7 @@ def test_integers_of_numpy_and_jax_are_steps(tmp_path):
     manager.wait()
     assert manager.steps() == [2, 3, 4] and manager.load(make_model(), np.int64(3)) is not None
     for step in (np.float32(5), jnp.array(True), np.True_, "5", None, jnp.array([5])):
-        with pytest.raises(ValueError, match="A step is an int from 0 on"):
+        with pytest.raises(ValueError, match="A step is an integer, 0 or larger"):
             manager.save(step, make_model())
 
 

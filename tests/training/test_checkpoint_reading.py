@@ -108,9 +108,9 @@ def test_wildcards_stand_for_what_they_matched(rename, path, new):
 
 def test_a_rename_that_does_nothing_or_too_much_is_refused(tmp_path):
     nnx.save(tmp_path / "c", {"a": 1, "b": 2})
-    with pytest.raises(ValueError, match=r"no path of the checkpoint matches 'x/\*\*'; the paths there are: 'a', 'b'"):
+    with pytest.raises(ValueError, match=r"no path of the checkpoint matches 'x/\*\*'; its paths are: 'a', 'b'"):
         nnx.load(tmp_path / "c", {"a": 0, "b": 0}, rename={"x/**": "y/**"})
-    with pytest.raises(ValueError, match="'a' and 'b' of the checkpoint the same name, 'c'"):
+    with pytest.raises(ValueError, match="'a' and 'b' of the checkpoint to the same name, 'c'"):
         nnx.load(tmp_path / "c", {"a": 0, "b": 0}, rename={"a": "c", "b": "c"})
     with pytest.raises(ValueError, match="both sides must have the same wildcards"):
         nnx.load(tmp_path / "c", {"a": 0, "b": 0}, rename={"a/*": "b"})

@@ -137,9 +137,9 @@ def test_metrics_of_two_processes_merge():
     feed(second, 3)
     first.merge(second)
     check_all(first)
-    with pytest.raises(ValueError, match="merge takes another Average that was made alike, got Welford"):
+    with pytest.raises(ValueError, match="merge takes another Average made with the same arguments, got Welford"):
         nnx.Average().merge(nnx.Welford())
-    with pytest.raises(ValueError, match="made alike"):
+    with pytest.raises(ValueError, match="made with the same arguments"):
         nnx.Average("a").merge(nnx.Average("b"))
 
 

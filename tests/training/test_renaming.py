@@ -34,7 +34,7 @@ def test_a_rule_with_other_wildcards_is_refused(rule):
 
 
 def test_a_rule_that_matches_nothing_and_paths_that_become_one_are_refused():
-    with pytest.raises(ValueError, match="no path of .* matches 'encodr/.*'; the paths there are: 'encoder/w'"):
+    with pytest.raises(ValueError, match="no path of .* matches 'encodr/.*'; its paths are: 'encoder/w'"):
         renamed(["encoder/w"], {"encodr/**": "x/**"})
-    with pytest.raises(ValueError, match="'a' and 'b' of the checkpoint the same name, 'b'"):
+    with pytest.raises(ValueError, match="'a' and 'b' of the checkpoint to the same name, 'b'"):
         renamed(["a", "b"], {"a": "b"})
