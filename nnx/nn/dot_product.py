@@ -222,8 +222,8 @@ def _delegated(
         lengths = (query.shape[-3], key.shape[-3])
         mask = None if mask is None else jnp.broadcast_to(mask, (*mask.shape[:2], *lengths))
         bias = None if bias is None else bias.astype(query.dtype)
-        # Not every version of cuDNN takes a row of length 0 (some return NaN), so such a row gets one key here; `seen`
-        # zeros its output below.
+        # Not every version of cuDNN takes a row of length 0 (some return NaN, some fail), so such a row gets one key
+        # here; `seen` zeros its output below.
         key_lengths = None if key_lengths is None else jnp.maximum(key_lengths, 1)
     out = jax.nn.dot_product_attention(
         _collapsed(query),

@@ -179,6 +179,8 @@ class TestImplementation:
         assert self.choice(q=(8, 128, 12, 264)) == "xla"
         assert self.choice(q=(8, 128, 12, 256)) == "cudnn"
         assert self.choice(q=(8, 128, 12, 256), capability="8.0") == "xla"
+        assert self.choice(k=(8, 0, 12, 64)) == "xla"
+        assert self.choice(q=(8, 0, 12, 64), k=(8, 128, 12, 64)) == "xla"
         assert self.choice(dropout=True) == "xla"
         assert self.choice(weights=True) == "xla"
         assert self.choice(precision="highest") == "xla"
