@@ -7,13 +7,12 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import argparse
 import collections
-import itertools
 import multiprocessing
 import sys
 import time
 
 from tests.fuzz.graphs import Features
-from tests.fuzz.runner import draw, run_program, run_seeds, shrunk
+from tests.fuzz.runner import draw, run_program, shrunk, work
 
 
 def parse() -> argparse.Namespace:
@@ -47,22 +46,17 @@ def show(options: argparse.Namespace) -> int:
     return 1
 
 
-def work(job: tuple[argparse.Namespace, int]) -> tuple[int, list[str]]:
-    options, number = job
-    seeds = itertools.count(options.start + number, options.processes)
-    seeds = itertools.islice(seeds, options.count)
-    count, failures = run_seeds(seeds, features_of(options.without), options.seconds)
-    return count, [(failure.kind, failure.report()) for failure in failures]
-
-
 def search(options: argparse.Namespace) -> int:
     began = time.monotonic()
-    jobs = [(options, number) for number in range(options.processes)]
+    jobs = [
+        (options.start + number, options.processes, options.count, features_of(options.without), options.seconds)
+        for number in range(options.processes)
+    ]
     if options.processes == 1:
-        results = [work(jobs[0])]
+        results = [work(*jobs[0])]
     else:
         with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-            results = pool.map(work, jobs)
+            results = pool.starmap(work, jobs)
     count, taken = sum(count for count, _ in results), time.monotonic() - began
     reports = [report for _, reports in results for report in reports]
     for _, report in reports[:50]:

@@ -174,7 +174,7 @@ def draw_transforms(rng: random.Random, features: Features) -> list[Transform]:
     on = features.enabled(TRANSFORMS.values())
     inner = rng.choices(on, [t.weight for t in on])[0]
     outers = [t for t in on if t.may_contain(inner)]
-    if rng.random() < 0.3 and outers and features.on("nested"):
+    if rng.random() < 0.22 and outers and features.on("nested"):
         return [rng.choices(outers, [t.weight for t in outers])[0], inner]
     return [inner]
 

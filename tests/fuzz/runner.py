@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import random
 import time
 import traceback
@@ -378,3 +379,12 @@ def run_seeds(
         if count % 1000 == 0:  # compiled functions of old programs
             jax.clear_caches()
     return count, failures
+
+
+def work(
+    start: int, step: int, count: int | None, features: Features, seconds: float
+) -> tuple[int, list[tuple[str, str]]]:
+    """One process's share of a long run: how many programs it ran, and the kind and report of each failure."""
+    seeds = itertools.islice(itertools.count(start, step), count)
+    number, failures = run_seeds(seeds, features, seconds)
+    return number, [(failure.kind, failure.report()) for failure in failures]

@@ -422,7 +422,7 @@ def eager_switch(f: Function, g: Function) -> Function:
     return call
 
 
-@transform(eager_switch, 6, many=True, two=True)
+@transform(eager_switch, 4, many=True, two=True)
 def switch(f: Function, g: Function) -> Function:
     branches = [without_extra(f), without_extra(g), without_extra(f)]
 
