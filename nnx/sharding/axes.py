@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from nnx.core.variables import Spec
 
 PARTITION_NAME = "partition_name"
-"""The key in `metadata_params` for the name of the axis along which a scan or vmap stacks Variables."""
+"""The key of `metadata_params` with the name of the axis along which a scan or vmap stacks Variables."""
 
 
 class DefaultAxes(tuple[Any, ...]):
