@@ -100,6 +100,9 @@ class Donation:
         donated = {mark for flag, mark in zip(flags, marks) if flag and mark >= 0}
         kept = {mark for flag, mark in zip(flags, marks) if not flag and mark >= 0}
         self.donatable = _cells_of_only(entry.signature.key, donated - kept) if entry.owner.stateful else set()
+        # JAX takes compiler options for outermost functions only
+        options = {k: v for k, v in entry.owner.options.items() if k != "compiler_options"}
+        self.inner = jax.jit(entry.traced, **options)
         self.by_avals = False
         self.compiled: dict[Any, Variant] = {}
         self.types: set[Any] = set()  # of all cells that were ever traced, before and after
@@ -131,12 +134,12 @@ class Donation:
         return found
 
     def _nested(self, cells: Any, data: Any, forks: Any) -> Any:
-        """The function as it is compiled without donation, for use inside of another.
+        """The function, compiled on its own, for use inside of another.
 
         JAX caches its trace, which does not depend on donation. So looking ahead traces the user's function, and the
         donating function that calls it does not trace it again.
         """
-        return self.entry.jitted(cells, data, forks) if forks else self.entry.jitted(cells, data)
+        return self.inner(cells, data, forks) if forks else self.inner(cells, data)
 
     def traced(self, replaced: frozenset[int], given: Any, kept: Any, forks: Any = ()) -> Any:
         given, kept = iter(given), iter(kept)

@@ -272,8 +272,8 @@ def test_ctrl_c_waits_until_the_target_is_filled(saved, monkeypatch):
         fill_cells(self, values)
 
     monkeypatch.setattr(loading.Entries, "fill_cells", interrupted)
-    target = make(1.0)
+    target, handler = make(1.0), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         nnx.load(saved, target)
     assert values(target) == values(make(2.0))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
