@@ -24,7 +24,7 @@ demo: $(VENV)/.ready-all ## train a small model and show it learning (ARGS="--st
 	@$(BIN)/python $(DEMO) $(ARGS)
 
 test: $(VENV)/.ready-dev ## run every test (ARGS="tests/core -k partition")
-	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -q -n auto --dist loadgroup $(ARGS)
+	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 fuzz: $(VENV)/.ready-dev ## compare lifted with eager on random programs (SECONDS=600 ARGS="--start 1")
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)

@@ -9,7 +9,6 @@ import pytest
 from tests.sharding.programs import HERE, finish, start
 
 LIMIT = 240  # seconds, for all that a program or a pair of them does
-pytestmark = pytest.mark.xdist_group("devices")  # one worker for all, so that the program runs once
 
 
 @pytest.fixture(scope="module")

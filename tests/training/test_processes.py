@@ -68,7 +68,7 @@ def found(directory):
     return json.loads(results.read_text())
 
 
-pytestmark = [pytest.mark.timeout(2 * LIMIT), pytest.mark.xdist_group("processes")]
+pytestmark = pytest.mark.timeout(2 * LIMIT)
 
 
 def test_both_processes_find_what_was_saved_in_each_of_twenty_saves_to_one_path(found):
