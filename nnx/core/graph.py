@@ -9,7 +9,7 @@ with the *plan* for building such a graph again. Nothing here recurses over Modu
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter, getitem, is_
+from operator import attrgetter, getitem
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,7 @@ from nnx.core.info import (
 )
 from nnx.core.refs import Ref
 from nnx.core.state import Layout, State
-from nnx.core.statics import ForeignMethod, Freezer, HoldsState, Statics, detach, watched_unchanged
+from nnx.core.statics import ForeignMethod, Freezer, HoldsState, Statics, comparison, detach
 from nnx.core.ties import NO_TIES, Ties, alias_groups, container_cells
 from nnx.core.trace import current_level
 from nnx.core.trees import fresh, leaf_types
@@ -436,7 +436,8 @@ class Flat:
 
     __slots__ = (
         "key", "statics", "mutables", "dicts", "names", "refs", "ties", "modules", "level", "sown", "writers", "plans",
-        "last_plan", "ready", "_versions", "_counts", "_stamp", "_watch", "_containers", "_indices", "__weakref__",
+        "last_plan", "ready", "watched", "unchanged", "_versions", "_counts", "_stamp", "_watch", "_containers",
+        "_indices", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, walk: Traversal):
@@ -472,6 +473,9 @@ class Flat:
         self.last_plan: Any = None  # the one used last, which is mostly the next one, too
         # the stamp at which nothing needs a look: no watched static value, no container to compare, nothing sown
         self.ready: Any = None if self._watch or self._containers or self.sown else self._stamp
+        # the stamp at which only watched static values need a look, and the function that takes it
+        self.watched: Any = self._stamp if self._watch and not self._containers and not self.sown else None
+        self.unchanged = comparison(self._watch)
         self._indices: dict[Layout, list[int]] = {}
 
     def is_valid(self) -> bool:
@@ -486,7 +490,9 @@ class Flat:
             if not self.sown and not self._containers:
                 self.ready = stamp
             return True
-        return watched_unchanged(self._watch)
+        if not self.sown and not self._containers:
+            self.watched = stamp
+        return self.unchanged()
 
     def _aliases(self) -> tuple[tuple[int, ...], ...]:
         cells = self._containers
@@ -494,15 +500,6 @@ class Flat:
 
     def is_ready(self) -> bool:
         """Whether it is valid, watched static values included, and nothing sown has to be warned of."""
-        if self._stamp is STRUCTURE.stamp and not self._containers and not self.sown:
-            # Only watched values can have changed. Their comparison is written out: a call of a function would cost as
-            # much as the comparison of a small config.
-            for keys, names, values, held in self._watch:
-                if keys is None:
-                    return watched_unchanged(self._watch)
-                if [*keys] != names or not all(map(is_, values, held)):
-                    return False
-            return True
         return self.is_valid() and not self.sown
 
     def values(self) -> list[Any]:

@@ -19,7 +19,7 @@ import struct
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from operator import is_
+from operator import is_, is_not
 from typing import Any
 
 import jax
@@ -301,6 +301,17 @@ def watched_unchanged(watch: list[tuple[Any, Any, Any, Any]]) -> bool:
         if not all(map(is_, values, held)):  # identity, compared in C: 1 -> 1.0 is a change, and == may be anything
             return False
     return True
+
+
+def comparison(watch: list[tuple[Any, Any, Any, Any]]) -> Callable[[], bool]:
+    """Returns `watched_unchanged` for this watch, as a function without arguments.
+
+    A call of a jitted function pays for it, so the usual case, one config that all Modules share, is written out.
+    """
+    if len(watch) != 1 or watch[0][0] is None:
+        return functools.partial(watched_unchanged, watch)
+    keys, names, values, held = watch[0]
+    return lambda: list(keys) == names and not any(map(is_not, values, held))
 
 
 # Copies

@@ -114,7 +114,11 @@ def entrance(me: Any) -> Callable[..., Any]:
                     break
             else:  # the commonest call: a Module, then data
                 flat = first._nnx_info.flat
-                if flat is not None and (flat.ready is structure.stamp or flat.is_ready()):
+                if flat is not None and (
+                    flat.ready is structure.stamp
+                    or (flat.watched is structure.stamp and flat.unchanged())
+                    or flat.is_ready()
+                ):
                     plan = flat.last_plan
                     if plan is None or plan[0] is not token or plan[1] != len(rest) or plan[2] is not current_rules():
                         plan = flat.last_plan = flat.plans.get((token, len(rest), current_rules()))
