@@ -75,7 +75,7 @@ class Exchange:
             work: what to do; its result must be something JSON knows.
 
         Raises:
-            ProcessError: `work` failed on another process, or one has died. An error of its own is raised as it is.
+            ProcessError: `work` failed on another process, or one has died. An error here is raised unchanged.
         """
         if self._count == 1:
             return [work()]

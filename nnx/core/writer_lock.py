@@ -138,7 +138,7 @@ class WriterLock:
             raise TimeoutError(LOST.format(path=self._path, holder=holder, stale=self._stale_after))
 
     def release(self) -> None:
-        """Gives the lock back, if it is held."""
+        """Releases the lock if this object holds it."""
         self._released.set()
         if self._holder is not None:
             found = _read(self.file)

@@ -1,9 +1,9 @@
-"""The way into a jitted function that every step takes: a call like an earlier one, from what was remembered of it.
+"""The fast path into a jitted function: a call that repeats an earlier one reuses what was remembered of it.
 
-A *plan* is all that a repeated call needs: the entry, the cells to gather and those to write. It lies with the flat
-form of the Modules, which ends with any change of their structure, and holds the entry weakly, so that neither keeps
-the other alive. A *frame* says where Modules, Contexts and data stand in a call whose arguments are single leaves.
-Whatever does not repeat goes the general way, `Jit.call`.
+A *plan* is all that a repeated call needs: the entry, the cells to gather and those to write. It is stored in the flat
+form of the Modules, which ends with any change of their structure, and refers to the entry weakly, so that neither
+keeps the other alive. A *frame* records the positions of Modules, Contexts and data in a call whose arguments are
+single leaves. Calls that do not repeat take the general path, `Jit.call`.
 """
 
 import weakref
