@@ -148,7 +148,9 @@ def entrance(me: Any) -> Callable[..., Any]:
         if frame is None:
             return me.call(args, kwargs)
         flat = joint_flat_if_cached([values[i] for i in frame.modules])
-        if flat is None or not (flat.ready is structure.stamp or flat.is_ready()):
+        if flat is None or not (
+            flat.ready is structure.stamp or (flat.watched is structure.stamp and flat.unchanged()) or flat.is_ready()
+        ):
             return me.call(args, kwargs)
         plan = flat.last_plan
         if plan is None or plan[0] is not token or plan[1] is not frame or plan[2] is not current_rules():
