@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from nnx.core.graph import GraphKey, module_path
 from nnx.core.info import join
 from nnx.transforms.annotations import R
-from nnx.transforms.bodies import check_aliases, check_structure
-from nnx.transforms.lift import Call, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
+from nnx.transforms.body_rules import check_aliases, check_structure
+from nnx.transforms.effects import Call, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
 from nnx.transforms.rewrite import Rewrite
 
 OUTPUTS_DISAGREE = """{name}: the branches disagree in structure: branch 0 returns {first}, branch {number} returns \

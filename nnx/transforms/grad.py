@@ -20,9 +20,9 @@ from nnx.transforms.annotations import (
     ValueAndDerivativeDecorator,
     ValueAndGradDecorator,
 )
-from nnx.transforms.differentiate import Part
-from nnx.transforms.lift import Outcome, commit, discard, target_of
-from nnx.transforms.wrapper import decorator
+from nnx.transforms.decorators import decorator
+from nnx.transforms.differentiated_part import Part
+from nnx.transforms.effects import Outcome, commit, discard, target_of
 
 
 @overload

@@ -7,9 +7,9 @@ import jax
 
 from nnx.transforms.annotations import Decorator, P, R, RematOptions
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
-from nnx.transforms.lift import Call, commit, discard, run, target_of
-from nnx.transforms.maps import is_init_method
-from nnx.transforms.wrapper import decorator
+from nnx.transforms.decorators import decorator
+from nnx.transforms.effects import Call, commit, discard, run, target_of
+from nnx.transforms.vmap import is_init_method
 
 
 @overload

@@ -9,7 +9,7 @@ from typing import Any
 
 from nnx.core.graph import ABSENT, GraphKey, is_static, module_path
 from nnx.core.info import MODULE, join
-from nnx.transforms.lift import cell_paths
+from nnx.transforms.effects import cell_paths
 from nnx.transforms.rewrite import UNTIED, Rewrite, data_attributes
 
 BODY_CHANGES_STRUCTURE = """{name}: the body {what} {path!r}. It runs many times, or maybe never, so the structure of \

@@ -22,10 +22,10 @@ from nnx.core.trace import is_of_this_trace
 from nnx.core.variables import Container, Spec
 from nnx.sharding.axes import PARTITION_NAME, add_axis, remove_axis
 from nnx.sharding.defaults import name_whole_axes
-from nnx.transforms.bodies import NEW_VARIABLE, check_aliases, check_structure
+from nnx.transforms.body_rules import NEW_VARIABLE, check_aliases, check_structure
+from nnx.transforms.effects import DATA, Call, Effects, cell_paths, sort_of
+from nnx.transforms.effects import MODULE as MODULE_LEAF
 from nnx.transforms.entered import Entered
-from nnx.transforms.lift import DATA, Call, Effects, cell_paths, sort_of
-from nnx.transforms.lift import MODULE as MODULE_LEAF
 from nnx.transforms.rewrite import Rewrite
 
 CARRY, BROADCAST = "carry", "broadcast"

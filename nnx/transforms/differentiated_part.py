@@ -26,7 +26,7 @@ from nnx.core.info import NODE, TREE
 from nnx.core.state import State
 from nnx.core.variables import Container
 from nnx.transforms.arguments import Selection, leaf_flags
-from nnx.transforms.lift import DATA, MODULE, Call, Outcome, Returned, run, sort_of, unique
+from nnx.transforms.effects import DATA, MODULE, Call, Outcome, Returned, run, sort_of, unique
 
 INTEGER_LEAF = """{name} was asked for the gradient of {path!r}, {kind} of dtype {dtype}: only float and complex \
 values \

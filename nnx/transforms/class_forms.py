@@ -10,10 +10,10 @@ from typing import Any, Generic, Unpack
 from nnx.core.module import Module
 from nnx.core.proxies import Access
 from nnx.transforms.annotations import M, P, RematOptions, ScanOptions, VmapOptions
-from nnx.transforms.axes import Axes
-from nnx.transforms.loops import scan
-from nnx.transforms.maps import construct, vmap
 from nnx.transforms.remat import remat
+from nnx.transforms.scan import scan
+from nnx.transforms.stacking import Axes
+from nnx.transforms.vmap import construct, vmap
 
 
 class Wrapper(Module):

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from nnx.core.graph import GraphKey
 from nnx.core.trees import leaf_types
 from nnx.transforms.arguments import leaf_flags
-from nnx.transforms.lift import Call, Effects
+from nnx.transforms.effects import Call, Effects
 
 
 class OtherChangeSet(Exception):

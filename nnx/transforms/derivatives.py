@@ -14,9 +14,9 @@ from nnx.core.filters import Filter
 from nnx.core.state import State
 from nnx.core.variables import Param
 from nnx.transforms.annotations import A, DerivativeDecorator, Differentiated, JacobianOptions, P, R
-from nnx.transforms.differentiate import Part, as_tangents, with_modules, without_modules
-from nnx.transforms.lift import Outcome, commit, discard, target_of
-from nnx.transforms.wrapper import decorator
+from nnx.transforms.decorators import decorator
+from nnx.transforms.differentiated_part import Part, as_tangents, with_modules, without_modules
+from nnx.transforms.effects import Outcome, commit, discard, target_of
 
 
 def _all(count: int) -> tuple[int, ...]:

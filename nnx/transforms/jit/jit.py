@@ -23,10 +23,8 @@ from nnx.core.trace import current_level
 from nnx.sharding.rules import get_logical_axis_rules
 from nnx.transforms.annotations import JitDecorator, JitOptions, JitWrapped, P, R
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
-from nnx.transforms.donation import Donation
-from nnx.transforms.entrance import Memory, NeedsCaller, entrance
-from nnx.transforms.jit_shardings import constrain_outcome, input_shardings
-from nnx.transforms.lift import (
+from nnx.transforms.decorators import dress
+from nnx.transforms.effects import (
     Call,
     Effects,
     Outcome,
@@ -37,7 +35,9 @@ from nnx.transforms.lift import (
     run,
     target_of,
 )
-from nnx.transforms.wrapper import dress
+from nnx.transforms.jit.donation import Donation
+from nnx.transforms.jit.fast_path import Memory, NeedsCaller, entrance
+from nnx.transforms.jit.shardings import constrain_outcome, input_shardings
 
 RETRACES_BEFORE_WARNING = 10
 MAX_ENTRIES = 256  # compiled signatures of one function; a program that needs more has a value that never repeats

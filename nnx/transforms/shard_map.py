@@ -11,7 +11,8 @@ from nnx.core.filters import to_predicate
 from nnx.core.info import ModuleBase
 from nnx.core.variables import Spec
 from nnx.transforms.annotations import Decorator, M, P, R
-from nnx.transforms.lift import (
+from nnx.transforms.decorators import decorator
+from nnx.transforms.effects import (
     Call,
     Effects,
     Outcome,
@@ -24,7 +25,6 @@ from nnx.transforms.lift import (
     sort_of,
     target_of,
 )
-from nnx.transforms.wrapper import decorator
 
 TWO_SPECS = """nnx.shard_map: one container is the value of {path!r} ({spec}) and of {other!r} ({other_spec}). It has \
 one value, so it has one spec: make the filters of in_specs agree on it, or give each attribute its own container."""

@@ -8,19 +8,10 @@ import jax.numpy as jnp
 
 from nnx.core.graph import GraphKey
 from nnx.transforms.annotations import Decorator, P, R, ScanOptions, T
-from nnx.transforms.axes import (
-    BROADCAST,
-    CARRY,
-    READ_ONLY,
-    Axes,
-    argument_labels,
-    check_module_axes,
-    data_axes,
-    move_axis,
-)
-from nnx.transforms.bodies import NEW_VARIABLE, check_aliases, check_structure
-from nnx.transforms.lift import MODULE as MODULE_LEAF
-from nnx.transforms.lift import (
+from nnx.transforms.body_rules import NEW_VARIABLE, check_aliases, check_structure
+from nnx.transforms.decorators import decorator
+from nnx.transforms.effects import MODULE as MODULE_LEAF
+from nnx.transforms.effects import (
     Call,
     Effects,
     Entered,
@@ -34,8 +25,17 @@ from nnx.transforms.lift import (
     sort_of,
     target_of,
 )
-from nnx.transforms.maps import assemble, is_init_method, stacked_init
-from nnx.transforms.wrapper import decorator
+from nnx.transforms.stacking import (
+    BROADCAST,
+    CARRY,
+    READ_ONLY,
+    Axes,
+    argument_labels,
+    check_module_axes,
+    data_axes,
+    move_axis,
+)
+from nnx.transforms.vmap import assemble, is_init_method, stacked_init
 
 NOT_A_PAIR = """nnx.scan: the body must return a pair, (carry, y); {name} returned {got}. With nothing to collect, \
 return \

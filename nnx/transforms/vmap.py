@@ -9,9 +9,9 @@ from nnx.core.attributes import settle
 from nnx.core.graph import is_static
 from nnx.core.info import new_module
 from nnx.transforms.annotations import Decorator, P, R, VmapOptions
-from nnx.transforms.axes import Axes, argument_labels, check_module_axes, data_axes, move_axis
-from nnx.transforms.lift import Call, Effects, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
-from nnx.transforms.wrapper import decorator
+from nnx.transforms.decorators import decorator
+from nnx.transforms.effects import Call, Effects, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
+from nnx.transforms.stacking import Axes, argument_labels, check_module_axes, data_axes, move_axis
 
 
 def map_call(

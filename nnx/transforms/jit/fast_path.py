@@ -15,7 +15,7 @@ from nnx.core.graph import joint_flat_if_cached
 from nnx.core.info import STRUCTURE, ModuleBase, WeakRegistry
 from nnx.core.trace import current_level
 from nnx.sharding.rules import current_rules
-from nnx.transforms.lift import CONTEXT, DATA, MODULE, Call, data_types, sort_of
+from nnx.transforms.effects import CONTEXT, DATA, MODULE, Call, data_types, sort_of
 
 
 class NeedsCaller(Exception):

@@ -11,7 +11,7 @@ from nnx.core.graph import GraphKey
 from nnx.core.info import ModuleBase, join
 from nnx.core.variables import Spec
 from nnx.transforms.arguments import StaticArgument
-from nnx.transforms.lift import DATA, Call, Effects, Outcome, Returned, sort_of
+from nnx.transforms.effects import DATA, Call, Effects, Outcome, Returned, sort_of
 
 
 def input_shardings(shardings: Any, call: Call, args: tuple[Any, ...], bound: int) -> tuple[list[Any], tuple[Any, ...]]:

@@ -20,8 +20,9 @@ from nnx.core.graph import joint_flat_of
 from nnx.core.moduledef import ModuleDef
 from nnx.core.variables import Param
 from nnx.transforms.annotations import CustomOptions, P, Q, R, T
-from nnx.transforms.differentiate import Part, positions_of, with_modules, without_modules, zero_tangent
-from nnx.transforms.lift import (
+from nnx.transforms.decorators import decorator, dress
+from nnx.transforms.differentiated_part import Part, positions_of, with_modules, without_modules, zero_tangent
+from nnx.transforms.effects import (
     Call,
     Effects,
     Entered,
@@ -33,7 +34,6 @@ from nnx.transforms.lift import (
     leave,
     target_of,
 )
-from nnx.transforms.wrapper import decorator, dress
 
 F = TypeVar("F", bound=Callable[..., Any])
 
