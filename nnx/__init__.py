@@ -86,14 +86,14 @@ from nnx.transforms.derivatives import jacrev as jacrev
 from nnx.transforms.derivatives import jvp as jvp
 from nnx.transforms.derivatives import linearize as linearize
 from nnx.transforms.derivatives import vjp as vjp
+from nnx.transforms.eval_shape import eval_shape as eval_shape
 from nnx.transforms.grad import grad as grad
 from nnx.transforms.grad import value_and_grad as value_and_grad
 from nnx.transforms.jit.jit import jit as jit
+from nnx.transforms.loops import fori_loop as fori_loop
+from nnx.transforms.loops import while_loop as while_loop
 from nnx.transforms.remat import remat as remat
-from nnx.transforms.scan import fori_loop as fori_loop
 from nnx.transforms.scan import scan as scan
-from nnx.transforms.scan import while_loop as while_loop
-from nnx.transforms.shard_map import eval_shape as eval_shape
 from nnx.transforms.shard_map import shard_map as shard_map
 from nnx.transforms.vmap import vmap as vmap
 

@@ -14,9 +14,10 @@ from nnx.core.filters import Filter
 from nnx.core.state import State
 from nnx.core.variables import Param
 from nnx.transforms.annotations import A, DerivativeDecorator, Differentiated, JacobianOptions, P, R
+from nnx.transforms.call import target_of
 from nnx.transforms.decorators import decorator
 from nnx.transforms.differentiated_part import Part, as_tangents, with_modules, without_modules
-from nnx.transforms.effects import Outcome, commit, discard, target_of
+from nnx.transforms.effects import Outcome, finish
 
 
 def _all(count: int) -> tuple[int, ...]:
@@ -37,7 +38,7 @@ def _with_aux(pure: Callable[[Any], Outcome], has_aux: bool) -> Callable[[Any], 
 def _finish(part: Part, out: Any, outcome: Outcome, stateful: bool) -> tuple[Any, Any]:
     """Commits what happened; returns the output and the auxiliary output, with the caller's Modules in them."""
     whole = Outcome(outcome.values, (out, outcome.out), outcome.effects)
-    return commit(part.call, whole) if stateful else discard(part.call, whole)
+    return finish(part.call, whole, stateful)
 
 
 @overload
@@ -193,7 +194,7 @@ def _jacobian(
             return out, outcome
 
         jacobian, outcome = transform(function, has_aux=True, **options)(part.primals())
-        aux = commit(part.call, outcome) if stateful else discard(part.call, outcome)
+        aux = finish(part.call, outcome, stateful)
         leaves = [part.pack(*inner) for inner in structure[0].flatten_up_to(jacobian)]
         packed = without_modules(jax.tree.unflatten(structure[0], leaves))
         return (packed, aux) if has_aux else packed
@@ -359,7 +360,7 @@ def hessian(
             return out, outcome
 
         blocks, outcome = jax.hessian(function, has_aux=True, holomorphic=holomorphic)(part.primals())
-        aux = commit(part.call, outcome) if stateful else discard(part.call, outcome)
+        aux = finish(part.call, outcome, stateful)
         cells, data = part.primals()
         inner = jax.tree.structure((cells, data))
 

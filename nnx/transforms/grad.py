@@ -20,9 +20,10 @@ from nnx.transforms.annotations import (
     ValueAndDerivativeDecorator,
     ValueAndGradDecorator,
 )
+from nnx.transforms.call import target_of
 from nnx.transforms.decorators import decorator
 from nnx.transforms.differentiated_part import Part
-from nnx.transforms.effects import Outcome, commit, discard, target_of
+from nnx.transforms.effects import Outcome, finish
 
 
 @overload
@@ -87,7 +88,7 @@ def value_and_grad(
         (value, outcome), (cells, data) = transform(part.primals())
         if reduce_axes:
             cells, data = jax.lax.psum((cells, data), tuple(reduce_axes))
-        _, aux = commit(part.call, outcome) if stateful else discard(part.call, outcome)
+        _, aux = finish(part.call, outcome, stateful)
         return ((value, aux) if has_aux else value), part.pack(cells, data)
 
     return lifted

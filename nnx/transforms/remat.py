@@ -7,8 +7,9 @@ import jax
 
 from nnx.transforms.annotations import Decorator, P, R, RematOptions
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
+from nnx.transforms.call import Call, target_of
 from nnx.transforms.decorators import decorator
-from nnx.transforms.effects import Call, commit, discard, run, target_of
+from nnx.transforms.effects import finish, run
 from nnx.transforms.vmap import is_init_method
 
 
@@ -58,7 +59,7 @@ def remat(
 
         checkpointed = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
         outcome = checkpointed(call.cells(), call.data, call.forks())
-        return commit(call, outcome) if stateful else discard(call, outcome)
+        return finish(call, outcome, stateful)
 
     return lifted
 

@@ -1,4 +1,4 @@
-"""`scan`, `while_loop` and `fori_loop`: bodies that run many times, with Modules handed from step to step."""
+"""`scan`: a body that runs step by step, with Modules sliced, handed on, or shared as the options say."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack, overload
@@ -7,29 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from nnx.core.graph import GraphKey
-from nnx.transforms.annotations import Decorator, P, R, ScanOptions, T
-from nnx.transforms.body_rules import NEW_VARIABLE, check_aliases, check_structure
+from nnx.transforms.annotations import Decorator, P, R, ScanOptions
+from nnx.transforms.call import Call, is_module, target_of
 from nnx.transforms.decorators import decorator
-from nnx.transforms.effects import MODULE as MODULE_LEAF
-from nnx.transforms.effects import (
-    Call,
-    Effects,
-    Entered,
-    Outcome,
-    Returned,
-    cell_paths,
-    commit,
-    discard,
-    enter_call,
-    leave,
-    sort_of,
-    target_of,
-)
+from nnx.transforms.effects import Effects, Outcome, Returned, cell_paths, enter_call, finish, leave
+from nnx.transforms.entered import Entered
 from nnx.transforms.stacking import (
     BROADCAST,
     CARRY,
     READ_ONLY,
-    Axes,
+    Stacking,
     argument_labels,
     check_module_axes,
     data_axes,
@@ -38,19 +25,18 @@ from nnx.transforms.stacking import (
 from nnx.transforms.vmap import assemble, is_init_method, stacked_init
 
 NOT_A_PAIR = """nnx.scan: the body must return a pair, (carry, y); {name} returned {got}. With nothing to collect, \
-return \
-`carry, None`."""
+return `carry, None`."""
+
+TOO_FEW_ARGUMENTS = "nnx.scan({name}) takes (module, carry, xs, ...), got {count} arguments."
 
 TOO_MANY_AXES = """nnx.scan: in_axes has {given} entries, but {name} was called with {rest} arguments after the carry. \
 The Module and the carry have no entry: in_axes is for what follows them."""
 
-OTHER_CARRY = """{name}: the body received {what} of the structure {before} and returned {after}. What is handed \
-from step \
-to step must keep its structure."""
+OTHER_CARRY = """{name}: the body received {what} of the structure {before} and returned {after}. What is handed from \
+step to step must keep its structure."""
 
-OTHER_TYPE = """{name}: the body changed the type of {path!r} from {before} to {after}. What is carried from step \
-to step \
-must keep shape and dtype: cast it inside the body, or give it the right type before."""
+OTHER_TYPE = """{name}: the body changed the type of {path!r} from {before} to {after}. What is carried from step to \
+step must keep its shape and dtype: cast it inside the body, or give it the right type before."""
 
 
 @overload
@@ -110,7 +96,7 @@ def scan(
     >>> float(carry), ys.tolist()
     (6.0, [1.0, 1.0, 2.0])
     """
-    axes = Axes.of(
+    stacking = Stacking.of(
         "nnx.scan",
         "length",
         variable_axes,
@@ -121,27 +107,29 @@ def scan(
         metadata_params,
         data_transform,
     )
-    axes.require_size()
+    stacking.require_size()
     if is_init_method(fun, is_init):
-        return stacked_init(axes, fun)
+        return stacked_init(stacking, fun)
     target = target_of(fun, "nnx.scan")
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
         args = (*target.bound, *args)
         if len(args) < 2:
-            raise TypeError(f"nnx.scan({target.name}) takes (module, carry, xs, ...), got {len(args)} arguments.")
-        steps = Steps(axes, target.fun, target.name, args, kwargs, in_axes)
-        outcome = steps.run(out_axes, reverse, unroll)
-        return commit(steps.call, outcome) if stateful else discard(steps.call, outcome)
+            raise TypeError(TOO_FEW_ARGUMENTS.format(name=target.name, count=len(args)))
+        scanned = ScanCall(stacking, target.fun, target.name, args, kwargs, in_axes)
+        outcome = scanned.run(out_axes, reverse, unroll)
+        return finish(scanned.call, outcome, stateful)
 
     return lifted
 
 
-class Steps:
+class ScanCall:
     """One call of a scanned function."""
 
-    def __init__(self, axes: Axes, fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], in_axes: Any):
-        self.axes, self.fun, self.name = axes, fun, name
+    def __init__(
+        self, stacking: Stacking, fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], in_axes: Any
+    ):
+        self.stacking, self.fun, self.name = stacking, fun, name
         self.call: Call = Call(args, kwargs)
         rest = len(args) - 2
         after = tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,) + (None,) * (rest - 1)
@@ -149,22 +137,22 @@ class Steps:
         if isinstance(in_axes, (tuple, list)):
             if len(in_axes) > rest:
                 raise ValueError(TOO_MANY_AXES.format(given=len(in_axes), rest=rest, name=name))
-            check_module_axes(axes, "in_axes", after, args[2:], argument_labels(len(args))[2:])
-        self.data_axes, labels = data_axes(axes.name, (None, None, *after), args, kwargs, None)
-        flags, _ = data_axes(axes.name, (None, 0, *(None,) * rest), args, kwargs, None)
+            check_module_axes(stacking, "in_axes", after, args[2:], argument_labels(len(args))[2:])
+        self.data_axes, labels = data_axes(stacking.name, (None, None, *after), args, kwargs, None)
+        flags, _ = data_axes(stacking.name, (None, 0, *(None,) * rest), args, kwargs, None)
         self.carry_data: list[int] = [i for i, flag in enumerate(flags) if flag is not None]
         self.slice_data: list[int] = [i for i, axis in enumerate(self.data_axes) if axis is not None]
-        self.groups: list[Any] = axes.groups(self.call)
-        self.size: int = axes.find_size(self.call, self.groups, self.data_axes, labels)
+        self.groups: list[Any] = stacking.groups(self.call)
+        self.size: int = stacking.find_size(self.call, self.groups, self.data_axes, labels)
         self.carry_cells: list[int] = [i for i, group in enumerate(self.groups) if group == CARRY]
         self.stacked_cells: list[int] = [i for i, group in enumerate(self.groups) if isinstance(group, int)]
-        self.carry_structure: Any = _carry_structure(args[1], self.call)
-        self.inner: GraphKey | None = axes.inner_key(self.call.signature.key, self.groups)
+        self.carry_structure: Any = carry_structure(args[1], self.call)
+        self.inner: GraphKey | None = stacking.inner_key(self.call.signature.key, self.groups)
         self.found: list[Any] = []
 
     def run(self, out_axes: Any, reverse: bool, unroll: Any) -> Outcome:
         call, cells, data = self.call, self.call.cells(), self.call.data
-        split, shared = self.axes.keys(call, self.size)
+        split, shared = self.stacking.keys(call, self.size)
         init = ([cells[i] for i in self.carry_cells], [data[i] for i in self.carry_data])
         xs = (
             [move_axis(cells[i], self.groups[i], 0) for i in self.stacked_cells],
@@ -184,14 +172,14 @@ class Steps:
         effects, out_groups = self.found[0]
         by_cell = dict(zip(self.carry_cells, final))
         others = iter(
-            [by_cell[_origin(effects, self.inner, cell)] for cell in _outputs(effects) if out_groups[cell] == CARRY]
+            [by_cell[_origin(effects, self.inner, cell)] for cell in effects.outputs() if out_groups[cell] == CARRY]
         )
         ys = jax.tree.map(lambda y, a: jnp.moveaxis(y, 0, a), ys, _spread(out_axes, ys))
         out = (jax.tree.unflatten(self.carry_structure, final_data), ys)
-        return assemble(self.axes, effects, out_groups, iter(stacked), others, out)
+        return assemble(self.stacking, effects, out_groups, iter(stacked), others, out)
 
     def _with_labels(self, text: str) -> str:
-        """An error of `jax.lax.scan` with the carry as the user wrote it."""
+        """Returns an error text of `jax.lax.scan` with the carry as the user wrote it."""
         leaves = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(self.carry_structure, self.carry_data))
         for number, (path, _) in enumerate(leaves):
             text = text.replace(f"carry[1][{number}]", f"carry{jax.tree_util.keystr(path)}")
@@ -206,61 +194,57 @@ class Steps:
         for numbers, values in ((self.carry_data, carried_data), (self.slice_data, data_slices)):
             for i, value in zip(numbers, values):
                 data[i] = value
-        contexts = self.axes.contexts(self.call, split, shared)
+        contexts = self.stacking.contexts(self.call, split, shared)
         signature = self.call.signature._replace(key=self.inner)
-        cells = self.axes.transformed(self.inner, cells)
+        cells = self.stacking.transformed(self.inner, cells)
         entered, args, kwargs = enter_call(signature, self.call.statics, cells, data, contexts)
         out = self.fun(*args, **kwargs)
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             raise TypeError(NOT_A_PAIR.format(name=self.name, got=type(out).__name__))
         if not isinstance(out_axes, int):
-            check_module_axes(self.axes, "out_axes", [out_axes], [out[1]], ["the collected result"])
-        outcome = leave(entered, self.axes.name_new_axes(entered, (out[0], out[1])), self.axes.name)
+            check_module_axes(self.stacking, "out_axes", [out_axes], [out[1]], ["the collected result"])
+        outcome = leave(entered, self.stacking.name_new_axes(entered, (out[0], out[1])), self.stacking.name)
         return self._collect(entered, outcome, cells)
 
     def _collect(self, entered: Entered, outcome: Outcome, cells: list[Any]) -> Any:
         effects = outcome.effects
-        out_groups = self.axes.output_groups(self.inner, self.groups, effects)
+        out_groups = self.stacking.output_groups(self.inner, self.groups, effects)
         self.found[:] = [(effects, out_groups)]
         stacked = []
-        for cell, value in zip(_outputs(effects), outcome.values):
+        for cell, value in zip(effects.outputs(), outcome.values):
             if isinstance(out_groups[cell], int):
                 stacked.append(value)
             elif out_groups[cell] == BROADCAST:
                 path = cell_paths(self.inner)[_origin(effects, self.inner, cell)]
-                raise ValueError(READ_ONLY.format(name=self.axes.name, path=path))
+                raise ValueError(READ_ONLY.format(name=self.stacking.name, path=path))
         carry_out, y = outcome.out
         structure = jax.tree.structure(carry_out)
         if structure != self.carry_structure:
             text = {"what": "a carry", "before": self.carry_structure, "after": structure}
-            raise TypeError(OTHER_CARRY.format(name=self.axes.name, **text))
-        carried = current_values(self.axes.name, self.inner, entered, self.carry_cells)
+            raise TypeError(OTHER_CARRY.format(name=self.stacking.name, **text))
+        carried = current_values(self.stacking.name, self.inner, entered, self.carry_cells)
         return (carried, jax.tree.leaves(carry_out)), (stacked, y)
 
 
-def _outputs(effects: Effects) -> Any:
-    return effects.changed if effects.rewrite is None else effects.rewrite.outputs()
-
-
 def _origin(effects: Effects, before: GraphKey | None, cell: int) -> int:
-    """The cell before the body that an output cell was."""
+    """Returns the number that an output cell had before the body."""
     if effects.rewrite is None:
         return cell
     at, name, _ = effects.rewrite.key.cells[cell]
     return next(i for i, (a, n, _) in enumerate(before.cells) if (a, n) == (at, name))
 
 
-def _carry_structure(carry: Any, call: Call) -> Any:
-    """The structure of the carry, with the Modules in it by number."""
+def carry_structure(carry: Any, call: Call) -> Any:
+    """Returns the structure of a carry, with numbers in place of its Modules and Contexts."""
     key = call.signature.key
     roots = list(dict.fromkeys(key.table[0])) if key is not None else []
     numbers = {id(root): number for root, number in zip(call.roots, roots)}
-    numbered = jax.tree.map(lambda x: Returned(numbers[id(x)]) if sort_of(x) == MODULE_LEAF else x, carry)
-    return jax.tree.structure(_with_contexts_by_number(numbered, call.contexts))
+    numbered = jax.tree.map(lambda x: Returned(numbers[id(x)]) if is_module(x) else x, carry)
+    return jax.tree.structure(with_contexts_by_number(numbered, call.contexts))
 
 
-def _with_contexts_by_number(value: Any, contexts: Sequence[Any]) -> Any:
-    """A carried value with its Contexts by number: one that is handed on stands for the caller's own."""
+def with_contexts_by_number(value: Any, contexts: Sequence[Any]) -> Any:
+    """Returns a carried value with numbers in place of its Contexts: one that is handed on is the caller's own."""
     numbers = {id(ctx): -2 - n for n, ctx in enumerate(contexts)}
     return jax.tree.map(
         lambda x: Returned(numbers[id(x)]) if id(x) in numbers else x, value, is_leaf=lambda x: isinstance(x, Returned)
@@ -268,17 +252,17 @@ def _with_contexts_by_number(value: Any, contexts: Sequence[Any]) -> Any:
 
 
 def _spread(axes: Any, tree: Any) -> Any:
-    """One axis per leaf of `tree`, from a prefix of it."""
+    """Returns one axis per leaf of `tree`, from axes for a prefix of it."""
     if isinstance(axes, int):
         return jax.tree.map(lambda _: axes, tree)
     return jax.tree.map(lambda a, sub: jax.tree.map(lambda _: a, sub), axes, tree, is_leaf=lambda a: a is None)
 
 
 def current_values(name: str, key: GraphKey | None, entered: Entered, cells: Sequence[int]) -> list[Any]:
-    """What cells hold at the end of a body.
+    """Returns what cells hold at the end of a body.
 
     Raises:
-      TypeError: one of them has another shape or dtype than before.
+      TypeError: the shape or dtype of one of them has changed.
     """
     values = []
     for i in cells:
@@ -300,139 +284,3 @@ def _type_text(value: Any) -> str:
 
     leaves, treedef = jax.tree.flatten(value)
     return one(value) if len(leaves) == 1 and leaves[0] is value else f"{treedef} of {', '.join(map(one, leaves))}"
-
-
-class Loop:
-    """One call of `while_loop` or `fori_loop`: all cells and all data are handed from step to step."""
-
-    def __init__(self, name: str, init: Any):
-        self.name = name
-        self.call: Call = Call((init,), {})
-        self.structure: Any = _carry_structure(init, self.call)
-        self.body_keys: list[Any] = self._fork()
-        self.condition_keys: list[Any] = []
-        self.found: list[Effects] = []
-
-    def _fork(self) -> list[Any]:
-        return [ctx.partition().keys for ctx in self.call.contexts]
-
-    def fork_for_condition(self) -> None:
-        """Gives the condition its own keys: those of the body at the same step are different."""
-        self.condition_keys = self._fork()
-
-    def initial(self) -> Any:
-        return jnp.zeros((), jnp.int32), self.call.cells(), list(self.call.data)
-
-    def body(self, fun: Callable[..., Any], carry: Any, *before: Any) -> Any:
-        step, cells, data = carry
-        entered, args, contexts = self._enter(step, cells, data, self.body_keys)
-        out = _with_contexts_by_number(fun(*before, *args), contexts)
-        outcome = leave(entered, out, self.name)
-        self._check(outcome.effects)
-        structure = jax.tree.structure(outcome.out)
-        if structure != self.structure:
-            text = {"what": "a value", "before": self.structure, "after": structure}
-            raise TypeError(OTHER_CARRY.format(name=self.name, **text))
-        self.found[:] = [outcome.effects]
-        values = current_values(self.name, self.call.signature.key, entered, range(len(cells)))
-        return step + 1, values, jax.tree.leaves(outcome.out)
-
-    def condition(self, fun: Callable[..., Any], carry: Any) -> Any:
-        step, cells, data = carry
-        entered, args, _ = self._enter(step, cells, data, self.condition_keys)
-        outcome = leave(entered, fun(*args), self.name)
-        if outcome.effects.changed or outcome.effects.rewrite is not None:
-            raise ValueError(
-                f"{self.name}: the condition changed a Module. It only decides whether to go on; move it to the body."
-            )
-        return outcome.out
-
-    def _enter(self, step: Any, cells: Any, data: Any, keys_of: list[Any]) -> tuple[Entered, Any, Any]:
-        contexts = [
-            definition.merge({name: jax.random.fold_in(key, step) for name, key in keys.items()})
-            for definition, keys in zip(self.call.signature.contexts, keys_of)
-        ]
-        entered, args, _ = enter_call(self.call.signature, self.call.statics, cells, data, contexts)
-        return entered, args, contexts
-
-    def _check(self, effects: Effects) -> None:
-        check_aliases(self.name, self.call.signature.key, effects.regrouped)
-        if effects.rewrite is not None:
-            added = check_structure(self.name, self.call.signature.key, effects.rewrite, effects.returns_modules)
-            for _, path, kind in added:
-                cure = "A loop has no place for it, since it may not run at all: make the variable before the loop."
-                raise ValueError(NEW_VARIABLE.format(name=self.name, path=path, kind=kind, cure=cure))
-
-    def finish(self, carry: Any, stateful: bool) -> Any:
-        _, cells, data = carry
-        changed = self.found[0].changed if self.found else ()
-        sown = self.found[0].sown if self.found else ()
-        out = jax.tree.map(
-            lambda x: self.call.contexts[-2 - x.index] if isinstance(x, Returned) and x.index < 0 else x,
-            jax.tree.unflatten(self.structure, data),
-            is_leaf=lambda x: isinstance(x, Returned),
-        )
-        effects = Effects(changed, None, sown, bool(self.call.roots), self.call.signature.ties.aliases)
-        outcome = Outcome([cells[i] for i in changed], out, effects)
-        return commit(self.call, outcome) if stateful else discard(self.call, outcome)
-
-
-def while_loop(cond_fun: Callable[[T], Any], body_fun: Callable[[T], T], init_val: T, *, stateful: bool = True) -> T:
-    """`jax.lax.while_loop` with Modules and Contexts anywhere in `init_val`; changes to Modules are kept.
-
-    A Context produces new keys in every step, and different ones in the condition and in the body. A static attribute
-    or a submodule cannot change in a loop.
-
-    Args:
-      cond_fun: of the value; true while there is another step. It changes nothing.
-      body_fun: from the value to the next, of the same structure.
-      init_val: the first value.
-      stateful: whether changes to Modules are written back.
-
-    >>> counter = nnx.Dict(n=nnx.Variable(jnp.array(0)))
-    >>> def body(m):
-    ...     m.n += 1
-    ...     return m
-    >>> out = nnx.while_loop(lambda m: m.n < 5, body, counter)
-    >>> out is counter, int(counter.n)
-    (True, 5)
-    """
-    loop = Loop("nnx.while_loop", init_val)
-    loop.fork_for_condition()
-    carry = jax.lax.while_loop(
-        lambda carry: loop.condition(cond_fun, carry), lambda carry: loop.body(body_fun, carry), loop.initial()
-    )
-    return loop.finish(carry, stateful)
-
-
-def fori_loop(
-    lower: Any,
-    upper: Any,
-    body_fun: Callable[[Any, T], T],
-    init_val: T,
-    *,
-    unroll: Any = None,
-    stateful: bool = True,
-) -> T:
-    """`jax.lax.fori_loop` with Modules and Contexts anywhere in `init_val`; changes to Modules are kept.
-
-    Args:
-      lower: the first index.
-      upper: the index after the last.
-      body_fun: of index and value; returns the next value, of the same structure.
-      init_val: the first value.
-      unroll: as in JAX.
-      stateful: whether changes to Modules are written back.
-
-    >>> counter = nnx.Dict(n=nnx.Variable(jnp.array(0)))
-    >>> def body(i, m):
-    ...     m.n += i
-    ...     return m
-    >>> int(nnx.fori_loop(0, 5, body, counter).n)
-    10
-    """
-    loop = Loop("nnx.fori_loop", init_val)
-    carry = jax.lax.fori_loop(
-        lower, upper, lambda i, carry: loop.body(body_fun, carry, i), loop.initial(), unroll=unroll
-    )
-    return loop.finish(carry, stateful)

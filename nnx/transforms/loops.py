@@ -1,0 +1,155 @@
+"""`while_loop` and `fori_loop`: bodies that run any number of times, with Modules handed from step to step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from nnx.transforms.annotations import T
+from nnx.transforms.body_rules import NEW_VARIABLE, check_aliases, check_structure
+from nnx.transforms.call import Call
+from nnx.transforms.effects import Effects, Outcome, Returned, enter_call, finish, leave
+from nnx.transforms.entered import Entered
+from nnx.transforms.scan import OTHER_CARRY, carry_structure, current_values, with_contexts_by_number
+from nnx.transforms.tracebacks import boundary
+
+CONDITION_CHANGES = """{name}: the condition changed a Module. It only decides whether to go on; move the change to \
+the body."""
+
+MAKE_BEFORE = "A loop has no place for it, since it may not run at all: make the variable before the loop."
+
+
+class LoopCall:
+    """One call of `while_loop` or `fori_loop`: all cells and all data are handed from step to step."""
+
+    def __init__(self, name: str, init: Any):
+        self.name = name
+        self.call: Call = Call((init,), {})
+        self.structure: Any = carry_structure(init, self.call)
+        self.body_keys: list[Any] = self._fork()
+        self.condition_keys: list[Any] = []
+        self.found: list[Effects] = []
+
+    def _fork(self) -> list[Any]:
+        return [ctx.partition().keys for ctx in self.call.contexts]
+
+    def fork_for_condition(self) -> None:
+        """Gives the condition its own keys: those of the body at the same step are different."""
+        self.condition_keys = self._fork()
+
+    def initial(self) -> Any:
+        return jnp.zeros((), jnp.int32), self.call.cells(), list(self.call.data)
+
+    def body(self, fun: Callable[..., Any], carry: Any, *before: Any) -> Any:
+        step, cells, data = carry
+        entered, args, contexts = self._enter(step, cells, data, self.body_keys)
+        out = with_contexts_by_number(fun(*before, *args), contexts)
+        outcome = leave(entered, out, self.name)
+        self._check(outcome.effects)
+        structure = jax.tree.structure(outcome.out)
+        if structure != self.structure:
+            text = {"what": "a value", "before": self.structure, "after": structure}
+            raise TypeError(OTHER_CARRY.format(name=self.name, **text))
+        self.found[:] = [outcome.effects]
+        values = current_values(self.name, self.call.signature.key, entered, range(len(cells)))
+        return step + 1, values, jax.tree.leaves(outcome.out)
+
+    def condition(self, fun: Callable[..., Any], carry: Any) -> Any:
+        step, cells, data = carry
+        entered, args, _ = self._enter(step, cells, data, self.condition_keys)
+        outcome = leave(entered, fun(*args), self.name)
+        if outcome.effects.changed or outcome.effects.rewrite is not None:
+            raise ValueError(CONDITION_CHANGES.format(name=self.name))
+        return outcome.out
+
+    def _enter(self, step: Any, cells: Any, data: Any, keys_of: list[Any]) -> tuple[Entered, Any, Any]:
+        contexts = [
+            definition.merge({name: jax.random.fold_in(key, step) for name, key in keys.items()})
+            for definition, keys in zip(self.call.signature.contexts, keys_of)
+        ]
+        entered, args, _ = enter_call(self.call.signature, self.call.statics, cells, data, contexts)
+        return entered, args, contexts
+
+    def _check(self, effects: Effects) -> None:
+        check_aliases(self.name, self.call.signature.key, effects.regrouped)
+        if effects.rewrite is not None:
+            added = check_structure(self.name, self.call.signature.key, effects.rewrite, effects.returns_modules)
+            for _, path, kind in added:
+                raise ValueError(NEW_VARIABLE.format(name=self.name, path=path, kind=kind, advice=MAKE_BEFORE))
+
+    def finish(self, carry: Any, stateful: bool) -> Any:
+        _, cells, data = carry
+        changed = self.found[0].changed if self.found else ()
+        sown = self.found[0].sown if self.found else ()
+        out = jax.tree.map(
+            lambda x: self.call.contexts[-2 - x.index] if isinstance(x, Returned) and x.index < 0 else x,
+            jax.tree.unflatten(self.structure, data),
+            is_leaf=lambda x: isinstance(x, Returned),
+        )
+        effects = Effects(changed, None, sown, bool(self.call.roots), self.call.signature.ties.aliases)
+        outcome = Outcome([cells[i] for i in changed], out, effects)
+        return finish(self.call, outcome, stateful)
+
+
+@boundary
+def while_loop(cond_fun: Callable[[T], Any], body_fun: Callable[[T], T], init_val: T, *, stateful: bool = True) -> T:
+    """`jax.lax.while_loop` with Modules and Contexts anywhere in `init_val`; changes to Modules are kept.
+
+    A Context produces new keys in every step, and different ones in the condition and in the body. A static attribute
+    or a submodule cannot change in a loop.
+
+    Args:
+      cond_fun: a function of the value; true while there is another step. It must not change anything.
+      body_fun: a function from the value to the next one, of the same structure.
+      init_val: the first value.
+      stateful: whether changes to Modules are written back.
+
+    >>> counter = nnx.Dict(n=nnx.Variable(jnp.array(0)))
+    >>> def body(m):
+    ...     m.n += 1
+    ...     return m
+    >>> out = nnx.while_loop(lambda m: m.n < 5, body, counter)
+    >>> out is counter, int(counter.n)
+    (True, 5)
+    """
+    loop = LoopCall("nnx.while_loop", init_val)
+    loop.fork_for_condition()
+    carry = jax.lax.while_loop(
+        lambda carry: loop.condition(cond_fun, carry), lambda carry: loop.body(body_fun, carry), loop.initial()
+    )
+    return loop.finish(carry, stateful)
+
+
+@boundary
+def fori_loop(
+    lower: Any,
+    upper: Any,
+    body_fun: Callable[[Any, T], T],
+    init_val: T,
+    *,
+    unroll: Any = None,
+    stateful: bool = True,
+) -> T:
+    """`jax.lax.fori_loop` with Modules and Contexts anywhere in `init_val`; changes to Modules are kept.
+
+    Args:
+      lower: the first index.
+      upper: the index after the last.
+      body_fun: a function of the index and the value; returns the next value, of the same structure.
+      init_val: the first value.
+      unroll: as in JAX.
+      stateful: whether changes to Modules are written back.
+
+    >>> counter = nnx.Dict(n=nnx.Variable(jnp.array(0)))
+    >>> def body(i, m):
+    ...     m.n += i
+    ...     return m
+    >>> int(nnx.fori_loop(0, 5, body, counter).n)
+    10
+    """
+    loop = LoopCall("nnx.fori_loop", init_val)
+    carry = jax.lax.fori_loop(
+        lower, upper, lambda i, carry: loop.body(body_fun, carry, i), loop.initial(), unroll=unroll
+    )
+    return loop.finish(carry, stateful)
