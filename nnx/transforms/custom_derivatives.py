@@ -24,6 +24,7 @@ from nnx.transforms.call import Call, Signature, target_of
 from nnx.transforms.decorators import decorator, named_after
 from nnx.transforms.differentiated_part import Part, positions_of, with_modules, without_modules, zero_tangent
 from nnx.transforms.effects import Effects, Entered, Outcome, cell_paths, commit, enter_call, leave
+from nnx.transforms.tracebacks import boundary
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -203,6 +204,7 @@ class CustomVJP(Custom[P, R]):
         """
         self._forward, self._backward = fwd, bwd
 
+    @boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         forward, backward = self._forward, self._backward
         if forward is None or backward is None:
@@ -272,6 +274,7 @@ class CustomJVP(Custom[P, R]):
         self._rule = jvp
         return jvp
 
+    @boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         rule = self._rule
         if rule is None:

@@ -16,6 +16,7 @@ from nnx.transforms.annotations import (
     GradOptions,
     GradWithAuxDecorator,
     P,
+    PositionalFilter,
     R,
     ValueAndDerivativeDecorator,
     ValueAndGradDecorator,
@@ -26,6 +27,14 @@ from nnx.transforms.differentiated_part import Part
 from nnx.transforms.effects import Outcome, finish
 
 
+@overload
+def value_and_grad(
+    wrt: PositionalFilter, /, *, argnums: Literal[0] = 0, has_aux: bool = False, **options: Unpack[GradOptions]
+) -> ValueAndGradDecorator: ...
+@overload
+def value_and_grad(
+    wrt: PositionalFilter, /, *, argnums: int | Sequence[int], has_aux: bool = False, **options: Unpack[GradOptions]
+) -> ValueAndDerivativeDecorator: ...
 @overload
 def value_and_grad(
     fun: Callable[P, R],
@@ -64,7 +73,7 @@ def value_and_grad(
     allow_int: bool = False,
     reduce_axes: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Like `grad`, but gives `(value, gradient)`, or `((value, aux), gradient)` with `has_aux`.
+    """Like `grad`, but returns `(value, gradient)`, or `((value, aux), gradient)` with `has_aux`.
 
     >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
     >>> value, grads = nnx.value_and_grad(lambda m: m.w ** 2)(model)
@@ -94,6 +103,23 @@ def value_and_grad(
     return lifted
 
 
+@overload
+def grad(
+    wrt: PositionalFilter, /, *, argnums: Literal[0] = 0, has_aux: Literal[True], **options: Unpack[GradOptions]
+) -> GradWithAuxDecorator: ...
+@overload
+def grad(
+    wrt: PositionalFilter,
+    /,
+    *,
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    **options: Unpack[GradOptions],
+) -> GradDecorator: ...
+@overload
+def grad(
+    wrt: PositionalFilter, /, *, argnums: int | Sequence[int], has_aux: bool = False, **options: Unpack[GradOptions]
+) -> DerivativeDecorator: ...
 @overload
 def grad(
     fun: Callable[P, tuple[Any, A]],
@@ -145,12 +171,12 @@ def grad(
     allow_int: bool = False,
     reduce_axes: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """The gradient of a scalar function, with Modules anywhere in its arguments.
+    """Returns a function that computes the gradient of a scalar function, with Modules anywhere in its arguments.
 
     Args:
       fun: the function, a Module, or a bound method of one.
-      wrt: which part of a Module is differentiated; a filter.
-      argnums: which arguments are; one, or several.
+      wrt: a filter for the part of a Module that is differentiated. `@nnx.grad(nnx.Param)` is a decorator.
+      argnums: the argument to differentiate, or several.
       stateful: whether changes to Modules in the forward pass are written back.
       has_aux: whether `fun` returns `(value, aux)`; then the result is `(gradient, aux)`.
       holomorphic, allow_int: as in `jax.grad`.
@@ -161,7 +187,7 @@ def grad(
       Module replaced by a State of the same Variable types and metadata.
 
     Raises:
-      TypeError: an integer value is under `wrt`.
+      TypeError: `wrt` selects an integer value.
 
     >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
     >>> nnx.grad(lambda m: m.w ** 2)(model)

@@ -71,7 +71,16 @@ def hide_frames(error: BaseException) -> None:
     if mode == "remove_frames":
         if not isinstance(error.__cause__, UnfilteredTraceback):
             _attach_complete(error, traceback)
-    elif not any("JAX_TRACEBACK_FILTERING" in note for note in getattr(error, "__notes__", ())):
+    else:
+        _note_removal(error)
+
+
+def _note_removal(error: BaseException) -> None:
+    """Notes that frames were removed; if JAX has said so, once is enough."""
+    notes = getattr(error, "__notes__", [])
+    if any("JAX_TRACEBACK_FILTERING" in note for note in notes if note != FRAMES_REMOVED):
+        notes[:] = [note for note in notes if note != FRAMES_REMOVED]
+    elif FRAMES_REMOVED not in notes:
         error.add_note(FRAMES_REMOVED)
 
 
@@ -97,7 +106,9 @@ def _attach_complete(error: BaseException, traceback: types.TracebackType) -> No
 
 
 def _filtering_mode() -> str:
-    mode = jax.config.jax_traceback_filtering or "auto"
+    mode = (
+        getattr(jax.config, "jax_traceback_filtering", None) or "auto"
+    )  # JAX does not declare its options as attributes
     if mode != "auto":
         return mode
     ipython = sys.modules.get("IPython")
