@@ -16,6 +16,11 @@ from nnx.transforms.stacking import Stacking
 from nnx.transforms.vmap import construct, vmap
 
 
+def call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a Module: one function for all of them, so that Modules of equal structure can share a trace."""
+    return module(*args, **kwargs)
+
+
 class TransformedModule(Module):
     """A Module that holds another one, and runs it transformed."""
 
@@ -39,7 +44,7 @@ class TransformedModule(Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped Module's `__call__`, transformed."""
-        return self.call(*args, **kwargs)
+        return self._lift(call_module)(self._inner(), *args, **kwargs)
 
 
 class ScanModule(TransformedModule, Generic[M]):

@@ -24,6 +24,7 @@ from nnx.transforms.call import Call, Signature, target_of
 from nnx.transforms.decorators import decorator, named_after
 from nnx.transforms.differentiated_part import Part, positions_of, with_modules, without_modules, zero_tangent
 from nnx.transforms.effects import Effects, Entered, Outcome, cell_paths, commit, enter_call, leave
+from nnx.transforms.shared_traces import run_in_scope
 from nnx.transforms.tracebacks import boundary
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -215,11 +216,11 @@ class CustomVJP(Custom[P, R]):
         @jax.custom_vjp
         def pure(*arguments: Any) -> Outcome:
             entered, inner, inner_kwargs = custom.enter(*arguments)
-            return _stopped(custom.leave(entered, self.fun(*inner, **inner_kwargs), "function"))
+            return _stopped(custom.leave(entered, run_in_scope(self.fun, inner, inner_kwargs), "function"))
 
         def pure_forward(*arguments: Any) -> tuple[Outcome, Residuals]:
             entered, inner, inner_kwargs = custom.enter(*arguments)
-            out, residuals = forward(*inner, **inner_kwargs)
+            out, residuals = run_in_scope(forward, inner, inner_kwargs)
             kept = Residuals.of(([inner[i] for i in custom.nondiff], residuals))
             return _stopped(custom.leave(entered, out, "rule")), kept
 
@@ -285,7 +286,7 @@ class CustomJVP(Custom[P, R]):
         @jax.custom_jvp
         def pure(*arguments: Any) -> Outcome:
             entered, inner, inner_kwargs = custom.enter(*arguments)
-            return custom.leave(entered, self.fun(*inner, **inner_kwargs), "function")
+            return custom.leave(entered, run_in_scope(self.fun, inner, inner_kwargs), "function")
 
         @pure.defjvp
         def pure_jvp(primals: Any, tangents: Any) -> Any:

@@ -20,6 +20,7 @@ from nnx.core.updates import check_level, note_containers
 from nnx.transforms.call import Call, Signature, is_context, is_module
 from nnx.transforms.entered import Entered, enter
 from nnx.transforms.rewrite import Rewrite, find_rewrite
+from nnx.transforms.shared_traces import run_in_scope
 
 CONTEXT_RETURNED = """A Context in the result of {name}: its keys belong to the transform that has just ended. Return \
 the keys you need (ctx.make_rng(...)), or use the caller's Context: it has advanced."""
@@ -192,7 +193,7 @@ def run(
 ) -> Outcome:
     """Runs a function on the Modules, Contexts and data of a split call, inside the current trace."""
     entered, args, kwargs = enter_call(signature, statics, cells, data, signature.contexts_from(forks))
-    return leave(entered, fun(*args, **kwargs), name)
+    return leave(entered, run_in_scope(fun, args, kwargs), name)
 
 
 def enter_call(signature: Signature, statics: Any, cells: Any, data: Any, contexts: Any) -> tuple[Entered, Any, Any]:

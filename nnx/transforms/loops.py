@@ -12,6 +12,7 @@ from nnx.transforms.call import Call
 from nnx.transforms.effects import Effects, Outcome, Returned, enter_call, finish, leave
 from nnx.transforms.entered import Entered
 from nnx.transforms.scan import OTHER_CARRY, carry_structure, current_values, with_contexts_by_number
+from nnx.transforms.shared_traces import run_in_scope
 from nnx.transforms.tracebacks import boundary
 
 CONDITION_CHANGES = """{name}: the condition changed a Module. It only decides whether to go on; move the change to \
@@ -44,7 +45,7 @@ class LoopCall:
     def body(self, fun: Callable[..., Any], carry: Any, *before: Any) -> Any:
         step, cells, data = carry
         entered, args, contexts = self._enter(step, cells, data, self.body_keys)
-        out = with_contexts_by_number(fun(*before, *args), contexts)
+        out = with_contexts_by_number(run_in_scope(fun, (*before, *args), {}), contexts)
         outcome = leave(entered, out, self.name)
         self._check(outcome.effects)
         structure = jax.tree.structure(outcome.out)
@@ -58,7 +59,7 @@ class LoopCall:
     def condition(self, fun: Callable[..., Any], carry: Any) -> Any:
         step, cells, data = carry
         entered, args, _ = self._enter(step, cells, data, self.condition_keys)
-        outcome = leave(entered, fun(*args), self.name)
+        outcome = leave(entered, run_in_scope(fun, args, {}), self.name)
         if outcome.effects.changed or outcome.effects.rewrite is not None:
             raise ValueError(CONDITION_CHANGES.format(name=self.name))
         return outcome.out

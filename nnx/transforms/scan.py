@@ -12,6 +12,7 @@ from nnx.transforms.call import Call, is_module, target_of
 from nnx.transforms.decorators import decorator
 from nnx.transforms.effects import Effects, Outcome, Returned, cell_paths, enter_call, finish, leave
 from nnx.transforms.entered import Entered
+from nnx.transforms.shared_traces import run_in_scope
 from nnx.transforms.stacking import (
     BROADCAST,
     CARRY,
@@ -198,7 +199,7 @@ class ScanCall:
         signature = self.call.signature._replace(key=self.inner)
         cells = self.stacking.transformed(self.inner, cells)
         entered, args, kwargs = enter_call(signature, self.call.statics, cells, data, contexts)
-        out = self.fun(*args, **kwargs)
+        out = run_in_scope(self.fun, args, kwargs)
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             raise TypeError(NOT_A_PAIR.format(name=self.name, got=type(out).__name__))
         if not isinstance(out_axes, int):

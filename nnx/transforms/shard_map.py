@@ -13,6 +13,7 @@ from nnx.transforms.annotations import Decorator, P, R
 from nnx.transforms.call import Call, is_data, target_of
 from nnx.transforms.decorators import decorator
 from nnx.transforms.effects import Effects, Outcome, cell_paths, enter_call, finish, leave
+from nnx.transforms.shared_traces import run_in_scope
 
 TWO_SPECS = """nnx.shard_map: one container is the value of {path!r} ({spec}) and of {other!r} ({other_spec}). It has \
 one value, so it has one spec: make the filters of in_specs agree on it, or give each attribute its own container."""
@@ -110,7 +111,7 @@ def shard_map(
 def _inside(call: Call, fun: Callable[..., Any], cells: Any, data: Any, keys: Any) -> Outcome:
     contexts = [d.merge(k) for d, k in zip(call.signature.contexts, keys)]
     entered, args, kwargs = enter_call(call.signature, call.statics, cells, data, contexts)
-    return leave(entered, fun(*args, **kwargs), "nnx.shard_map")
+    return leave(entered, run_in_scope(fun, args, kwargs), "nnx.shard_map")
 
 
 def _look_ahead(call: Call, fun: Any, cell_specs: Any, data_specs: Any, options: Any) -> tuple[Effects, Any]:

@@ -12,6 +12,7 @@ from nnx.transforms.annotations import Decorator, P, R, VmapOptions
 from nnx.transforms.call import Call, target_of
 from nnx.transforms.decorators import decorator
 from nnx.transforms.effects import Effects, Outcome, cell_paths, commit, enter_call, finish, leave
+from nnx.transforms.shared_traces import run_in_scope
 from nnx.transforms.stacking import Stacking, argument_labels, check_module_axes, data_axes, move_axis
 
 
@@ -41,7 +42,7 @@ def map_call(
         for i, value in zip(mapped_data, slices):
             data[i] = value
         entered, args, kwargs = enter_call(signature, call.statics, stacking.transformed(inner, cells), data, contexts)
-        out = fun(*args, **kwargs)
+        out = run_in_scope(fun, args, kwargs)
         if not isinstance(out_axes, int):
             check_module_axes(stacking, "out_axes", [out_axes], [out], ["the result"])
         outcome = leave(entered, stacking.name_new_axes(entered, out), stacking.name)

@@ -1,12 +1,12 @@
 """Modules that a function reaches without taking them as arguments; to `nnx.jit` they would be constants."""
 
-import dis
 import functools
 import types
 from typing import Any
 
 from nnx.core.captures import find_captured_module
 from nnx.core.info import ModuleBase
+from nnx.transforms.global_names import global_chains
 
 
 def captured_modules(fun: Any) -> list[str]:
@@ -22,12 +22,8 @@ def captured_modules(fun: Any) -> list[str]:
             continue
         if captured is not None:
             found.append(f"{name!r} ({type(captured[0]).__name__}) in its closure")
-    codes = [fun.__code__]
-    while codes:
-        code = codes.pop()
-        codes.extend(const for const in code.co_consts if isinstance(const, types.CodeType))
-        for name in dict.fromkeys(op.argval for op in dis.get_instructions(code) if op.opname == "LOAD_GLOBAL"):
-            value = fun.__globals__.get(name)
-            if isinstance(value, ModuleBase) and f"the global {name!r} ({type(value).__name__})" not in found:
-                found.append(f"the global {name!r} ({type(value).__name__})")
+    for name in dict.fromkeys(chain[0] for chain in global_chains(fun.__code__)):
+        value = fun.__globals__.get(name)
+        if isinstance(value, ModuleBase):
+            found.append(f"the global {name!r} ({type(value).__name__})")
     return found
