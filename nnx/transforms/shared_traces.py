@@ -140,12 +140,12 @@ def _value_key(value: Any, kept: list[Any], seen: dict[int, int]) -> Any:
         return id(value)
     if cls is types.FunctionType:
         return _function_key(value, kept, seen)
-    if cls is tuple or (isinstance(value, tuple) and hasattr(cls, "_fields")):
-        return cls, *[_value_key(item, kept, seen) for item in value]
-    if cls is functools.partial:
+    if isinstance(value, functools.partial):
         parts = (value.func, value.args, tuple(value.keywords.items()), tuple(value.__dict__.items()))
         return cls, _value_key(parts, kept, seen)
-    if dataclasses.is_dataclass(value) and cls.__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue]
+    if cls is tuple or (isinstance(value, tuple) and hasattr(cls, "_fields")):
+        return cls, *[_value_key(item, kept, seen) for item in value]
+    if dataclasses.is_dataclass(value) and cls.__dataclass_params__.frozen:
         fields = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
         return cls, _value_key((*fields, *getattr(value, "__dict__", {}).items()), kept, seen)
     raise _Unshareable
