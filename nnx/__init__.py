@@ -73,29 +73,29 @@ from nnx.sharding.specs import logical_to_mesh_sharding as logical_to_mesh_shard
 
 # isort: split
 # transforms: JAX transforms, lifted
-from nnx.transforms.autodiff import hessian as hessian
-from nnx.transforms.autodiff import jacfwd as jacfwd
-from nnx.transforms.autodiff import jacrev as jacrev
-from nnx.transforms.autodiff import jvp as jvp
-from nnx.transforms.autodiff import linearize as linearize
-from nnx.transforms.autodiff import vjp as vjp
 from nnx.transforms.branches import cond as cond
 from nnx.transforms.branches import switch as switch
-from nnx.transforms.custom import custom_jvp as custom_jvp
-from nnx.transforms.custom import custom_vjp as custom_vjp
+from nnx.transforms.class_forms import Remat as Remat
+from nnx.transforms.class_forms import Scan as Scan
+from nnx.transforms.class_forms import Vmap as Vmap
+from nnx.transforms.custom_derivatives import custom_jvp as custom_jvp
+from nnx.transforms.custom_derivatives import custom_vjp as custom_vjp
+from nnx.transforms.derivatives import hessian as hessian
+from nnx.transforms.derivatives import jacfwd as jacfwd
+from nnx.transforms.derivatives import jacrev as jacrev
+from nnx.transforms.derivatives import jvp as jvp
+from nnx.transforms.derivatives import linearize as linearize
+from nnx.transforms.derivatives import vjp as vjp
+from nnx.transforms.eval_shape import eval_shape as eval_shape
 from nnx.transforms.grad import grad as grad
 from nnx.transforms.grad import value_and_grad as value_and_grad
-from nnx.transforms.jit import jit as jit
+from nnx.transforms.jit.jit import jit as jit
 from nnx.transforms.loops import fori_loop as fori_loop
-from nnx.transforms.loops import scan as scan
 from nnx.transforms.loops import while_loop as while_loop
-from nnx.transforms.maps import vmap as vmap
 from nnx.transforms.remat import remat as remat
-from nnx.transforms.shapes import eval_shape as eval_shape
-from nnx.transforms.shapes import shard_map as shard_map
-from nnx.transforms.stacks import Remat as Remat
-from nnx.transforms.stacks import Scan as Scan
-from nnx.transforms.stacks import Vmap as Vmap
+from nnx.transforms.scan import scan as scan
+from nnx.transforms.shard_map import shard_map as shard_map
+from nnx.transforms.vmap import vmap as vmap
 
 # isort: split
 # nn: layers

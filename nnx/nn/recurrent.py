@@ -16,7 +16,7 @@ from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.core.variables import Param
 from nnx.nn.cell_base import RNNCellBase
-from nnx.transforms.loops import scan
+from nnx.transforms.scan import scan
 
 NO_TIME_AXIS = (
     "RNN: expected an input with a time axis and {axes} axes of features for {cell}, got shape {shape}. "

@@ -1,13 +1,15 @@
-"""The types of transforms: what an editor knows of a decorator's options and of the function it returns.
+"""The types of transforms: what an editor knows about a decorator's options and the function it returns.
 
-Nothing here exists at run time for a user to meet: `nnx.jit` returns a plain function, and a checker reads it as the
-Protocol `JitWrapped`. *Options* are the keyword arguments of one transform, written once for its forms:
+Users never meet these at run time: `nnx.jit` returns a plain function, and a type checker reads it as the Protocol
+`JitWrapped`. *Options* are the keyword arguments of one transform, written once for its forms:
 `nnx.vmap(f, ...)`, `@nnx.vmap(...)` and the class form `nnx.Vmap(Module, ...)`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypedDict, TypeVar, overload
+from types import EllipsisType
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
+import jax
 from jax.typing import ArrayLike
 
 from nnx.core.filters import Filter
@@ -22,6 +24,9 @@ S_co = TypeVar("S_co", covariant=True)
 A = TypeVar("A")
 T = TypeVar("T")
 M = TypeVar("M", bound=Module)
+
+PositionalFilter = type | str | EllipsisType | Sequence[Filter]
+"""What can be the first argument of `@nnx.grad(nnx.Param)`. A predicate cannot: it looks like the function itself."""
 
 # Options
 
@@ -87,18 +92,37 @@ class CustomOptions(TypedDict, total=False):
     nondiff_argnums: int | Sequence[int]
 
 
-class JacobianOptions(TypedDict, total=False):
+class DerivativeOptions(TypedDict, total=False):
     """The options that all derivatives have in common and that do not change the type of the result."""
 
     holomorphic: bool
     stateful: bool
 
 
-class GradOptions(JacobianOptions, total=False):
-    """The options of `nnx.grad` and `nnx.value_and_grad` that do not change the type of the result."""
+class IntegerDerivativeOptions(DerivativeOptions, total=False):
+    """The options of derivatives that can be taken with respect to integers, too."""
 
     allow_int: bool
+
+
+class GradOptions(IntegerDerivativeOptions, total=False):
+    """The options of `nnx.grad` and `nnx.value_and_grad` that do not change the type of the result."""
+
     reduce_axes: Sequence[str]
+
+
+class JacobianOptions(DerivativeOptions, total=False):
+    """The options of `nnx.jacfwd` and `nnx.hessian`."""
+
+    argnums: int | Sequence[int]
+    has_aux: bool
+
+
+class JacrevOptions(IntegerDerivativeOptions, total=False):
+    """The options of `nnx.jacrev`."""
+
+    argnums: int | Sequence[int]
+    has_aux: bool
 
 
 # Decorators: what `@nnx.vmap(...)` and the like return
@@ -146,6 +170,59 @@ class ValueAndDerivativeDecorator(Protocol):
     def __call__(self, fun: Callable[P, R], /) -> Callable[P, tuple[R, Any]]: ...
 
 
+# Transforms whose forms are the same
+
+
+class JacobianTransform(Protocol):
+    """The type of `nnx.jacfwd` and `nnx.hessian`, as functions and as decorators."""
+
+    __name__: str
+
+    @overload
+    def __call__(self, wrt: PositionalFilter, /, **options: Unpack[JacobianOptions]) -> DerivativeDecorator: ...
+    @overload
+    def __call__(
+        self,
+        fun: Callable[P, jax.Array],
+        wrt: Filter = ...,
+        *,
+        argnums: Literal[0] = 0,
+        has_aux: Literal[False] = False,
+        **options: Unpack[DerivativeOptions],
+    ) -> "Differentiated[P, State, Any]": ...
+    @overload
+    def __call__(
+        self, fun: Callable[P, Any], wrt: Filter = ..., **options: Unpack[JacobianOptions]
+    ) -> Callable[P, Any]: ...
+    @overload
+    def __call__(self, *, wrt: Filter = ..., **options: Unpack[JacobianOptions]) -> DerivativeDecorator: ...
+
+
+class JacrevTransform(Protocol):
+    """The type of `nnx.jacrev`: that of `nnx.jacfwd`, with the option `allow_int`."""
+
+    __name__: str
+
+    @overload
+    def __call__(self, wrt: PositionalFilter, /, **options: Unpack[JacrevOptions]) -> DerivativeDecorator: ...
+    @overload
+    def __call__(
+        self,
+        fun: Callable[P, jax.Array],
+        wrt: Filter = ...,
+        *,
+        argnums: Literal[0] = 0,
+        has_aux: Literal[False] = False,
+        **options: Unpack[IntegerDerivativeOptions],
+    ) -> "Differentiated[P, State, Any]": ...
+    @overload
+    def __call__(
+        self, fun: Callable[P, Any], wrt: Filter = ..., **options: Unpack[JacrevOptions]
+    ) -> Callable[P, Any]: ...
+    @overload
+    def __call__(self, *, wrt: Filter = ..., **options: Unpack[JacrevOptions]) -> DerivativeDecorator: ...
+
+
 # Transformed functions
 
 # What can be differentiated and is not a Module. The gradient has the same structure, which has no name in types.
@@ -189,7 +266,7 @@ class JitWrapped(Protocol[P, R_co]):
     __qualname__: str
     __wrapped__: Any
     trace_count: int
-    """How often the function has been traced."""
+    """The number of times the function has been traced."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 

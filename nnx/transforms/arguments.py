@@ -10,14 +10,12 @@ from nnx.core.info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.statics import Frozen
 
-UNHASHABLE_STATIC = """The static argument {label} of {name} is {value}, of type {kind}, which has no hash: a \
-function is \
-compiled once per value of its static arguments, so they must be hashable. Pass a tuple for a list, or make the \
+UNHASHABLE_STATIC = """The static argument {label} of {name} is {value}, of type {kind}, which has no hash: a function \
+is compiled once per value of its static arguments, so they must be hashable. Pass a tuple for a list, or make the \
 argument dynamic."""
 
-STATIC_MODULE = """The static argument {label} of {name} is a Module ({kind}). Modules are never static: take it \
-out of \
-static_argnums/static_argnames, and it is split into its state and its static half by itself."""
+STATIC_MODULE = """The static argument {label} of {name} is a Module ({kind}). Modules are never static: take it out \
+of static_argnums/static_argnames, and it is split into its state and its static half by itself."""
 
 
 class StaticArgument(Frozen):

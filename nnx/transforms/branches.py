@@ -1,6 +1,6 @@
-"""`cond` and `switch`: whichever branch ran, its changes to Modules stand.
+"""`cond` and `switch`: changes that the branch that ran made to Modules are kept.
 
-The branches are traced first; what any of them changes is the output of all, so that JAX can choose between them.
+The branches are traced first. What any of them changes is an output of all of them, so that JAX can choose.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,23 +12,26 @@ import jax.numpy as jnp
 from nnx.core.graph import GraphKey, module_path
 from nnx.core.info import join
 from nnx.transforms.annotations import R
-from nnx.transforms.bodies import check_aliases, check_structure
-from nnx.transforms.lift import Call, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
+from nnx.transforms.body_rules import check_aliases, check_structure
+from nnx.transforms.call import Call, target_of
+from nnx.transforms.effects import Outcome, cell_paths, enter_call, finish, leave
 from nnx.transforms.rewrite import Rewrite
+from nnx.transforms.shared_traces import run_in_scope
+from nnx.transforms.tracebacks import boundary
+
+NO_BRANCHES = "nnx.switch needs at least one branch."
 
 OUTPUTS_DISAGREE = """{name}: the branches disagree in structure: branch 0 returns {first}, branch {number} returns \
 {other}. All branches must return the same structure."""
 
-NEW_VARIABLES_DISAGREE = """{name}: the branches disagree in structure: {what}. A new variable is allowed in a \
-branch only \
-if every branch makes it, with the same type. Make it before, or in all of them."""
+NEW_VARIABLES_DISAGREE = """{name}: the branches disagree in structure: {what}. A new variable is allowed in a branch \
+only if every branch makes it, with the same type. Make it before, or in all of them."""
 
 TYPES_DISAGREE = """{name}: the branches disagree about {path!r}: it is {first} after branch 0 and {other} after \
-branch \
-{number}. Cast it, so that it has one type whichever branch runs."""
+branch {number}. Cast it, so that its type does not depend on the branch."""
 
 
-class Branches:
+class BranchCall:
     """One call of `cond` or `switch`, its branches traced."""
 
     def __init__(self, name: str, functions: Sequence[Any], operands: tuple[Any, ...]):
@@ -45,15 +48,15 @@ class Branches:
         self._check_outputs()
 
     def branch(self, number: int) -> Callable[..., Outcome]:
-        """One branch as a function of the split call."""
+        """Returns one branch as a function of the split call."""
         target = self.targets[number]
 
         def run(cells: Any, data: Any, forks: Any) -> Outcome:
-            contexts = [d.from_fork(fork) for d, fork in zip(self.call.signature.contexts, forks)]
-            entered, args, _ = enter_call(self.call.signature, self.call.statics, cells, data, contexts)
+            signature = self.call.signature
+            entered, args, _ = enter_call(signature, self.call.statics, cells, data, signature.contexts_from(forks))
             owners, *operands = args
             owner = [owners[i] for i, o in enumerate(self.bound) for b in target.bound if o is b]
-            return leave(entered, target.fun(*owner, *operands), self.name)
+            return leave(entered, run_in_scope(target.fun, (*owner, *operands), {}), self.name)
 
         return run
 
@@ -81,7 +84,7 @@ class Branches:
             if present and any(added):
                 raise ValueError(NEW_VARIABLES_DISAGREE.format(name=self.name, what="they make other Modules"))
             return None
-        # a cell is output if any branch changed it
+        # A source of -1 means that the value came out; so the minimum is -1 for a cell that any branch changed.
         sources = tuple(min(column) for column in zip(*(r.sources for r in present)))
         return present[0].replace(sources=sources)
 
@@ -103,7 +106,7 @@ class Branches:
                     )
 
     def union(self) -> list[int]:
-        """The cells that the whole outputs: of the rewritten graph, or of the one before."""
+        """Returns the cells that every branch outputs, numbered in the rewritten graph if there is one."""
         if self.rewrite is not None:
             return self.rewrite.outputs()
         return sorted({cell for effects in self.effects for cell in effects.changed})
@@ -115,7 +118,7 @@ class Branches:
         return [_rewritten_path(self.call.signature.key, self.rewrite, i) for i in self.union()]
 
     def union_values(self, number: int, outcome: Outcome, cells: Sequence[Any]) -> list[Any]:
-        """One branch's values for all the cells that are output."""
+        """Returns one branch's values for all the cells that are output."""
         effects = outcome.effects
         if self.rewrite is None:
             own = dict(zip(effects.changed, outcome.values))
@@ -139,7 +142,7 @@ class Branches:
         sown = tuple(dict.fromkeys(item for effects in self.effects for item in effects.sown))
         changed = () if self.rewrite is not None else tuple(self.union())
         outcome = Outcome(values, out, first.replace(changed=changed, rewrite=self.rewrite, sown=sown))
-        return commit(self.call, outcome) if stateful else discard(self.call, outcome)
+        return finish(self.call, outcome, stateful)
 
 
 def _rewritten_path(key: GraphKey | None, rewrite: Rewrite, cell: int) -> str:
@@ -153,15 +156,16 @@ def _type_text(value: Any) -> str:
     return str(jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", value))
 
 
+@boundary
 def cond(
     pred: Any, true_fun: Callable[..., R], false_fun: Callable[..., R], *operands: Any, stateful: bool = True
 ) -> R:
-    """`jax.lax.cond` with Modules and Contexts anywhere in the operands; the changes of the branch that ran stand.
+    """`jax.lax.cond` with Modules and Contexts anywhere in the operands; changes by the branch that ran are kept.
 
     Args:
-      pred: a boolean, or an array of one.
-      true_fun: called with the operands where it is true; a function, or a bound method of a Module.
-      false_fun: called where it is false. Both return the same structure, and make the same new variables.
+      pred: a boolean, or an array that holds one.
+      true_fun: the function to call with the operands if it is true, or a bound method of a Module.
+      false_fun: the function to call if it is false. Both return the same structure and make the same new variables.
       *operands: the arguments.
       stateful: whether changes to Modules are written back.
 
@@ -175,17 +179,18 @@ def cond(
     >>> int(m.n)
     10
     """
-    branches = Branches("nnx.cond", (true_fun, false_fun), operands)
+    branches = BranchCall("nnx.cond", (true_fun, false_fun), operands)
     arguments = (branches.cells, branches.data, branches.forks)
     return branches.finish(jax.lax.cond(pred, branches.function(0), branches.function(1), *arguments), stateful)
 
 
+@boundary
 def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any, stateful: bool = True) -> R:
-    """`jax.lax.switch` with Modules and Contexts anywhere in the operands; the changes of the branch that ran stand.
+    """`jax.lax.switch` with Modules and Contexts anywhere in the operands; changes by the branch that ran are kept.
 
     Args:
-      index: which branch; as in JAX, one that is out of range means the nearest.
-      branches: functions, or bound methods of Modules; what holds for the two of `cond` holds for all of them.
+      index: the branch to run; as in JAX, an index out of range is clamped.
+      branches: functions, or bound methods of Modules, under the same conditions as the two of `cond`.
       *operands: the arguments.
       stateful: whether changes to Modules are written back.
 
@@ -196,7 +201,7 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any, sta
     2
     """
     if not branches:
-        raise ValueError("nnx.switch needs at least one branch.")
-    chosen = Branches("nnx.switch", tuple(branches), operands)
+        raise ValueError(NO_BRANCHES)
+    chosen = BranchCall("nnx.switch", tuple(branches), operands)
     functions = [chosen.function(i) for i in range(len(chosen.targets))]
     return chosen.finish(jax.lax.switch(index, functions, chosen.cells, chosen.data, chosen.forks), stateful)

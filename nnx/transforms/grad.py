@@ -16,15 +16,25 @@ from nnx.transforms.annotations import (
     GradOptions,
     GradWithAuxDecorator,
     P,
+    PositionalFilter,
     R,
     ValueAndDerivativeDecorator,
     ValueAndGradDecorator,
 )
-from nnx.transforms.differentiate import Part
-from nnx.transforms.lift import Outcome, commit, discard, target_of
-from nnx.transforms.wrapper import decorator
+from nnx.transforms.call import target_of
+from nnx.transforms.decorators import decorator
+from nnx.transforms.differentiated_part import Part
+from nnx.transforms.effects import Outcome, finish
 
 
+@overload
+def value_and_grad(
+    wrt: PositionalFilter, /, *, argnums: Literal[0] = 0, has_aux: bool = False, **options: Unpack[GradOptions]
+) -> ValueAndGradDecorator: ...
+@overload
+def value_and_grad(
+    wrt: PositionalFilter, /, *, argnums: int | Sequence[int], has_aux: bool = False, **options: Unpack[GradOptions]
+) -> ValueAndDerivativeDecorator: ...
 @overload
 def value_and_grad(
     fun: Callable[P, R],
@@ -63,7 +73,7 @@ def value_and_grad(
     allow_int: bool = False,
     reduce_axes: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Like `grad`, but gives `(value, gradient)`, or `((value, aux), gradient)` with `has_aux`.
+    """Like `grad`, but returns `(value, gradient)`, or `((value, aux), gradient)` with `has_aux`.
 
     >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
     >>> value, grads = nnx.value_and_grad(lambda m: m.w ** 2)(model)
@@ -87,12 +97,29 @@ def value_and_grad(
         (value, outcome), (cells, data) = transform(part.primals())
         if reduce_axes:
             cells, data = jax.lax.psum((cells, data), tuple(reduce_axes))
-        _, aux = commit(part.call, outcome) if stateful else discard(part.call, outcome)
+        _, aux = finish(part.call, outcome, stateful)
         return ((value, aux) if has_aux else value), part.pack(cells, data)
 
     return lifted
 
 
+@overload
+def grad(
+    wrt: PositionalFilter, /, *, argnums: Literal[0] = 0, has_aux: Literal[True], **options: Unpack[GradOptions]
+) -> GradWithAuxDecorator: ...
+@overload
+def grad(
+    wrt: PositionalFilter,
+    /,
+    *,
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    **options: Unpack[GradOptions],
+) -> GradDecorator: ...
+@overload
+def grad(
+    wrt: PositionalFilter, /, *, argnums: int | Sequence[int], has_aux: bool = False, **options: Unpack[GradOptions]
+) -> DerivativeDecorator: ...
 @overload
 def grad(
     fun: Callable[P, tuple[Any, A]],
@@ -144,12 +171,12 @@ def grad(
     allow_int: bool = False,
     reduce_axes: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """The gradient of a scalar function, with Modules anywhere in its arguments.
+    """Returns a function that computes the gradient of a scalar function, with Modules anywhere in its arguments.
 
     Args:
       fun: the function, a Module, or a bound method of one.
-      wrt: which part of a Module is differentiated; a filter.
-      argnums: which arguments are; one, or several.
+      wrt: a filter for the part of a Module that is differentiated. `@nnx.grad(nnx.Param)` is a decorator.
+      argnums: the argument to differentiate, or several.
       stateful: whether changes to Modules in the forward pass are written back.
       has_aux: whether `fun` returns `(value, aux)`; then the result is `(gradient, aux)`.
       holomorphic, allow_int: as in `jax.grad`.
@@ -160,7 +187,7 @@ def grad(
       Module replaced by a State of the same Variable types and metadata.
 
     Raises:
-      TypeError: an integer value is under `wrt`.
+      TypeError: `wrt` selects an integer value.
 
     >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
     >>> nnx.grad(lambda m: m.w ** 2)(model)

@@ -1,4 +1,4 @@
-"""`remat`: compute again in the backward pass instead of keeping in memory."""
+"""`remat`: intermediate results are recomputed in the backward pass instead of kept in memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack, overload
@@ -7,9 +7,11 @@ import jax
 
 from nnx.transforms.annotations import Decorator, P, R, RematOptions
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
-from nnx.transforms.lift import Call, commit, discard, run, target_of
-from nnx.transforms.maps import is_init_method
-from nnx.transforms.wrapper import decorator
+from nnx.transforms.call import Call, target_of
+from nnx.transforms.decorators import decorator
+from nnx.transforms.effects import finish, run
+from nnx.transforms.shared_traces import shared_body
+from nnx.transforms.vmap import is_init_method
 
 
 @overload
@@ -28,11 +30,14 @@ def remat(
 ) -> Callable[..., Any]:
     """`jax.checkpoint` for functions that take Modules; keyword arguments are allowed.
 
+    Inside a lifted function (`nnx.jit`, `nnx.grad` ...), calls of the same function on Modules of equal structure share
+    one trace, as 64 equal blocks do: side effects that the function has in Python happen once.
+
     Args:
-      fun: the function, a Module, or a bound method of one. `__init__` runs as it is: a constructor makes variables,
-        and leaves nothing to compute again.
+      fun: the function, a Module, or a bound method of one. `__init__` runs unchanged: a constructor makes variables,
+        and there is nothing to recompute.
       prevent_cse, policy: as in `jax.checkpoint`.
-      static_argnums: arguments that are not data; indices count Modules as usual.
+      static_argnums: positions of arguments that are not data, counted with Modules included.
       stateful: whether changes to Modules are written back.
       is_init: whether the function is a constructor; by default, whether its name is `__init__`.
 
@@ -49,16 +54,16 @@ def remat(
     body = unwrap_static(target.fun)
     name = f"nnx.remat({target.name})"
 
+    def trace(call: Call, cells: Any, data: Any, forks: Any) -> Any:
+        return run(body, call.signature, call.statics, cells, data, forks, name)
+
     def lifted(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = make_static(static, (*target.bound, *args), kwargs, target.name)
         call = Call(args, kwargs)
-
-        def pure(cells: Any, data: Any, forks: Any) -> Any:
-            return run(body, call.signature, call.statics, cells, data, forks, name)
-
+        pure = shared_body(target.fun, call, trace)
         checkpointed = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
         outcome = checkpointed(call.cells(), call.data, call.forks())
-        return commit(call, outcome) if stateful else discard(call, outcome)
+        return finish(call, outcome, stateful)
 
     return lifted
 

@@ -244,7 +244,7 @@ def test_new_batches_do_not_keep_buffers_from_being_donated():
 
 
 def test_a_steady_donated_step_asks_for_no_pointers(monkeypatch):
-    from nnx.transforms import donation
+    from nnx.transforms.jit import donation
 
     asked = []
     buffers = donation._buffers

@@ -260,9 +260,9 @@ def test_a_donated_function_is_traced_once_per_shape():
 
 
 def test_a_function_compiled_for_too_many_structures_forgets_the_oldest_and_says_why(monkeypatch):
-    from nnx.transforms import jit as module
+    from nnx.transforms.jit import jit as module
 
-    monkeypatch.setattr(module, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(module, "MAX_COMPILED", 3)
     f = nnx.jit(lambda model: model.w * model.n)
     model = nnx.Dict(w=nnx.Param(jnp.ones(())))
     with pytest.warns(UserWarning, match="compiled for 3 different structures.*n: static 2 -> static 3"):

@@ -34,5 +34,10 @@ def call_arguments_are_checked(model: Linear) -> None:
     model()  # pyright: ignore[reportCallIssue]
 
 
+def a_filter_by_position_makes_a_decorator() -> None:
+    nnx.grad(nnx.Param)(3)  # pyright: ignore[reportArgumentType]
+    nnx.jacfwd("params", allow_int=True)  # pyright: ignore[reportCallIssue]
+
+
 def a_context_is_seeded_by_what_can_seed_it(ctx: nnx.Context) -> None:
     ctx.make_rng(3)  # pyright: ignore[reportArgumentType]

@@ -125,6 +125,34 @@ def a_gradient_decorator_takes_options(model: Model, x: jax.Array) -> None:
     assert_type(both(model, x), tuple[tuple[jax.Array, int], nnx.State])
 
 
+def a_gradient_decorator_takes_a_filter_by_position(model: Model, x: jax.Array) -> None:
+    @nnx.grad(nnx.Param)
+    def gradient(model: Model, x: jax.Array) -> jax.Array:
+        return model(x).sum()
+
+    @nnx.grad("params", has_aux=True)
+    def with_aux(model: Model, x: jax.Array) -> tuple[jax.Array, int]:
+        return model(x).sum(), 3
+
+    @nnx.grad(nnx.Param, argnums=1)
+    def by_array(model: Model, x: jax.Array) -> jax.Array:
+        return model(x).sum()
+
+    @nnx.value_and_grad((nnx.Param, nnx.BatchStat))
+    def both(model: Model, x: jax.Array) -> jax.Array:
+        return model(x).sum()
+
+    @nnx.jacrev(nnx.Param, allow_int=True)
+    def jacobian(model: Model, x: jax.Array) -> jax.Array:
+        return model(x)
+
+    assert_type(gradient(model, x), nnx.State)
+    assert_type(with_aux(model, x), tuple[nnx.State, int])
+    assert_type(by_array(model, x), Any)
+    assert_type(both(model, x), tuple[jax.Array, nnx.State])
+    assert_type(jacobian(model, x), Any)
+
+
 def a_gradient_of_anything_else_has_the_type_of_its_arguments(model: Model, x: jax.Array) -> None:
     assert_type(nnx.grad(lambda w: w**2)(2.0), Any)
     assert_type(nnx.grad(loss, argnums=1)(model, x, x), Any)

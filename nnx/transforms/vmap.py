@@ -9,45 +9,53 @@ from nnx.core.attributes import settle
 from nnx.core.graph import is_static
 from nnx.core.info import new_module
 from nnx.transforms.annotations import Decorator, P, R, VmapOptions
-from nnx.transforms.axes import Axes, argument_labels, check_module_axes, data_axes, move_axis
-from nnx.transforms.lift import Call, Effects, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
-from nnx.transforms.wrapper import decorator
+from nnx.transforms.call import Call, target_of
+from nnx.transforms.decorators import decorator
+from nnx.transforms.effects import Effects, Outcome, cell_paths, commit, enter_call, finish, leave
+from nnx.transforms.shared_traces import run_in_scope
+from nnx.transforms.stacking import Stacking, argument_labels, check_module_axes, data_axes, move_axis
 
 
 def map_call(
-    axes: Axes, fun: Callable[..., Any], call: Call, axes_of_data: Any, labels: Any, out_axes: Any, **options: Any
+    stacking: Stacking,
+    fun: Callable[..., Any],
+    call: Call,
+    axes_of_data: Any,
+    labels: Any,
+    out_axes: Any,
+    **options: Any,
 ) -> Outcome:
     """Maps a function over the members of a split call."""
-    groups = axes.groups(call)
-    size = axes.find_size(call, groups, axes_of_data, labels)
-    split, shared = axes.keys(call, size)
+    groups = stacking.groups(call)
+    size = stacking.find_size(call, groups, axes_of_data, labels)
+    split, shared = stacking.keys(call, size)
     outer = call.signature.key
-    inner = axes.inner_key(outer, groups)
+    inner = stacking.inner_key(outer, groups)
     signature = call.signature._replace(key=inner)
     found: list[tuple[Effects, dict[int, Any]]] = []
 
     mapped_data = [i for i, axis in enumerate(axes_of_data) if axis is not None]
 
     def body(cells: Any, slices: Any, split: Any) -> Any:
-        contexts = axes.contexts(call, split, shared)
-        data = list(call.data)  # what is not mapped is used as it is, whatever it is
+        contexts = stacking.contexts(call, split, shared)
+        data = list(call.data)  # data that is not mapped is used unchanged, even if it is not an array
         for i, value in zip(mapped_data, slices):
             data[i] = value
-        entered, args, kwargs = enter_call(signature, call.statics, axes.transformed(inner, cells), data, contexts)
-        out = fun(*args, **kwargs)
+        entered, args, kwargs = enter_call(signature, call.statics, stacking.transformed(inner, cells), data, contexts)
+        out = run_in_scope(fun, args, kwargs)
         if not isinstance(out_axes, int):
-            check_module_axes(axes, "out_axes", [out_axes], [out], ["the result"])
-        outcome = leave(entered, axes.name_new_axes(entered, out), axes.name)
+            check_module_axes(stacking, "out_axes", [out_axes], [out], ["the result"])
+        outcome = leave(entered, stacking.name_new_axes(entered, out), stacking.name)
         effects = outcome.effects
-        out_groups = axes.output_groups(inner, groups, effects)
+        out_groups = stacking.output_groups(inner, groups, effects)
         found[:] = [(effects, out_groups)]
         stacked, same = [], []
-        for cell, value in zip(_outputs(effects), outcome.values):
+        for cell, value in zip(effects.outputs(), outcome.values):
             if isinstance(out_groups[cell], int):
                 stacked.append(value)
             else:
                 key = effects.rewrite.key if effects.rewrite is not None else inner
-                axes.check_same(cell_paths(key)[cell], key.kinds[cell], value)
+                stacking.check_same(cell_paths(key)[cell], key.kinds[cell], value)
                 same.append(value)
         return stacked, same, outcome.out
 
@@ -56,52 +64,48 @@ def map_call(
     mapped = jax.vmap(body, in_axes=in_axes, out_axes=(0, None, out_axes), axis_size=size, **options)
     stacked, same, out = mapped(call.cells(), [call.data[i] for i in mapped_data], split)
     effects, out_groups = found[0]
-    return assemble(axes, effects, out_groups, iter(stacked), iter(same), out)
-
-
-def _outputs(effects: Effects) -> Any:
-    return effects.changed if effects.rewrite is None else effects.rewrite.outputs()
+    return assemble(stacking, effects, out_groups, iter(stacked), iter(same), out)
 
 
 def assemble(
-    axes: Axes, effects: Effects, out_groups: Mapping[int, Any], stacked: Any, others: Any, out: Any
+    stacking: Stacking, effects: Effects, out_groups: Mapping[int, Any], stacked: Any, others: Any, out: Any
 ) -> Outcome:
-    """The outcome of all runs together: stacked values with their axis in its place, the others as they are."""
+    """Returns the outcome of all runs together: stacked values with their axis in its place, the others unchanged."""
     values = []
-    for cell in _outputs(effects):
+    for cell in effects.outputs():
         group = out_groups[cell]
         values.append(move_axis(next(stacked), 0, group) if isinstance(group, int) else next(others))
     if effects.rewrite is not None:
-        rewrite = axes.outer_rewrite(effects.rewrite, out_groups)
+        rewrite = stacking.outer_rewrite(effects.rewrite, out_groups)
         effects = effects.replace(rewrite=rewrite)
     return Outcome(values, out, effects)
 
 
-def construct(axes: Axes, make: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def construct(stacking: Stacking, make: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Builds one Module whose variables are stacked over all members; the arguments are the same for all."""
-    axes.require_size()
+    stacking.require_size()
     call = Call(args, kwargs)
-    return commit(call, map_all(axes, make, call))
+    return commit(call, map_all(stacking, make, call))
 
 
-def map_all(axes: Axes, make: Callable[..., Any], call: Call) -> Outcome:
+def map_all(stacking: Stacking, make: Callable[..., Any], call: Call) -> Outcome:
     """Maps a function over the members of a call whose arguments are the same for all of them."""
     count = len(call.data)
-    return map_call(axes, make, call, [None] * count, [""] * count, 0)
+    return map_call(stacking, make, call, [None] * count, [""] * count, 0)
 
 
 def is_init_method(fun: Any, is_init: bool | None) -> bool:
-    """Whether a decorated function builds variables: as it was said, else by its name."""
+    """Whether a decorated function builds variables: what the option says, or else what its name says."""
     return getattr(fun, "__name__", "") == "__init__" if is_init is None else is_init
 
 
-def stacked_init(axes: Axes, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The constructor that runs `fun` once per member and gives `self` the stacked variables.
+def stacked_init(stacking: Stacking, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a constructor that runs `fun` once per member and gives `self` the stacked variables.
 
-    Inside, a member stands in for `self`. What the members have built together is then given to `self` in the
-    member's place, so that everything that refers to the member (a child's parent, a bound method) refers to `self`.
+    Inside, `self` is a member. When the members have been built, `self` takes the member's place in the result, so that
+    everything that refers to the member (a child's parent, a bound method) refers to `self`.
     """
-    axes.require_size()
+    stacking.require_size()
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         statics = {name: self.__dict__[name] for name, kind in self._nnx_info.kinds.items() if is_static(kind)}
@@ -116,7 +120,7 @@ def stacked_init(axes: Axes, fun: Callable[..., Any]) -> Callable[..., Any]:
             return member
 
         call = Call(args, kwargs)
-        outcome = map_all(axes, make, call)
+        outcome = map_all(stacking, make, call)
         commit(call, outcome, taking={outcome.out.index: self})
 
     return init
@@ -161,7 +165,7 @@ def vmap(
       split_rngs: which streams of Contexts differ from member to member; an RNG filter.
       in_axes, out_axes: as in `jax.vmap`, for plain arrays. Modules are stacked by `variable_axes` and Contexts are
         split by `split_rngs`, so their entries should be None.
-      axis_size: the number of members, where the arguments do not say.
+      axis_size: the number of members, if the arguments do not determine it.
       axis_name, spmd_axis_name: as in `jax.vmap`.
       data_transform: applied to the State of the Modules inside the body.
       metadata_params: with `{nnx.PARTITION_NAME: "name"}`, the stacked axis's name in `sharding` metadata.
@@ -173,7 +177,7 @@ def vmap(
     >>> models(jnp.ones((4, 3))).shape
     (6, 4, 2)
     """
-    axes = Axes.of(
+    stacking = Stacking.of(
         "nnx.vmap",
         "axis_size",
         variable_axes,
@@ -185,7 +189,7 @@ def vmap(
         data_transform,
     )
     if is_init_method(fun, is_init):
-        return stacked_init(axes, fun)
+        return stacked_init(stacking, fun)
     target = target_of(fun, "nnx.vmap")
     options = {"axis_name": axis_name, "spmd_axis_name": spmd_axis_name}
     options = {k: v for k, v in options.items() if v is not None}
@@ -197,10 +201,10 @@ def vmap(
         if target.bound and isinstance(in_axes, (tuple, list)):
             entries = (None, *in_axes)
         if isinstance(entries, (tuple, list)):
-            check_module_axes(axes, "in_axes", entries, args, argument_labels(len(args)))
+            check_module_axes(stacking, "in_axes", entries, args, argument_labels(len(args)))
         call = Call(args, kwargs)
-        axes_of_data, labels = data_axes(axes.name, entries, args, kwargs, 0)
-        outcome = map_call(axes, target.fun, call, axes_of_data, labels, out_axes, **options)
-        return commit(call, outcome) if stateful else discard(call, outcome)
+        axes_of_data, labels = data_axes(stacking.name, entries, args, kwargs, 0)
+        outcome = map_call(stacking, target.fun, call, axes_of_data, labels, out_axes, **options)
+        return finish(call, outcome, stateful)
 
     return lifted

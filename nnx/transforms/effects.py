@@ -1,144 +1,40 @@
-"""The one engine: a call with Modules and Contexts anywhere in it, as a pure function of flat values, and back.
+"""The one engine: runs a function of Modules and Contexts as a pure function of flat values, and puts the changes back.
 
-Nouns. *Splitting* a call finds its Modules and Contexts and gives the rest as data; its `Signature` is what is static
-about it. *Entering* rebuilds the Modules inside a trace; *leaving* finds what happened to them. The result is an
-`Outcome`: the values that changed and the function's output, as a pytree, with the `Effects`, all that is static about
-the change, as its structure. *Committing* an Outcome writes it into the caller's Modules, at once.
+Nouns. *Entering* a call (see call, entered) rebuilds its Modules inside a trace; *leaving* finds what happened to them.
+The result is an `Outcome`: the values that changed and the function's output, as a pytree. Its static part, the
+`Effects`, says which cells changed and how the structure did. *Committing* an Outcome writes it into the caller's
+Modules in one step; *discarding* it (`stateful=False`) leaves them alone and builds Modules in the output from copies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import setitem
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from nnx.core.context import Context, ContextDef
 from nnx.core.errors import MUTATE_AT_OTHER_LEVEL, TraceContextError
-from nnx.core.graph import Flat, GraphKey, joint_flat_of, refuse_pytree
-from nnx.core.info import ModuleBase, join, outlives_caches
-from nnx.core.repr import short
-from nnx.core.statics import NO_STATICS, Statics
-from nnx.core.ties import NO_TIES, Ties
+from nnx.core.graph import Flat, GraphKey
+from nnx.core.info import join
 from nnx.core.trace import current_level
 from nnx.core.updates import check_level, note_containers
+from nnx.transforms.call import Call, Signature, is_context, is_module
 from nnx.transforms.entered import Entered, enter
 from nnx.transforms.rewrite import Rewrite, find_rewrite
+from nnx.transforms.shared_traces import run_in_scope
 
 CONTEXT_RETURNED = """A Context in the result of {name}: its keys belong to the transform that has just ended. Return \
 the keys you need (ctx.make_rng(...)), or use the caller's Context: it has advanced."""
 
 ATTACHED_FROM_OUTSIDE = """Cannot write back a Module from a different trace level: {owner} at {path!r} was made \
-outside \
-the function that {name} runs (a closure, perhaps) and was attached to a Module, or returned, inside it.
+outside the function that {name} runs (a closure, perhaps) and was attached to a Module, or returned, inside it.
 Pass it to the function as an argument: then it is one and the same Module inside and outside."""
 
 
-# Sorts of leaf in a call
-
-DATA, MODULE, CONTEXT = 0, 1, 2
-data_types: set[type] = set()
-"""Types whose values have been leaves of a call, and data. Only classes that live as long as the process."""
-
-
-def sort_of(leaf: Any) -> int:
-    """Whether a leaf of a call is data, a Module or a Context."""
-    if isinstance(leaf, ModuleBase):
-        return MODULE
-    return CONTEXT if isinstance(leaf, Context) else DATA
-
-
-# Splitting
-
-
-class Signature(NamedTuple):
-    """What is static about a call: the place of every leaf, the structure of its Modules, the flags of its Contexts."""
-
-    treedef: Any
-    marks: tuple[int, ...]  # per leaf: -1 for data, n >= 0 for the n-th Module, -2-n for the n-th Context
-    key: GraphKey | None
-    contexts: tuple[ContextDef, ...]
-    ties: Ties = NO_TIES  # which cells are one object with each other, or with something outside the call
-
-    def fill(self, roots: Sequence[Any], contexts: Sequence[Context], data: Sequence[Any]) -> Any:
-        """The call's `(args, kwargs)` with these Modules, Contexts and data."""
-        rest = iter(data)
-        leaves = [next(rest) if m == -1 else roots[m] if m >= 0 else contexts[-2 - m] for m in self.marks]
-        return jax.tree.unflatten(self.treedef, leaves)
-
-
-_places: dict[tuple[type, ...], Any] = {}  # where Modules, Contexts and data stand among leaves of these types
-
-
-def _find_places(leaves: Sequence[Any]) -> tuple[list[int], list[int], list[int], tuple[int, ...]]:
-    """The places of Modules, Contexts and data among leaves, and their marks if no Module or Context stands twice."""
-    places: tuple[list[int], list[int], list[int]] = ([], [], [])
-    marks = []
-    for i, leaf in enumerate(leaves):
-        sort = sort_of(leaf)
-        found = places[(2, 0, 1)[sort]]
-        marks.append(-1 if sort == DATA else len(found) if sort == MODULE else -2 - len(found))
-        found.append(i)
-        if sort == DATA and outlives_caches(type(leaf)):
-            data_types.add(type(leaf))
-    return (*places, tuple(marks))
-
-
-def unique(values: Sequence[Any]) -> list[Any]:
-    """The distinct objects among values, in order."""
-    return list({id(value): value for value in values}.values())
-
-
-def _marks_of_repeated(leaves: Sequence[Any], roots: Sequence[Any], contexts: Sequence[Any]) -> tuple[int, ...]:
-    numbers = {id(root): n for n, root in enumerate(roots)} | {id(ctx): -2 - n for n, ctx in enumerate(contexts)}
-    return tuple([numbers[id(leaf)] if sort_of(leaf) != DATA else -1 for leaf in leaves])
-
-
-class Call:
-    """One call, split."""
-
-    __slots__ = ("signature", "flat", "roots", "contexts", "data")
-
-    def __init__(self, args: Any, kwargs: Any):
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        types = tuple(map(type, leaves))
-        places = _places.get(types)
-        if places is None:
-            places = _find_places(leaves)
-            if all(map(outlives_caches, types)):
-                _places[types] = places
-        module_places, context_places, data_places, marks = places
-        if len(module_places) < len(args):  # else every argument is a Module
-            for arg in args:
-                if isinstance(arg, ModuleBase):
-                    refuse_pytree(arg)
-        roots = [leaves[i] for i in module_places]
-        contexts = [leaves[i] for i in context_places]
-        if len(set(map(id, roots))) < len(roots) or len(set(map(id, contexts))) < len(contexts):
-            roots, contexts = unique(roots), unique(contexts)
-            marks = _marks_of_repeated(leaves, roots, contexts)
-        self.roots, self.contexts = roots, contexts
-        self.data: list[Any] = [leaves[i] for i in data_places]
-        self.flat: Flat | None = joint_flat_of(roots) if roots else None
-        key, ties = (self.flat.key, self.flat.ties) if self.flat is not None else (None, NO_TIES)
-        self.signature: Signature = Signature(treedef, marks, key, tuple([ctx.definition() for ctx in contexts]), ties)
-
-    @property
-    def statics(self) -> Statics:
-        return self.flat.statics if self.flat is not None else NO_STATICS
-
-    def cells(self) -> list[Any]:
-        return self.flat.values() if self.flat is not None else []
-
-    def forks(self) -> list[list[tuple[Any, Any]]]:
-        """Every Context forked, as data; each has then advanced by one."""
-        return [ctx.fork_data() for ctx in self.contexts]
-
-    def cell_paths(self) -> list[str]:
-        return cell_paths(self.signature.key)
+# Paths
 
 
 def cell_paths(key: GraphKey | None) -> list[str]:
-    """The path of every cell; with several Modules in the call, after the number of the Module."""
+    """Returns the path of every cell, with the number of its Module in front if the call has several."""
     if key is None:
         return []
     roots = list(dict.fromkeys(key.table[0]))
@@ -151,7 +47,17 @@ def cell_paths(key: GraphKey | None) -> list[str]:
 
 
 class Effects:
-    """All that is static about what a function did to its Modules."""
+    """Everything static about what a function did to its Modules.
+
+    Attributes:
+      changed: the cells with new values, if the structure is unchanged; otherwise empty, and the Rewrite lists them.
+      rewrite: the structural change, if there is one.
+      sown: the attributes recorded with `sow`, per Module.
+      returns_modules: whether there are Modules in the output.
+      aliases: groups of cells that hold one container after the function.
+      regrouped: cells, numbered before the function, that came to share a container or no longer do.
+      simple: whether values changed and nothing else did, so that a repeated call can be made from a plan.
+    """
 
     __slots__ = ("changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped", "simple")
 
@@ -164,28 +70,25 @@ class Effects:
         aliases: tuple[tuple[int, ...], ...] = (),
         regrouped: tuple[int, ...] = (),
     ):
-        self.changed: tuple[int, ...] = changed  # cells with new values; where there is a Rewrite, it says so instead
+        self.changed: tuple[int, ...] = changed
         self.rewrite: Rewrite | None = rewrite
         self.sown: Any = sown
         self.returns_modules: bool = returns_modules
-        self.aliases = aliases  # groups of cells, after the function, that hold one container
-        self.regrouped: tuple[int, ...] = (
-            regrouped  # cells, before the function, that came to share a container, or no longer do
-        )
-        # new values and nothing else
+        self.aliases = aliases
+        self.regrouped: tuple[int, ...] = regrouped
         self.simple: bool = rewrite is None and not sown and not returns_modules and not aliases
 
     def replace(self, **parts: Any) -> "Effects":
-        """The same effects but for some parts."""
+        """Returns the same effects with some parts replaced."""
         names = ("changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped")
         return Effects(**{name: parts[name] if name in parts else getattr(self, name) for name in names})
 
     def outputs(self) -> Sequence[int]:
-        """The cells whose new values come out: of the graph after the function, if its structure changed."""
+        """Returns the cells whose values come out, numbered after the function if its structure changed."""
         return self.changed if self.rewrite is None else self.rewrite.outputs()
 
     def tie(self, values: Sequence[Any]) -> Sequence[Any]:
-        """The values that came out, with one container for all cells that held one."""
+        """Returns the values that came out, with one container for all cells that shared one."""
         if not self.aliases:
             return values
         values, places = list(values), {cell: i for i, cell in enumerate(self.outputs())}
@@ -206,7 +109,7 @@ class Effects:
 
 
 class Outcome:
-    """What a lifted function gives: the values that changed, its output, and the Effects; a pytree."""
+    """What a lifted function returns to JAX: the values that changed, its output, and the Effects; a pytree."""
 
     __slots__ = ("values", "out", "effects")
 
@@ -216,6 +119,8 @@ class Outcome:
         self.effects: Effects = effects
 
 
+# The Effects are the aux data: what changed is known only once a function has been traced, and JAX keeps the structure
+# of a trace's output with the trace. So whichever trace a call hits, it finds the effects of that very trace.
 jax.tree_util.register_pytree_node(
     Outcome,
     lambda outcome: ((outcome.values, outcome.out), outcome.effects),
@@ -224,7 +129,7 @@ jax.tree_util.register_pytree_node(
 
 
 class Returned:
-    """A Module in the output of a lifted function, by its number."""
+    """A Module in the output of a lifted function, as its number: a pytree without leaves."""
 
     __slots__ = ("index",)
 
@@ -242,14 +147,16 @@ jax.tree_util.register_static(Returned)
 
 
 def leave(entered: Entered, out: Any, name: str) -> Outcome:
-    """Finds what happened to the Modules since they were entered."""
+    """Finds what happened to the Modules since they were entered.
+
+    Raises:
+      TypeError: there is a Context in the output.
+      TraceContextError: a Module of another trace level was attached or returned.
+    """
     leaves, treedef = jax.tree.flatten(out)
-    returned = []
-    for leaf in leaves:
-        if sort_of(leaf) == CONTEXT:
-            raise TypeError(CONTEXT_RETURNED.format(name=name))
-        if sort_of(leaf) == MODULE:
-            returned.append(leaf)
+    if any(map(is_context, leaves)):
+        raise TypeError(CONTEXT_RETURNED.format(name=name))
+    returned = [leaf for leaf in leaves if is_module(leaf)]
     modules = entered.graph.modules
     known = {id(module): i for i, module in enumerate(modules)}
     sown = tuple((i, tuple(sorted(m._nnx_info.sown))) for i, m in enumerate(modules) if m._nnx_info.sown)
@@ -269,7 +176,7 @@ def leave(entered: Entered, out: Any, name: str) -> Outcome:
         values = [current[i] for i in changed]
         effects = Effects(changed, None, sown, bool(returned), aliases, tuple(regrouped))
     if returned:
-        out = jax.tree.unflatten(treedef, [Returned(known[id(x)]) if sort_of(x) == MODULE else x for x in leaves])
+        out = jax.tree.unflatten(treedef, [Returned(known[id(x)]) if is_module(x) else x for x in leaves])
     return Outcome(values, out, effects)
 
 
@@ -285,13 +192,12 @@ def run(
     fun: Callable[..., Any], signature: Signature, statics: Any, cells: Any, data: Any, forks: Any, name: str
 ) -> Outcome:
     """Runs a function on the Modules, Contexts and data of a split call, inside the current trace."""
-    contexts = [definition.from_fork(fork) for definition, fork in zip(signature.contexts, forks)]
-    entered, args, kwargs = enter_call(signature, statics, cells, data, contexts)
-    return leave(entered, fun(*args, **kwargs), name)
+    entered, args, kwargs = enter_call(signature, statics, cells, data, signature.contexts_from(forks))
+    return leave(entered, run_in_scope(fun, args, kwargs), name)
 
 
 def enter_call(signature: Signature, statics: Any, cells: Any, data: Any, contexts: Any) -> tuple[Entered, Any, Any]:
-    """The Modules of a split call, rebuilt, and its arguments with them."""
+    """Rebuilds the Modules of a split call; returns them, and its arguments with them in place."""
     entered = enter(signature.key, statics, cells, signature.ties)
     args, kwargs = signature.fill(entered.roots, contexts, data)
     return entered, args, kwargs
@@ -300,16 +206,21 @@ def enter_call(signature: Signature, statics: Any, cells: Any, data: Any, contex
 # Committing
 
 
+def finish(call: Call, outcome: Outcome, stateful: bool) -> Any:
+    """Ends a call as the option `stateful` says: commits the outcome, or discards it; returns the output."""
+    return commit(call, outcome) if stateful else discard(call, outcome)
+
+
 def commit(call: Call, outcome: Outcome, taking: Mapping[int, Any] | None = None) -> Any:
     """Writes what changed into the caller's Modules and returns the output, with their Modules in it.
 
     Args:
-      call: the call.
-      outcome: what it led to.
+      call: the split call.
+      outcome: the result of running it.
       taking: Modules, by number, that take the place of new ones; see `Rewrite.apply`.
 
     Raises:
-      TraceContextError: a Module that changed belongs to another trace level; nothing is written then.
+      TraceContextError: a Module that changed belongs to another trace level. Nothing is written in that case.
     """
     effects = outcome.effects
     if call.flat is None and effects.rewrite is None:
@@ -329,7 +240,7 @@ def commit(call: Call, outcome: Outcome, taking: Mapping[int, Any] | None = None
 
 
 def write(flat: Flat, effects: Effects, values: Sequence[Any]) -> None:
-    """Writes changed values into their cells in one step, which an interrupt cannot tear."""
+    """Writes changed values into their cells in one step, which an interrupt cannot split."""
     if flat.level is not current_level():
         check_writable(flat, effects.changed)
     note_containers(flat, effects.changed, values)
@@ -339,8 +250,8 @@ def write(flat: Flat, effects: Effects, values: Sequence[Any]) -> None:
     writer = flat.writers.get(effects.changed)
     if writer is None:
         writer = flat.writers[effects.changed] = _writer(flat, effects.changed)
-    # setitem returns None, so any() exhausts the iterator, all inside one C call: Python delivers signals only between
-    # bytecodes, so an interrupt arrives before all writes or after all of them.
+    # `setitem` returns None, so `any` exhausts the iterator, all inside one C call. Python delivers signals only
+    # between bytecodes, so Ctrl-C arrives either before every write or after every write, never in between.
     any(map(setitem, *writer, values))
 
 
@@ -349,12 +260,12 @@ def _writer(flat: Flat, changed: Sequence[int]) -> tuple[list[Any], list[str]]:
 
 
 def _write_with_refs(flat: Flat, changed: Sequence[int], values: Sequence[Any]) -> None:
-    """Writes values to all owners of their cells. Nothing here is kept: owners outside the graph may come and go."""
+    """Writes values to all owners of their cells; nothing is cached, since owners outside the graph come and go."""
     dicts, names, repeated = [], [], []
     for i, value in zip(changed, values):
         ref = flat.refs.get(i)
-        for held, name in [(flat.dicts[i], flat.names[i])] if ref is None else ref.targets():
-            dicts.append(held)
+        for values_of, name in [(flat.dicts[i], flat.names[i])] if ref is None else ref.targets():
+            dicts.append(values_of)
             names.append(name)
             repeated.append(value)
     any(map(setitem, dicts, names, repeated))
@@ -385,16 +296,16 @@ def _mark_sown(modules: Sequence[Any], sown: Any) -> None:
 
 
 def fill_returned(out: Any, modules: Sequence[Any]) -> Any:
-    """The output with the Modules it names in their places."""
+    """Returns the output with Modules in place of their numbers."""
     return jax.tree.map(
         lambda x: modules[x.index] if isinstance(x, Returned) else x, out, is_leaf=lambda x: isinstance(x, Returned)
     )
 
 
 def discard(call: Call, outcome: Outcome) -> Any:
-    """The output without any effect on the caller's Modules (`stateful=False`); Modules in it are new ones.
+    """Returns the output without any effect on the caller's Modules (`stateful=False`); Modules in it are new.
 
-    They share nothing with the caller's but what cannot change: they are built as the body's own were.
+    They are built the way the body's own were, so they share only immutable values with the caller's.
     """
     effects = outcome.effects
     if not effects.returns_modules:
@@ -408,32 +319,3 @@ def discard(call: Call, outcome: Outcome) -> Any:
         for cell, value in zip(effects.changed, values):
             copies.write(cell, value)
     return fill_returned(outcome.out, modules)
-
-
-# The function that is lifted
-
-
-class Target(NamedTuple):
-    """A function to lift: a Module or a bound method of one lifts the Module as its first argument."""
-
-    fun: Callable[..., Any]
-    bound: tuple[Any, ...]  # the Module, if the function came with one
-    name: str
-
-
-def target_of(fun: Any, transform: str) -> Target:
-    """What to call, with which Module before the arguments.
-
-    Raises:
-      TypeError: it is not callable.
-    """
-    if isinstance(fun, ModuleBase):
-        if not callable(fun):
-            raise TypeError(f"{transform} was given a {type(fun).__name__}, a Module without `__call__`.")
-        return Target(type(fun).__call__, (fun,), type(fun).__name__)
-    owner = getattr(fun, "__self__", None)
-    if isinstance(owner, ModuleBase) and hasattr(fun, "__func__"):
-        return Target(fun.__func__, (owner,), getattr(fun, "__name__", "method"))
-    if not callable(fun):
-        raise TypeError(f"{transform} takes a function, a Module or a method; got {short(fun)}.")
-    return Target(fun, (), getattr(fun, "__name__", type(fun).__name__))

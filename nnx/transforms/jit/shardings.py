@@ -11,7 +11,8 @@ from nnx.core.graph import GraphKey
 from nnx.core.info import ModuleBase, join
 from nnx.core.variables import Spec
 from nnx.transforms.arguments import StaticArgument
-from nnx.transforms.lift import DATA, Call, Effects, Outcome, Returned, sort_of
+from nnx.transforms.call import Call, is_data
+from nnx.transforms.effects import Effects, Outcome, Returned
 
 
 def input_shardings(shardings: Any, call: Call, args: tuple[Any, ...], bound: int) -> tuple[list[Any], tuple[Any, ...]]:
@@ -38,7 +39,7 @@ def _spread(sharding: Any, argument: Any, call: Call, cells: list[Any], data: li
         return
     elif sharding is None or isinstance(sharding, (jax.sharding.Sharding, jax.sharding.PartitionSpec)):
         for leaf in jax.tree.leaves(argument):
-            if sort_of(leaf) == DATA:
+            if is_data(leaf):
                 data.append(sharding)
             else:
                 _spread(sharding, leaf, call, cells, data)

@@ -26,12 +26,12 @@ from nnx.core.info import NODE, TREE
 from nnx.core.state import State
 from nnx.core.variables import Container
 from nnx.transforms.arguments import Selection, leaf_flags
-from nnx.transforms.lift import DATA, MODULE, Call, Outcome, Returned, run, sort_of, unique
+from nnx.transforms.call import Call, is_data, is_module, unique
+from nnx.transforms.effects import Outcome, Returned, run
 
 INTEGER_LEAF = """{name} was asked for the gradient of {path!r}, {kind} of dtype {dtype}: only float and complex \
-values \
-have gradients. Narrow what is differentiated (wrt=..., now {wrt}), give the value another Variable type, or pass \
-allow_int=True."""
+values have gradients. Narrow what is differentiated (wrt=..., now {wrt}), give the value another Variable type, or \
+pass allow_int=True."""
 
 NOTHING_SELECTED = """{name}: wrt={wrt} matches nothing in {modules}, so there is nothing to differentiate. {holds} \
 Choose another filter (wrt=...) or another argument (argnums=...)."""
@@ -78,7 +78,7 @@ class Part:
         marks = self.call.signature.marks
         data_flags = [flag for flag, mark in zip(flags, marks) if mark == -1]
         self.data: list[int] = [i for i, flag in enumerate(data_flags) if flag]
-        self.roots: list[Any] = unique([leaf for leaf in jax.tree.leaves(self.arguments) if sort_of(leaf) == MODULE])
+        self.roots: list[Any] = unique([leaf for leaf in jax.tree.leaves(self.arguments) if is_module(leaf)])
         self.flat: Flat | None = joint_flat_of(self.roots) if self.roots else None
         self.cells: list[int] = []  # of the call
         self.own: list[int] = []  # the same cells, numbered from the differentiated Modules alone
@@ -179,9 +179,9 @@ class Part:
         rest = iter(data)
 
         def replace(leaf: Any) -> Any:
-            if sort_of(leaf) == MODULE:
+            if is_module(leaf):
                 return State(leaves_of(leaf))
-            return next(rest) if sort_of(leaf) == DATA else None
+            return next(rest) if is_data(leaf) else None
 
         packed = tuple([jax.tree.map(replace, argument) for argument in self.arguments])
         return packed[0] if self.single else packed
@@ -217,11 +217,11 @@ class Part:
             leaves, treedef = jax.tree.flatten(argument)
             given = [None] * len(leaves) if tree is None and complete else treedef.flatten_up_to(tree)
             for leaf, value in zip(leaves, given):
-                if sort_of(leaf) == DATA:
+                if is_data(leaf):
                     data.append(value)
-                elif sort_of(leaf) == MODULE and value is None and complete:
+                elif is_module(leaf) and value is None and complete:
                     zero.update(self._view(leaf).values())
-                elif sort_of(leaf) == MODULE:
+                elif is_module(leaf):
                     self._add_state(leaf, value, sums, what)
         if complete:
             self._require_all(sums, zero)

@@ -1,7 +1,7 @@
-"""`Scan`, `Vmap` and `Remat`: transforms of a Module class, as constructors of Modules that wrap one.
+"""The class forms `Scan`, `Vmap` and `Remat`: a transform of a Module class is a constructor of Modules that wrap one.
 
-The wrapped Module is an attribute (`scan_module`, `vmap_module`, `remat_module`); calling the wrapper runs its
-`__call__` transformed, and `.call.method(...)` any other method.
+The wrapped Module is an attribute (`scan_module`, `vmap_module`, `remat_module`). Calling the outer Module runs the
+wrapped one's `__call__` transformed, and `.call.method(...)` does the same for any other method.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,20 +10,25 @@ from typing import Any, Generic, Unpack
 from nnx.core.module import Module
 from nnx.core.proxies import Access
 from nnx.transforms.annotations import M, P, RematOptions, ScanOptions, VmapOptions
-from nnx.transforms.axes import Axes
-from nnx.transforms.loops import scan
-from nnx.transforms.maps import construct, vmap
 from nnx.transforms.remat import remat
+from nnx.transforms.scan import scan
+from nnx.transforms.stacking import Stacking
+from nnx.transforms.vmap import construct, vmap
 
 
-class Wrapper(Module):
-    """A Module that runs another one transformed."""
+def call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a Module: one function for all of them, so that Modules of equal structure can share a trace."""
+    return module(*args, **kwargs)
+
+
+class TransformedModule(Module):
+    """A Module that holds another one, and runs it transformed."""
 
     def _inner(self) -> Any:
-        raise AssertionError("each wrapper says which Module it wraps")
+        raise AssertionError("each subclass returns the Module it wraps")
 
     def _lift(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        raise AssertionError("each wrapper says how it transforms")
+        raise AssertionError("each subclass applies its transform")
 
     @property
     def call(self) -> Access:
@@ -39,11 +44,11 @@ class Wrapper(Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped Module's `__call__`, transformed."""
-        return self.call(*args, **kwargs)
+        return self._lift(call_module)(self._inner(), *args, **kwargs)
 
 
-class ScanModule(Wrapper, Generic[M]):
-    """What `nnx.Scan` builds: `m(carry, xs, *broadcast)` gives `(carry, ys)`."""
+class ScanModule(TransformedModule, Generic[M]):
+    """What `nnx.Scan` builds: `m(carry, xs, *broadcast)` returns `(carry, ys)`."""
 
     scan_module: M
     options: dict[str, Any]
@@ -59,7 +64,7 @@ class ScanModule(Wrapper, Generic[M]):
         return scan(fun, **self.options)
 
 
-class VmapModule(Wrapper, Generic[M]):
+class VmapModule(TransformedModule, Generic[M]):
     """What `nnx.Vmap` builds: one Module that is many, called on mapped arguments."""
 
     vmap_module: M
@@ -79,7 +84,7 @@ class VmapModule(Wrapper, Generic[M]):
         return vmap(fun, **self.options)
 
 
-class RematModule(Wrapper, Generic[M]):
+class RematModule(TransformedModule, Generic[M]):
     """What `nnx.Remat` builds: the wrapped Module, computed again in the backward pass."""
 
     remat_module: M
@@ -101,8 +106,8 @@ class RematModule(Wrapper, Generic[M]):
         return remat(fun, **self.options)
 
 
-def _stacked(wrapper: Any, name: str, size_name: str, module_type: Any, options: dict[str, Any]) -> Callable[..., Any]:
-    axes = Axes.of(
+def _stacked(outer: Any, name: str, size_name: str, module_type: Any, options: dict[str, Any]) -> Callable[..., Any]:
+    stacking = Stacking.of(
         name,
         size_name,
         options.get("variable_axes"),
@@ -113,12 +118,12 @@ def _stacked(wrapper: Any, name: str, size_name: str, module_type: Any, options:
         options.get("metadata_params"),
         None,
     )
-    axes.require_size()
+    stacking.require_size()
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(construct(axes, module_type, args, kwargs), options)
+        return outer(construct(stacking, module_type, args, kwargs), options)
 
-    make.__name__ = f"{wrapper.__name__}[{getattr(module_type, '__name__', module_type)}]"
+    make.__name__ = f"{outer.__name__}[{getattr(module_type, '__name__', module_type)}]"
     make.__doc__ = module_type.__doc__
     return make
 

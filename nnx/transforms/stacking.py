@@ -1,9 +1,8 @@
-"""Axes: what `variable_axes`, `split_rngs` and their kin mean, said once for scan and vmap.
+"""Stacking: what `variable_axes`, `split_rngs` and their kin mean, written once for scan and vmap.
 
 Every cell of a call has a *group*: an axis along which it is stacked, `CARRY` (scan: handed from step to step) or
-`BROADCAST` (the same for all). Inside the body a stacked Variable is one slice; with `metadata_params` its
-`sharding` then
-lacks the name of the stacked axis.
+`BROADCAST` (the same for all). Inside the body, a stacked Variable is one slice; with `metadata_params`, its `sharding`
+then lacks the name of the stacked axis.
 """
 
 import dataclasses
@@ -22,25 +21,26 @@ from nnx.core.trace import is_of_this_trace
 from nnx.core.variables import Container, Spec
 from nnx.sharding.axes import PARTITION_NAME, add_axis, remove_axis
 from nnx.sharding.defaults import name_whole_axes
-from nnx.transforms.bodies import NEW_VARIABLE, check_aliases, check_structure
+from nnx.transforms.body_rules import NEW_VARIABLE, check_aliases, check_structure
+from nnx.transforms.call import Call, is_data, is_module
+from nnx.transforms.effects import Effects, cell_paths
 from nnx.transforms.entered import Entered
-from nnx.transforms.lift import DATA, Call, Effects, cell_paths, sort_of
-from nnx.transforms.lift import MODULE as MODULE_LEAF
 from nnx.transforms.rewrite import Rewrite
 
 CARRY, BROADCAST = "carry", "broadcast"
 
-NO_LENGTH = """Cannot use variable_axes without specifying a {size}: {name} was given variable_axes={axes}, and how \
-many \
-slices to make of them cannot be seen from a Module that does not exist yet. Write {size}=..."""
+NOT_A_MAPPING = "{name}: variable_axes maps filters to axes, e.g. {{nnx.Param: 0}}; got {axes!r}."
 
-LENGTHS_DISAGREE = """{name}: the lengths disagree. {listing}. They must all be the same: check variable_axes, \
-in_axes and \
-{size}=..."""
+NOT_AN_AXIS = "{name}: variable_axes[{filter}] is an axis, an int; got {axis!r}."
+
+NO_LENGTH = """Cannot use variable_axes without specifying a {size}: {name} was given variable_axes={axes}, and how \
+many slices to make of them cannot be seen from a Module that does not exist yet. Write {size}=..."""
+
+LENGTHS_DISAGREE = """{name}: the lengths disagree. {listing}. They must all be the same: check variable_axes, in_axes \
+and {size}=..."""
 
 UNKNOWN_LENGTH = """{name}: there is nothing to take the {size} from: no argument is mapped and no variable is \
-stacked. \
-Write {size}=..."""
+stacked. Write {size}=..."""
 
 TWO_AXES = """{name}: one variable is reached under two axes: {path!r} ({group}) and {other!r} ({other_group}). It is \
 shared, so it has one value: make the filters of variable_axes agree on it."""
@@ -54,24 +54,32 @@ PATHS_COMPARED = 10_000  # the most paths to Modules that are compared where Mod
 NO_GROUP = """{name}: {path!r}, {kind}, is in none of variable_axes={axes}, variable_broadcast={broadcast} and \
 variable_carry={carry}. Add it to one of them (`...` is all the rest)."""
 
-DIFFERS = """{name}: the variable {path!r} is not under variable_axes, so it is the same for all {size} members, \
-but the \
-body gave it a value that differs from member to member. Stack it (variable_axes={{{kind}: 0}}), or do not change it."""
+DIFFERS = """{name}: the variable {path!r} is not under variable_axes, so it is the same for all {size} members, but \
+the body gave it a value that differs from member to member. Stack it (variable_axes={{{kind}: 0}}), or do not change \
+it."""
 
-READ_ONLY = """{name}: the body changed {path!r}, which is under variable_broadcast and so read only: every step \
-reads the \
-same value. Carry it from step to step (variable_carry), or stack it (variable_axes)."""
+READ_ONLY = """{name}: the body changed {path!r}, which is under variable_broadcast and so read only: every step reads \
+the same value. Carry it from step to step (variable_carry), or stack it (variable_axes)."""
 
-ADD_TO_AXES = (
-    "Every run makes a value of its own, so it must be stacked: add its type to variable_axes, e.g. {{{kind}: 0}}."
-)
+ADD_TO_AXES = "Every run makes its own value, so it must be stacked: add its type to variable_axes, e.g. {{{kind}: 0}}."
 
 
 @dataclasses.dataclass(frozen=True)
-class Axes:
-    """The options of one scan or vmap that concern Modules and Contexts."""
+class Stacking:
+    """The options of one scan or vmap that concern Modules and Contexts.
 
-    name: str  # of the transform, for texts
+    Attributes:
+      name: the transform's name, for errors.
+      size_name: what the option for the number of slices is called, "length" or "axis_size".
+      variable_axes: pairs of a filter and the axis along which its variables are stacked.
+      broadcast, carry: filters for variables that every run reads, and that are handed from step to step.
+      split_rngs: an RNG filter for the streams that differ from run to run.
+      size: the number of slices, if given.
+      metadata_params: the metadata of the stacked axis, such as its name in `sharding`.
+      data_transform: a function applied to the State inside the body.
+    """
+
+    name: str
     size_name: str
     variable_axes: tuple[tuple[Any, int], ...]
     broadcast: Any
@@ -92,20 +100,20 @@ class Axes:
         size: Any,
         params: Any,
         transform: Any,
-    ) -> "Axes":
+    ) -> "Stacking":
         if isinstance(axes, Mapping):
             axes = tuple(axes.items())
         elif axes is None:
             axes = ()
         else:
-            raise TypeError(f"{name}: variable_axes maps filters to axes, e.g. {{nnx.Param: 0}}; got {axes!r}.")
+            raise TypeError(NOT_A_MAPPING.format(name=name, axes=axes))
         for filter, axis in axes:
             to_predicate(filter)
             if not isinstance(axis, int):
-                raise TypeError(f"{name}: variable_axes[{describe(filter)}] is an axis, an int; got {axis!r}.")
+                raise TypeError(NOT_AN_AXIS.format(name=name, filter=describe(filter), axis=axis))
         rng_predicate(split)
         split = tuple(split) if isinstance(split, list) else split
-        return Axes(name, size_name, axes, broadcast, carry, split, size, tuple((params or {}).items()), transform)
+        return Stacking(name, size_name, axes, broadcast, carry, split, size, tuple((params or {}).items()), transform)
 
     def require_size(self) -> None:
         if self.variable_axes and self.size is None:
@@ -117,7 +125,7 @@ class Axes:
     def classifier(self) -> Callable[[str, Any], Any]:
         cases = [(to_predicate(f), axis) for f, axis in self.variable_axes]
         rest = [(self.broadcast, BROADCAST), (self.carry, CARRY)]
-        rest.sort(key=lambda case: case[0] is ...)  # `...` is what no other filter takes
+        rest.sort(key=lambda case: case[0] is ...)  # `...` means what no other filter takes, so it comes last
         cases += [(to_predicate(f), group) for f, group in rest]
 
         def classify(path: str, leaf: Any) -> Any:
@@ -126,7 +134,7 @@ class Axes:
         return classify
 
     def groups(self, call: Call) -> list[Any]:
-        """The group of every cell of a call.
+        """Returns the group of every cell of a call.
 
         Raises:
           ValueError: a cell is in no group, or shared between Modules in two.
@@ -167,7 +175,7 @@ class Axes:
     # Sizes
 
     def find_size(self, call: Call, groups: Sequence[Any], data_axes: Sequence[Any], labels: Sequence[str]) -> int:
-        """How many slices there are.
+        """Returns how many slices there are.
 
         Raises:
           ValueError: the arguments and variables disagree about it, or do not say.
@@ -189,7 +197,7 @@ class Axes:
     # Random keys
 
     def keys(self, call: Call, size: int) -> tuple[list[Any], list[Any]]:
-        """Forked keys of every Context: `{stream: keys}` of those that are split, and of the others."""
+        """Forks every Context; returns `{stream: keys}` of the streams that are split, and of the others."""
         selects = rng_predicate(self.split_rngs)
         split, shared = [], []
         for ctx in call.contexts:
@@ -204,7 +212,7 @@ class Axes:
     # Specs inside and outside
 
     def inner_key(self, key: GraphKey | None, groups: Sequence[Any]) -> GraphKey | None:
-        """The structure as the body sees it: stacked Variables without the name of the stacked axis."""
+        """Returns the structure as the body sees it: stacked Variables without the name of the stacked axis."""
         if key is None or not self.metadata_params:
             return key
         params = dict(self.metadata_params)
@@ -219,12 +227,12 @@ class Axes:
         if PARTITION_NAME in dict(self.metadata_params):
             modules = entered.graph.modules
             known = [(modules[at], name) for at, name, _ in entered.key.cells] if entered.key is not None else []
-            made = [leaf for leaf in jax.tree.leaves(out) if sort_of(leaf) == MODULE_LEAF]
+            made = [leaf for leaf in jax.tree.leaves(out) if is_module(leaf)]
             name_whole_axes([*entered.roots, *made], known)
         return out
 
     def outer_rewrite(self, rewrite: Rewrite, groups: Mapping[int, Any]) -> Rewrite:
-        """A Rewrite found inside the body, with the Variables as they are outside."""
+        """Returns a Rewrite found inside the body, with the Variables as they are outside."""
         if not self.metadata_params:
             return rewrite
         params, key = dict(self.metadata_params), rewrite.key
@@ -233,7 +241,7 @@ class Axes:
         return rewrite.replace(key=outer)
 
     def transformed(self, key: GraphKey | None, cells: list[Any]) -> list[Any]:
-        """The cells after the user's `data_transform`, which sees them as a State."""
+        """Returns the cells after the user's `data_transform`, which sees them as a State."""
         if self.data_transform is None or key is None:
             return cells
         paths = [path for _, path in key.cell_roots()]
@@ -245,7 +253,7 @@ class Axes:
     # What came out of a body
 
     def output_groups(self, before: GraphKey | None, groups: Sequence[Any], effects: Effects) -> dict[int, Any]:
-        """For each value of an outcome its group; new variables are classified by the filters.
+        """Returns the group of each value of an outcome; new variables are classified by the filters.
 
         Raises:
           ValueError: the body changed the structure in a way it must not, or added a variable that is not stacked.
@@ -270,13 +278,13 @@ class Axes:
             at = rewrite.key.cells[cell][0]
             if not isinstance(group, int) and at < rewrite.old_count:
                 label = kind.type.__name__ if type(kind) is Spec else "nnx.buffers"
-                cure = ADD_TO_AXES.format(kind=label)
-                raise ValueError(NEW_VARIABLE.format(name=self.name, path=path, kind=kind, cure=cure))
+                advice = ADD_TO_AXES.format(kind=label)
+                raise ValueError(NEW_VARIABLE.format(name=self.name, path=path, kind=kind, advice=advice))
             found[cell] = group if isinstance(group, int) else BROADCAST
         return found
 
     def check_same(self, path: str, kind: Any, value: Any) -> None:
-        """Raises ValueError if a value that is to be the same for all members is not."""
+        """Raises ValueError if a value that should be the same for all members is not."""
         if any(map(is_of_this_trace, jax.tree.leaves(value))):
             label = kind.type.__name__ if type(kind) is Spec else "nnx.buffers"
             raise ValueError(DIFFERS.format(name=self.name, path=path, size=self.size or "the", kind=label))
@@ -299,7 +307,7 @@ def _occurrences_of(key: GraphKey | None) -> dict[tuple[int, str], int]:
 
 
 def all_paths(key: GraphKey) -> Iterator[tuple[str, str, int]]:
-    """Every way to every cell that passes no Module twice: `(label of the root, path, cell)`.
+    """Yields every way to every cell that passes no Module twice: `(label of the root, path, cell)`.
 
     The ways multiply with each shared Module on top of another, so at most `PATHS_COMPARED` Modules are visited.
     """
@@ -322,7 +330,7 @@ def all_paths(key: GraphKey) -> Iterator[tuple[str, str, int]]:
 
 
 def with_specs(key: GraphKey, specs: Mapping[int, Spec]) -> GraphKey:
-    """The same structure with other specs for some cells."""
+    """Returns the same structure with other specs for some cells."""
     if not specs:
         return key
     roots, modules, ref_cells = key.table
@@ -338,14 +346,14 @@ def with_specs(key: GraphKey, specs: Mapping[int, Spec]) -> GraphKey:
 
 
 def argument_labels(count: int) -> list[str]:
-    """What positional arguments are called in errors."""
+    """Returns what positional arguments are called in errors."""
     return [f"argument {i}" for i in range(count)]
 
 
 def data_axes(
     name: str, axes: Any, args: Sequence[Any], kwargs: Mapping[str, Any], keyword: Any
 ) -> tuple[list[Any], list[str]]:
-    """The axis of every data leaf of a call, from `in_axes` over the arguments, and a label for it."""
+    """Returns the axis of every data leaf of a call, from `in_axes` over the arguments, and a label for each."""
     if isinstance(axes, (tuple, list)):
         if len(axes) != len(args):
             raise ValueError(f"{name}: in_axes has {len(axes)} entries for a call with {len(args)} arguments.")
@@ -363,11 +371,11 @@ def data_axes(
 
 
 def _prefix_axes(name: str, axis: Any, argument: Any) -> list[tuple[Any, Any]]:
-    """The axis of every data leaf of an argument, from one that may stand for whole subtrees."""
+    """Returns the axis of every data leaf of an argument, from axes for a prefix of it."""
     leaves = jax.tree_util.tree_leaves_with_path(argument)
     if axis is None or isinstance(axis, int):
-        return [(path, axis) for path, leaf in leaves if sort_of(leaf) == DATA]
-    if all(sort_of(leaf) == MODULE_LEAF for _, leaf in leaves):
+        return [(path, axis) for path, leaf in leaves if is_data(leaf)]
+    if all(is_module(leaf) for _, leaf in leaves):
         return []
     try:
         spread = jax.tree.map(
@@ -376,16 +384,16 @@ def _prefix_axes(name: str, axis: Any, argument: Any) -> list[tuple[Any, Any]]:
     except ValueError as error:
         raise ValueError(f"{name}: in_axes {axis!r} does not fit the argument: {error}") from None
     flat = jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, tuple) and len(x) == 1)
-    return [(path, a[0]) for (path, leaf), a in zip(leaves, flat) if sort_of(leaf) == DATA]
+    return [(path, a[0]) for (path, leaf), a in zip(leaves, flat) if is_data(leaf)]
 
 
-def check_module_axes(axes: Axes, option: str, entries: Any, values: Any, labels: Sequence[str]) -> None:
+def check_module_axes(stacking: Stacking, option: str, entries: Any, values: Any, labels: Sequence[str]) -> None:
     """Checks that no integer axis is meant for a Module alone, unless `variable_axes` says how it is stacked.
 
     One integer for everything (`in_axes=0`) is meant for the arrays. So is one for a list or dict that holds arrays.
 
     Args:
-      axes: the options of the transform.
+      stacking: the options of the transform.
       option: the name of the option, for the error.
       entries: one axis, or tree of axes, per value.
       values: the arguments or results, Modules included.
@@ -394,23 +402,23 @@ def check_module_axes(axes: Axes, option: str, entries: Any, values: Any, labels
     Raises:
       ValueError: there is such an axis.
     """
-    if axes.variable_axes:
+    if stacking.variable_axes:
         return
     for entry, value, label in zip(entries, values, labels):
         found, treedef = jax.tree_util.tree_flatten_with_path(entry, is_leaf=lambda axis: axis is None)
         try:
             parts = treedef.flatten_up_to(value)
-        except ValueError:  # of another structure: if it is a Module, no axes were meant for it; else vmap complains
+        except ValueError:  # a different structure: for a Module, no axes were meant; otherwise vmap raises
             found, parts = [((), entry)], [value]
         for (path, axis), part in zip(found, parts):
             leaves = jax.tree.leaves(part)
-            modules = [leaf for leaf in leaves if sort_of(leaf) == MODULE_LEAF]
-            if axis is not None and modules and not any(sort_of(leaf) == DATA for leaf in leaves):
+            modules = [leaf for leaf in leaves if is_module(leaf)]
+            if axis is not None and modules and not any(is_data(leaf) for leaf in leaves):
                 text = {"option": option, "axis": axis, "place": f"{label}{jax.tree_util.keystr(path)}"}
-                kind, size = type(modules[0]).__name__, axes.size_name
-                raise ValueError(AXIS_AT_MODULE.format(name=axes.name, kind=kind, size=size, **text))
+                kind, size = type(modules[0]).__name__, stacking.size_name
+                raise ValueError(AXIS_AT_MODULE.format(name=stacking.name, kind=kind, size=size, **text))
 
 
 def move_axis(value: Any, source: int, destination: int) -> Any:
-    """Moves an axis of every array in a value; nothing happens where it stands already."""
+    """Moves an axis of every array in a value."""
     return value if source == destination else jax.tree.map(lambda x: jnp.moveaxis(x, source, destination), value)

@@ -1,7 +1,7 @@
-"""Donation: giving away exactly the buffers that a lifted function replaces.
+"""Donation: letting XLA reuse exactly the buffers that a lifted function replaces.
 
-Which ones these are is known only after tracing. So a function is traced once to see, and compiled inside of another
-function that donates them.
+Which buffers these are is known only after tracing. So the function is traced first, and then compiled inside another
+function that donates them; JAX caches the trace, so the user's function still runs once.
 """
 
 import functools
@@ -16,20 +16,22 @@ from jax.core import Tracer
 from nnx.core.graph import GraphKey
 from nnx.core.trees import leaf_types
 from nnx.transforms.arguments import leaf_flags
-from nnx.transforms.lift import Call, Effects
+from nnx.transforms.call import Call
+from nnx.transforms.effects import Effects
 
 
 class OtherChangeSet(Exception):
-    """While tracing a donated function for other shapes, other cells changed than before."""
+    """Raised while a donated function is traced for other shapes, if it changes other cells than before."""
 
 
 class Variant:
-    """A function compiled with certain of its values, the cells and then the data, donated.
+    """A function compiled with some of its values (the cells, then the data) donated.
 
     No donated buffer may be reachable from another value of the call. Two Array objects can share one buffer
-    (`jax.device_put` returns such aliases), so it takes their pointers to tell, and 300 of those cost as much as a
-    small step. But the outputs of a call are fresh, and a value that took part in it was compared then. So the Variant
-    remembers the cells and data that its last call left behind, weakly, and compares only if something else came.
+    (`jax.device_put` returns such aliases), so only their pointers tell, and asking for 300 pointers costs as much as a
+    small step. But the outputs of a call are fresh buffers, and values that took part in it were compared then. So a
+    Variant remembers, weakly, the cells and data that its last call left behind, and compares pointers only when
+    something else arrives.
     """
 
     __slots__ = ("jitted", "given", "kept", "given_cells", "kept_cell_count", "compares_data", "types", "known")
@@ -45,14 +47,14 @@ class Variant:
         self.known: tuple[list[Any], list[Any]] | None = None  # weak references: what will be donated, what is kept
 
     def arrange(self, cells: list[Any], data: tuple[Any, ...], forks: Any) -> tuple[Any, ...]:
-        """The arguments of the function: what is donated, what is kept, and forks of the Contexts if there are any."""
+        """Returns the arguments of the function: what is donated, what is kept, and forks of any Contexts."""
         values = [*cells, *data]
         given, kept = self.given(values), self.kept(values)
         given = _without_aliases(given, kept)
         return (given, kept, forks) if forks else (given, kept)
 
     def run(self, cells: list[Any], data: tuple[Any, ...], forks: Any, effects_of: Callable[[Any], Effects]) -> Any:
-        """Calls the function, and remembers the values it leaves behind."""
+        """Calls the function and remembers the values it leaves behind."""
         values = [*cells, *data]
         given, kept = self.given(values), self.kept(values)
         kept_refs = self._known_apart(given, kept)
@@ -90,21 +92,27 @@ class Variant:
 
 
 class Donation:
-    """How an entry donates: exactly the buffers that the function replaces, found by tracing first."""
+    """How a compiled function donates: exactly the buffers that it replaces, found by tracing first.
 
-    def __init__(self, entry: Any, call: Call, args: Any, kwargs: Any):
-        self.entry = entry
-        flags = leaf_flags(entry.owner.donated, args, kwargs)
-        marks = entry.signature.marks
+    Args:
+      compiled: the `Compiled` it belongs to.
+      call: the first call of its signature.
+      args, kwargs: its arguments.
+    """
+
+    def __init__(self, compiled: Any, call: Call, args: Any, kwargs: Any):
+        self.compiled = compiled
+        flags = leaf_flags(compiled.owner.donated, args, kwargs)
+        marks = compiled.signature.marks
         self.data: list[bool] = [flag for flag, mark in zip(flags, marks) if mark == -1]
         donated = {mark for flag, mark in zip(flags, marks) if flag and mark >= 0}
         kept = {mark for flag, mark in zip(flags, marks) if not flag and mark >= 0}
-        self.donatable = _cells_of_only(entry.signature.key, donated - kept) if entry.owner.stateful else set()
+        self.donatable = _cells_of_only(compiled.signature.key, donated - kept) if compiled.owner.stateful else set()
         # JAX takes compiler options for outermost functions only
-        options = {k: v for k, v in entry.owner.options.items() if k != "compiler_options"}
-        self.inner = jax.jit(entry.traced, **options)
+        options = {k: v for k, v in compiled.owner.options.items() if k != "compiler_options"}
+        self.inner = jax.jit(compiled.traced, **options)
         self.by_avals = False
-        self.compiled: dict[Any, Variant] = {}
+        self.variants: dict[Any, Variant] = {}
         self.types: set[Any] = set()  # of all cells that were ever traced, before and after
 
     def run(self, cells: list[Any], data: tuple[Any, ...], forks: Any) -> Any:
@@ -112,38 +120,39 @@ class Donation:
         try:
             return self._run(cells, data, forks)
         except OtherChangeSet:
-            self.by_avals = True  # shapes decide what changes: from now on one variant per set of shapes
-            self.compiled.clear()
-            return self._run(cells, data, forks)
+            self.by_avals = True  # shapes decide what changes: from now on, one variant per set of shapes
+            self.variants.clear()
+        return self._run(cells, data, forks)  # outside the handler: an error must not be chained to this one
 
     def _run(self, cells: list[Any], data: tuple[Any, ...], forks: Any) -> Any:
         variant = self.variant(cells, data, forks)
-        return variant.run(cells, data, forks, self.entry.effects_of)
+        return variant.run(cells, data, forks, self.compiled.effects_of)
 
     def variant(self, cells: list[Any], data: Any, forks: Any) -> Variant:
-        """The function compiled with all that may be donated for these arguments."""
+        """Returns the function compiled with everything donated that can be for these arguments."""
         key = _avals((cells, data)) if self.by_avals else None
-        found = self.compiled.get(key)
+        found = self.variants.get(key)
         if found is None:
             result = jax.eval_shape(self._nested, cells, data, forks)
             replaced = frozenset(self._replaced(result, len(cells)) & self.donatable)
             traced = functools.partial(self.traced, replaced)
-            jitted = jax.jit(traced, donate_argnums=0, **self.entry.owner.options)
+            jitted = jax.jit(traced, donate_argnums=0, **self.compiled.owner.options)
             is_given = [*(i in replaced for i in range(len(cells))), *self.data]
-            found = self.compiled[key] = Variant(jitted, is_given, len(cells), self.types)
+            found = self.variants[key] = Variant(jitted, is_given, len(cells), self.types)
         return found
 
     def _nested(self, cells: Any, data: Any, forks: Any) -> Any:
-        """The function, compiled on its own, for use inside of another.
+        """Calls the function as a jitted one of its own, inside another.
 
-        JAX caches its trace, which does not depend on donation. So looking ahead traces the user's function, and the
-        donating function that calls it does not trace it again.
+        JAX caches the trace of a jitted function, and the trace does not depend on donation. So looking ahead traces
+        the user's function, and the donating function that calls it does not trace it again.
         """
         return self.inner(cells, data, forks) if forks else self.inner(cells, data)
 
     def traced(self, replaced: frozenset[int], given: Any, kept: Any, forks: Any = ()) -> Any:
+        """The donating function: takes what is donated and what is kept, and puts them back in order."""
         given, kept = iter(given), iter(kept)
-        count = len(self.entry.signature.key.cells) if self.entry.signature.key is not None else 0
+        count = len(self.compiled.signature.key.cells) if self.compiled.signature.key is not None else 0
         cells = [next(given) if i in replaced else next(kept) for i in range(count)]
         data = tuple([next(given) if flag else next(kept) for flag in self.data])
         result = self._nested(cells, data, forks)
@@ -153,8 +162,8 @@ class Donation:
         return result
 
     def _replaced(self, result: Any, count: int) -> set[int]:
-        """The cells whose values the function replaced or removed."""
-        effects = self.entry.effects_of(result)
+        """Returns the cells whose values the function replaced or removed."""
+        effects = self.compiled.effects_of(result)
         return set(effects.changed) if effects.rewrite is None else effects.rewrite.replaced(count)
 
 
@@ -165,7 +174,7 @@ def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _weak(value: Any) -> Callable[[], Any]:
-    """A weak reference, or for a Python number, which has none, a function that returns it."""
+    """Returns a weak reference, or a function that returns the value if it is a number, which cannot have one."""
     try:
         return weakref.ref(value)
     except TypeError:
@@ -177,7 +186,7 @@ def _itself(value: Any) -> Any:
 
 
 def _type_of(value: Any) -> Any:
-    """What two arrays that share a buffer have in common; None for what is no array."""
+    """Returns what two arrays that share a buffer have in common; None for anything but an array."""
     if not isinstance(value, jax.Array):
         return None
     # With several devices, one of them may be a shard of the other.
@@ -185,7 +194,7 @@ def _type_of(value: Any) -> Any:
 
 
 def _cells_of_only(key: GraphKey | None, roots: set[int]) -> set[int]:
-    """The cells that can be reached from these roots of a call and from no other."""
+    """Returns the cells that can be reached from these roots of a call and from no other root."""
     if key is None:
         return set()
     starts = list(dict.fromkeys(key.table[0]))
@@ -211,7 +220,7 @@ def _cells_of_only(key: GraphKey | None, roots: set[int]) -> set[int]:
 
 
 def _without_aliases(given: Any, kept: Any) -> Any:
-    """The donated values with a copy in place of every array whose buffer is also elsewhere in the call."""
+    """Returns the donated values, with copies of arrays whose buffer also appears elsewhere in the call."""
     leaves, treedef = jax.tree.flatten(given)
     seen = {buffer for leaf in jax.tree.leaves(kept) for buffer in _buffers(leaf)}
     copied = False
@@ -224,7 +233,7 @@ def _without_aliases(given: Any, kept: Any) -> Any:
 
 
 def _buffers(value: Any) -> list[Any]:
-    """Keys of the buffers behind a value: device and address of every shard; empty for what is no array."""
+    """Returns a key per buffer behind a value, device and address; none for anything but an array."""
     if not isinstance(value, jax.Array):
         return []
     if isinstance(value, Tracer) or value.is_deleted():

@@ -6,17 +6,18 @@ in its place.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, cast, overload
 
 import jax
 
 from nnx.core.filters import Filter
-from nnx.core.state import State
 from nnx.core.variables import Param
-from nnx.transforms.annotations import A, DerivativeDecorator, Differentiated, JacobianOptions, P, R
-from nnx.transforms.differentiate import Part, as_tangents, with_modules, without_modules
-from nnx.transforms.lift import Outcome, commit, discard, target_of
-from nnx.transforms.wrapper import decorator
+from nnx.transforms.annotations import A, JacobianTransform, JacrevTransform, R
+from nnx.transforms.call import target_of
+from nnx.transforms.decorators import decorator
+from nnx.transforms.differentiated_part import Part, as_tangents, with_modules, without_modules
+from nnx.transforms.effects import Outcome, finish
+from nnx.transforms.tracebacks import boundary
 
 
 def _all(count: int) -> tuple[int, ...]:
@@ -24,7 +25,7 @@ def _all(count: int) -> tuple[int, ...]:
 
 
 def _with_aux(pure: Callable[[Any], Outcome], has_aux: bool) -> Callable[[Any], tuple[Any, Outcome]]:
-    """The function's output to be differentiated, and all the rest as auxiliary output."""
+    """Returns a function of the differentiated output, with everything else as auxiliary output."""
 
     def split(differentiated: Any) -> tuple[Any, Outcome]:
         outcome = pure(differentiated)
@@ -37,7 +38,7 @@ def _with_aux(pure: Callable[[Any], Outcome], has_aux: bool) -> Callable[[Any], 
 def _finish(part: Part, out: Any, outcome: Outcome, stateful: bool) -> tuple[Any, Any]:
     """Commits what happened; returns the output and the auxiliary output, with the caller's Modules in them."""
     whole = Outcome(outcome.values, (out, outcome.out), outcome.effects)
-    return commit(part.call, whole) if stateful else discard(part.call, whole)
+    return finish(part.call, whole, stateful)
 
 
 @overload
@@ -48,6 +49,7 @@ def vjp(
 def vjp(
     fun: Callable[..., tuple[R, A]], *primals: Any, has_aux: Literal[True], wrt: Filter = Param, stateful: bool = True
 ) -> tuple[R, Callable[[Any], Any], A]: ...
+@boundary
 def vjp(fun: Any, *primals: Any, has_aux: bool = False, wrt: Filter = Param, stateful: bool = True) -> Any:
     """Returns `(out, vjp_fn)`, or `(out, vjp_fn, aux)`: the value and the function that pulls cotangents back.
 
@@ -103,6 +105,7 @@ def jvp(
     wrt: Filter = Param,
     stateful: bool = True,
 ) -> tuple[R, Any, A]: ...
+@boundary
 def jvp(
     fun: Any,
     primals: Sequence[Any],
@@ -150,6 +153,7 @@ def linearize(
 def linearize(
     fun: Callable[..., tuple[R, A]], *primals: Any, has_aux: Literal[True], wrt: Filter = Param, stateful: bool = True
 ) -> tuple[R, Callable[..., Any], A]: ...
+@boundary
 def linearize(fun: Any, *primals: Any, has_aux: bool = False, wrt: Filter = Param, stateful: bool = True) -> Any:
     """Returns `(out, f_jvp)`, or `(out, f_jvp, aux)`: the value and the derivative as a linear function of tangents.
 
@@ -174,16 +178,43 @@ def linearize(fun: Any, *primals: Any, has_aux: bool = False, wrt: Filter = Para
     return (out, f_jvp, aux) if has_aux else (out, f_jvp)
 
 
+# Jacobians
+
+
+def _jacobian_transform(transform: Callable[..., Any]) -> JacobianTransform:
+    return cast(JacobianTransform, decorator(transform))
+
+
+def _jacrev_transform(transform: Callable[..., Any]) -> JacrevTransform:
+    return cast(JacrevTransform, decorator(transform))
+
+
 def _jacobian(
-    transform: Any, name: str, fun: Any, wrt: Any, argnums: Any, has_aux: bool, stateful: bool, options: Any
+    transform: Callable[..., Any],
+    fun: Any,
+    wrt: Any,
+    argnums: Any,
+    has_aux: bool,
+    stateful: bool,
+    *,
+    pack: Callable[[Part, Any], Any],
+    **options: Any,
 ) -> Callable[..., Any]:
+    """Lifts one of JAX's transforms from a function to the derivatives of its output leaves.
+
+    Args:
+      transform: `jax.jacfwd`, `jax.jacrev` or `jax.hessian`.
+      fun, wrt, argnums, has_aux, stateful: those of the lifted transform.
+      pack: a function from the differentiated part and the derivative of one output leaf to what the user gets.
+      **options: those of `transform`.
+    """
+    name = f"nnx.{transform.__name__}"
     target = target_of(fun, name)
     argnums = argnums if isinstance(argnums, int) else tuple(argnums)
+    allow_int = bool(options.get("allow_int"))
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        part = Part(
-            f"{name}({target.name})", (*target.bound, *args), kwargs, argnums, wrt, bool(options.get("allow_int"))
-        )
+        part = Part(f"{name}({target.name})", (*target.bound, *args), kwargs, argnums, wrt, allow_int)
         structure: list[Any] = []
         split = _with_aux(part.function(target.fun), has_aux)
 
@@ -192,42 +223,29 @@ def _jacobian(
             structure[:] = [jax.tree.structure(out)]
             return out, outcome
 
-        jacobian, outcome = transform(function, has_aux=True, **options)(part.primals())
-        aux = commit(part.call, outcome) if stateful else discard(part.call, outcome)
-        leaves = [part.pack(*inner) for inner in structure[0].flatten_up_to(jacobian)]
+        derivative, outcome = transform(function, has_aux=True, **options)(part.primals())
+        aux = finish(part.call, outcome, stateful)
+        leaves = [pack(part, of_leaf) for of_leaf in structure[0].flatten_up_to(derivative)]
         packed = without_modules(jax.tree.unflatten(structure[0], leaves))
         return (packed, aux) if has_aux else packed
 
     return lifted
 
 
-@overload
-def jacfwd(
-    fun: Callable[P, jax.Array],
-    wrt: Filter = Param,
-    *,
-    argnums: Literal[0] = 0,
-    has_aux: Literal[False] = False,
-    **options: Unpack[JacobianOptions],
-) -> Differentiated[P, State, Any]: ...
-@overload
-def jacfwd(
-    fun: Callable[P, Any],
-    wrt: Filter = Param,
-    *,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    **options: Unpack[JacobianOptions],
-) -> Callable[P, Any]: ...
-@overload
-def jacfwd(
-    *,
-    wrt: Filter = Param,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    **options: Unpack[JacobianOptions],
-) -> DerivativeDecorator: ...
-@decorator
+def _pack_row(part: Part, row: Any) -> Any:
+    cells, data = row
+    return part.pack(cells, data)
+
+
+def _pack_block(part: Part, block: Any) -> Any:
+    """Packs a second derivative: a row of the differentiated part's shape for each of its values."""
+    structure = jax.tree.structure(part.primals())
+    rows = [part.pack(*row) for row in structure.flatten_up_to(block)]
+    cells, data = jax.tree.unflatten(structure, rows)
+    return part.pack(cells, data, boxed=False)  # a row is a State already, not the value of a Variable
+
+
+@_jacobian_transform
 def jacfwd(
     fun: Any,
     wrt: Any = Param,
@@ -237,47 +255,19 @@ def jacfwd(
     holomorphic: bool = False,
     stateful: bool = True,
 ) -> Callable[..., Any]:
-    """The Jacobian by forward mode: per output leaf the shape of the differentiated argument, Modules as States.
+    """Returns a function that computes the Jacobian by forward mode: cheaper for few inputs and many outputs.
 
-    The options are those of `grad`. Forward mode is the cheaper one for few inputs and many outputs.
+    For each leaf of the output, the Jacobian has the shape of the differentiated argument, with States for Modules. The
+    options are those of `grad`.
 
     >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
     >>> nnx.jacfwd(lambda m: m.w * jnp.arange(3.0))(model)["w"].value.tolist()
     [0.0, 1.0, 2.0]
     """
-    return _jacobian(jax.jacfwd, "nnx.jacfwd", fun, wrt, argnums, has_aux, stateful, {"holomorphic": holomorphic})
+    return _jacobian(jax.jacfwd, fun, wrt, argnums, has_aux, stateful, pack=_pack_row, holomorphic=holomorphic)
 
 
-@overload
-def jacrev(
-    fun: Callable[P, jax.Array],
-    wrt: Filter = Param,
-    *,
-    argnums: Literal[0] = 0,
-    has_aux: Literal[False] = False,
-    allow_int: bool = False,
-    **options: Unpack[JacobianOptions],
-) -> Differentiated[P, State, Any]: ...
-@overload
-def jacrev(
-    fun: Callable[P, Any],
-    wrt: Filter = Param,
-    *,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    allow_int: bool = False,
-    **options: Unpack[JacobianOptions],
-) -> Callable[P, Any]: ...
-@overload
-def jacrev(
-    *,
-    wrt: Filter = Param,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    allow_int: bool = False,
-    **options: Unpack[JacobianOptions],
-) -> DerivativeDecorator: ...
-@decorator
+@_jacrev_transform
 def jacrev(
     fun: Any,
     wrt: Any = Param,
@@ -288,45 +278,20 @@ def jacrev(
     allow_int: bool = False,
     stateful: bool = True,
 ) -> Callable[..., Any]:
-    """The Jacobian by reverse mode: per output leaf the shape of the differentiated argument, Modules as States.
+    """Returns a function that computes the Jacobian by reverse mode: cheaper for many inputs and few outputs.
 
-    The options are those of `grad`. Reverse mode is the cheaper one for many inputs and few outputs.
+    For each leaf of the output, the Jacobian has the shape of the differentiated argument, with States for Modules. The
+    options are those of `grad`.
 
     >>> model = nnx.Dict(w=nnx.Param(jnp.array([1.0, 2.0])))
     >>> nnx.jacrev(lambda m: m.w**2)(model)["w"].value.tolist()
     [[2.0, 0.0], [0.0, 4.0]]
     """
     options = {"holomorphic": holomorphic, "allow_int": allow_int}
-    return _jacobian(jax.jacrev, "nnx.jacrev", fun, wrt, argnums, has_aux, stateful, options)
+    return _jacobian(jax.jacrev, fun, wrt, argnums, has_aux, stateful, pack=_pack_row, **options)
 
 
-@overload
-def hessian(
-    fun: Callable[P, jax.Array],
-    wrt: Filter = Param,
-    *,
-    argnums: Literal[0] = 0,
-    has_aux: Literal[False] = False,
-    **options: Unpack[JacobianOptions],
-) -> Differentiated[P, State, Any]: ...
-@overload
-def hessian(
-    fun: Callable[P, Any],
-    wrt: Filter = Param,
-    *,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    **options: Unpack[JacobianOptions],
-) -> Callable[P, Any]: ...
-@overload
-def hessian(
-    *,
-    wrt: Filter = Param,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    **options: Unpack[JacobianOptions],
-) -> DerivativeDecorator: ...
-@decorator
+@_jacobian_transform
 def hessian(
     fun: Any,
     wrt: Any = Param,
@@ -336,7 +301,7 @@ def hessian(
     holomorphic: bool = False,
     stateful: bool = True,
 ) -> Callable[..., Any]:
-    """The second derivative: the differentiated argument's shape, each leaf holding that shape again.
+    """Returns a function that computes second derivatives: the differentiated argument's shape, nested in itself.
 
     For a Module, `hessian["a"]["b"]` is the block of the variables at the paths `a` and `b`. The options are those of
     `grad`.
@@ -345,31 +310,4 @@ def hessian(
     >>> float(nnx.hessian(lambda m: m.w**3)(model)["w"]["w"].value)
     18.0
     """
-    target = target_of(fun, "nnx.hessian")
-    argnums = argnums if isinstance(argnums, int) else tuple(argnums)
-
-    def lifted(*args: Any, **kwargs: Any) -> Any:
-        part = Part(f"nnx.hessian({target.name})", (*target.bound, *args), kwargs, argnums, wrt, False)
-        structure: list[Any] = []
-        split = _with_aux(part.function(target.fun), has_aux)
-
-        def function(differentiated: Any) -> tuple[Any, Outcome]:
-            out, outcome = split(differentiated)
-            structure[:] = [jax.tree.structure(out)]
-            return out, outcome
-
-        blocks, outcome = jax.hessian(function, has_aux=True, holomorphic=holomorphic)(part.primals())
-        aux = commit(part.call, outcome) if stateful else discard(part.call, outcome)
-        cells, data = part.primals()
-        inner = jax.tree.structure((cells, data))
-
-        def pack_one(block: Any) -> Any:
-            rows = [part.pack(*row) for row in inner.flatten_up_to(block)]
-            row_cells, row_data = jax.tree.unflatten(inner, rows)
-            return part.pack(row_cells, row_data, boxed=False)
-
-        leaves = [pack_one(block) for block in structure[0].flatten_up_to(blocks)]
-        packed = without_modules(jax.tree.unflatten(structure[0], leaves))
-        return (packed, aux) if has_aux else packed
-
-    return lifted
+    return _jacobian(jax.hessian, fun, wrt, argnums, has_aux, stateful, pack=_pack_block, holomorphic=holomorphic)

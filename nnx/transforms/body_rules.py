@@ -1,7 +1,7 @@
-"""What a body that runs many times, or maybe never, may do to a Module: scan, vmap, loops and branches.
+"""What a body that runs many times, or never, is allowed to do to a Module: scan, vmap, loops and branches.
 
-It may set new values, and add a variable where the transform has a place for it. It may not change a static attribute
-or a submodule, delete anything, or change what is tied to what: what would that be after no run, or after five?
+It can set new values, and add a variable where the transform has a place for it. It cannot change a static attribute or
+a submodule, delete anything, or tie and untie attributes: the result would depend on how often the body ran.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 from nnx.core.graph import ABSENT, GraphKey, is_static, module_path
 from nnx.core.info import MODULE, join
-from nnx.transforms.lift import cell_paths
+from nnx.transforms.effects import cell_paths
 from nnx.transforms.rewrite import UNTIED, Rewrite, data_attributes
 
 BODY_CHANGES_STRUCTURE = """{name}: the body {what} {path!r}. It runs many times, or maybe never, so the structure of \
@@ -18,11 +18,11 @@ Modules must stay as it is: do this before or after, or keep the value in a Vari
 BODY_CHANGES_TIES = """{name}: the body {what}: {path!r}. It runs many times, or maybe never, so what is shared with \
 what must stay as it is: tie and untie before or after. To change the value, assign it."""
 
-NEW_VARIABLE = """{name}: the body adds the variable {path!r}, {kind}. {cure}"""
+NEW_VARIABLE = """{name}: the body adds the variable {path!r}, {kind}. {advice}"""
 
 
 def check_structure(name: str, before: GraphKey | None, rewrite: Rewrite, returned: bool) -> list[tuple[int, str, Any]]:
-    """The new variables of a body, as `(cell, path, kind)`.
+    """Returns the new variables of a body, as `(cell, path, kind)`.
 
     Raises:
       ValueError: the body changed anything else about the structure.
@@ -70,7 +70,7 @@ def _cells(key: GraphKey | None) -> dict[tuple[int, str], int]:
 
 
 def _check_cell(name: str, before: Any, rewrite: Rewrite, path: str, was: int, now: int) -> None:
-    """Raises ValueError if an attribute that holds data is on another Ref than before, or of another kind."""
+    """Raises ValueError if an attribute that holds data is on a different Ref than before, or of a different kind."""
     ref = was if was in rewrite.tied else UNTIED
     if rewrite.refs[now] != ref:
         what = "unties" if rewrite.refs[now] == UNTIED else "ties" if ref == UNTIED else "rebinds"
@@ -80,7 +80,7 @@ def _check_cell(name: str, before: Any, rewrite: Rewrite, path: str, was: int, n
 
 
 def _difference(was: Any, now: Any) -> str | None:
-    """What happened to an attribute that did not hold data both before and after, or None."""
+    """Returns what happened to an attribute that did not hold data both before and after, or None."""
     if now is None:
         return "deletes"
     kind, static = now[1], is_static(now[1])

@@ -20,26 +20,17 @@ from nnx.core.graph import joint_flat_of
 from nnx.core.moduledef import ModuleDef
 from nnx.core.variables import Param
 from nnx.transforms.annotations import CustomOptions, P, Q, R, T
-from nnx.transforms.differentiate import Part, positions_of, with_modules, without_modules, zero_tangent
-from nnx.transforms.lift import (
-    Call,
-    Effects,
-    Entered,
-    Outcome,
-    Signature,
-    cell_paths,
-    commit,
-    enter_call,
-    leave,
-    target_of,
-)
-from nnx.transforms.wrapper import decorator, dress
+from nnx.transforms.call import Call, Signature, target_of
+from nnx.transforms.decorators import decorator, named_after
+from nnx.transforms.differentiated_part import Part, positions_of, with_modules, without_modules, zero_tangent
+from nnx.transforms.effects import Effects, Entered, Outcome, cell_paths, commit, enter_call, leave
+from nnx.transforms.shared_traces import run_in_scope
+from nnx.transforms.tracebacks import boundary
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 CHANGED_IN_BACKWARD = """The backward pass of {name} changed a Module: {path!r}. It may run at any time, more than \
-once or \
-never, so it must not change anything: do it in the forward pass."""
+once or never, so it must not change anything: do it in the forward pass."""
 
 RULE_CHANGES_OTHERS = """{name}: the function changes {function} and its forward rule changes {rule}. JAX runs one or \
 the other, so both must make the same changes to Modules."""
@@ -82,8 +73,7 @@ class CustomCall:
         for numbers, values in ((self.part.data, data), (self.constants, constants)):
             for i, value in zip(numbers, values):
                 full[i] = value
-        contexts = [definition.from_fork(fork) for definition, fork in zip(signature.contexts, forks)]
-        return enter_call(signature, self.call.statics, cells, full, contexts)
+        return enter_call(signature, self.call.statics, cells, full, signature.contexts_from(forks))
 
     def leave(self, entered: Entered, out: Any, runner: str) -> Outcome:
         """What the function or its forward rule did; `runner` is "function" or "rule".
@@ -101,7 +91,7 @@ class CustomCall:
     def _changes(self, effects: Effects) -> str:
         if effects.rewrite is not None:
             return "the structure of a Module"
-        paths = self.call.cell_paths()
+        paths = cell_paths(self.call.signature.key)
         return ", ".join(repr(paths[i]) for i in effects.changed) or "nothing"
 
 
@@ -131,7 +121,7 @@ class Custom(Generic[P, R]):
         self.fun, self.bound, self.wrt = target.fun, target.bound, wrt
         self.name = f"{transform}({target.name})"
         self.nondiff_argnums = nondiff_argnums
-        dress(self, fun)
+        named_after(self, fun)
 
     @overload
     def __get__(self, instance: None, owner: Any = None, /) -> "Custom[P, R]": ...
@@ -152,37 +142,37 @@ def _stopped(outcome: Outcome) -> Outcome:
     return Outcome(jax.lax.stop_gradient(outcome.values), outcome.out, outcome.effects)
 
 
-class Kept:
+class Residuals:
     """What the forward pass keeps for the backward pass, Modules and Contexts included; a pytree.
 
     Arrays are its leaves. `frame` has the rest: the signature, the static values, and the data that are no arrays.
     """
 
-    __slots__ = ("arrays", "frame")
+    __slots__ = ("arrays", "definition")
 
-    def __init__(self, arrays: Any, frame: "Frame"):
+    def __init__(self, arrays: Any, definition: "ResidualsDef"):
         self.arrays: Any = arrays  # cells, data, forks
-        self.frame: Frame = frame
+        self.definition: ResidualsDef = definition
 
     @staticmethod
-    def of(value: Any) -> "Kept":
+    def of(value: Any) -> "Residuals":
         call = Call((value,), {})
         fixed = [None if isinstance(x, jax.Array) else (x,) for x in call.data]
         data = [x for x, python_value in zip(call.data, fixed) if python_value is None]
-        return Kept((call.cells(), data, call.forks()), Frame(call.signature, call.statics, fixed))
+        return Residuals((call.cells(), data, call.forks()), ResidualsDef(call.signature, call.statics, fixed))
 
     def enter(self) -> tuple[Entered, Any]:
         """The value again, with its Modules at the current trace level."""
         cells, data, forks = self.arrays
-        signature, rest = self.frame.signature, iter(data)
-        full = [next(rest) if python_value is None else python_value[0] for python_value in self.frame.fixed]
-        contexts = [definition.from_fork(fork) for definition, fork in zip(signature.contexts, forks)]
-        entered, (value,), _ = enter_call(signature, self.frame.statics, cells, full, contexts)
+        signature, rest = self.definition.signature, iter(data)
+        full = [next(rest) if python_value is None else python_value[0] for python_value in self.definition.fixed]
+        contexts = signature.contexts_from(forks)
+        entered, (value,), _ = enter_call(signature, self.definition.statics, cells, full, contexts)
         return entered, value
 
 
-class Frame:
-    """The part of a `Kept` that is not data; compared by identity, since every forward pass makes its own."""
+class ResidualsDef:
+    """The part of a `Residuals` that is not data; compared by identity, since every forward pass makes its own."""
 
     __slots__ = ("signature", "statics", "fixed")
 
@@ -193,7 +183,9 @@ class Frame:
 
 
 jax.tree_util.register_pytree_node(
-    Kept, lambda kept: ((kept.arrays,), kept.frame), lambda frame, children: Kept(children[0], frame)
+    Residuals,
+    lambda residuals: ((residuals.arrays,), residuals.definition),
+    lambda definition, children: Residuals(children[0], definition),
 )
 
 
@@ -213,6 +205,7 @@ class CustomVJP(Custom[P, R]):
         """
         self._forward, self._backward = fwd, bwd
 
+    @boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         forward, backward = self._forward, self._backward
         if forward is None or backward is None:
@@ -223,15 +216,15 @@ class CustomVJP(Custom[P, R]):
         @jax.custom_vjp
         def pure(*arguments: Any) -> Outcome:
             entered, inner, inner_kwargs = custom.enter(*arguments)
-            return _stopped(custom.leave(entered, self.fun(*inner, **inner_kwargs), "function"))
+            return _stopped(custom.leave(entered, run_in_scope(self.fun, inner, inner_kwargs), "function"))
 
-        def pure_forward(*arguments: Any) -> tuple[Outcome, Kept]:
+        def pure_forward(*arguments: Any) -> tuple[Outcome, Residuals]:
             entered, inner, inner_kwargs = custom.enter(*arguments)
-            out, residuals = forward(*inner, **inner_kwargs)
-            kept = Kept.of(([inner[i] for i in custom.nondiff], residuals))
+            out, residuals = run_in_scope(forward, inner, inner_kwargs)
+            kept = Residuals.of(([inner[i] for i in custom.nondiff], residuals))
             return _stopped(custom.leave(entered, out, "rule")), kept
 
-        def pure_backward(kept: Kept, cotangent: Outcome) -> Any:
+        def pure_backward(kept: Residuals, cotangent: Outcome) -> Any:
             entered, (nondiff, residuals) = kept.enter()
             check = Unchanged(self.name, entered.roots)
             cotangents = backward(*nondiff, residuals, without_modules(cotangent.out))
@@ -282,6 +275,7 @@ class CustomJVP(Custom[P, R]):
         self._rule = jvp
         return jvp
 
+    @boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         rule = self._rule
         if rule is None:
@@ -292,7 +286,7 @@ class CustomJVP(Custom[P, R]):
         @jax.custom_jvp
         def pure(*arguments: Any) -> Outcome:
             entered, inner, inner_kwargs = custom.enter(*arguments)
-            return custom.leave(entered, self.fun(*inner, **inner_kwargs), "function")
+            return custom.leave(entered, run_in_scope(self.fun, inner, inner_kwargs), "function")
 
         @pure.defjvp
         def pure_jvp(primals: Any, tangents: Any) -> Any:

@@ -1,67 +1,22 @@
-"""`eval_shape` and `shard_map`: Modules without values, and Modules in pieces."""
+"""`shard_map`: a function that runs on each device with its piece of the Modules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from nnx.core.filters import to_predicate
 from nnx.core.info import ModuleBase
 from nnx.core.variables import Spec
-from nnx.transforms.annotations import Decorator, M, P, R
-from nnx.transforms.lift import (
-    Call,
-    Effects,
-    Outcome,
-    cell_paths,
-    commit,
-    discard,
-    enter_call,
-    leave,
-    run,
-    sort_of,
-    target_of,
-)
-from nnx.transforms.wrapper import decorator
+from nnx.transforms.annotations import Decorator, P, R
+from nnx.transforms.call import Call, is_data, target_of
+from nnx.transforms.decorators import decorator
+from nnx.transforms.effects import Effects, Outcome, cell_paths, enter_call, finish, leave
+from nnx.transforms.shared_traces import run_in_scope
 
 TWO_SPECS = """nnx.shard_map: one container is the value of {path!r} ({spec}) and of {other!r} ({other_spec}). It has \
 one value, so it has one spec: make the filters of in_specs agree on it, or give each attribute its own container."""
-
-
-@overload
-def eval_shape(fun: Callable[..., M], *args: Any, **kwargs: Any) -> M: ...
-@overload
-def eval_shape(fun: Callable[..., jax.Array], *args: Any, **kwargs: Any) -> jax.ShapeDtypeStruct: ...
-@overload
-def eval_shape(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
-def eval_shape(fun: Any, *args: Any, **kwargs: Any) -> Any:
-    """The output of a call as shapes and dtypes; nothing is computed, and no Module changes.
-
-    Args:
-      fun: a function, a Module, or a Module class.
-      *args, **kwargs: its arguments. Arrays (and `ShapeDtypeStruct`s) are only looked at for shape and dtype.
-
-    Returns:
-      The output with a `jax.ShapeDtypeStruct` for every array; a Module in it is a new one, of such leaves.
-
-    >>> model = nnx.eval_shape(nnx.Linear, 3, 2, ctx=nnx.context(0))
-    >>> model.kernel
-    ShapeDtypeStruct(shape=(3, 2), dtype=float32)
-    """
-    target = target_of(fun, "nnx.eval_shape")
-    call = Call((*target.bound, *args), kwargs)
-    traced = [i for i, leaf in enumerate(call.data) if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))]
-
-    def pure(cells: Any, arrays: Any, forks: Any) -> Outcome:
-        data = list(call.data)
-        for i, value in zip(traced, arrays):
-            data[i] = value
-        return run(target.fun, call.signature, call.statics, cells, data, forks, "nnx.eval_shape")
-
-    outcome = jax.eval_shape(pure, call.cells(), [call.data[i] for i in traced], call.forks())
-    return discard(call, outcome)
 
 
 @overload
@@ -101,8 +56,8 @@ def shard_map(
     Args:
       fun: the function, a Module, or a bound method of one.
       mesh, check_vma, axis_names: as in `jax.shard_map`.
-      in_specs: one per argument; for a Module a `PartitionSpec` for all its state, or a mapping from filter to
-        `PartitionSpec`. State that changes comes out as it went in.
+      in_specs: one per argument; for a Module, a `PartitionSpec` for all its state or a mapping from filter to
+        `PartitionSpec`. State that changes comes out with the spec it went in with.
       out_specs: as in `jax.shard_map`, for the output.
       stateful: whether changes to Modules are written back.
 
@@ -148,7 +103,7 @@ def shard_map(
         keys = [ctx.partition().keys for ctx in call.contexts]
         values, out = mapped(call.cells(), list(call.data), keys)
         outcome = Outcome(values, out, effects)
-        return commit(call, outcome) if stateful else discard(call, outcome)
+        return finish(call, outcome, stateful)
 
     return lifted
 
@@ -156,11 +111,11 @@ def shard_map(
 def _inside(call: Call, fun: Callable[..., Any], cells: Any, data: Any, keys: Any) -> Outcome:
     contexts = [d.merge(k) for d, k in zip(call.signature.contexts, keys)]
     entered, args, kwargs = enter_call(call.signature, call.statics, cells, data, contexts)
-    return leave(entered, fun(*args, **kwargs), "nnx.shard_map")
+    return leave(entered, run_in_scope(fun, args, kwargs), "nnx.shard_map")
 
 
 def _look_ahead(call: Call, fun: Any, cell_specs: Any, data_specs: Any, options: Any) -> tuple[Effects, Any]:
-    """Traces once to see what changes: the specs of the output must be known before."""
+    """Traces once to see what changes: JAX wants the specs of the output beforehand."""
     found: list[Effects] = []
 
     def body(cells: Any, data: Any, keys: Any) -> Any:
@@ -171,11 +126,11 @@ def _look_ahead(call: Call, fun: Any, cell_specs: Any, data_specs: Any, options:
     keys = [{name: jax.random.key(0) for name in definition.streams} for definition in call.signature.contexts]
     jax.eval_shape(mapped, call.cells(), list(call.data), keys)
     effects = found[0]
-    return effects, effects.changed if effects.rewrite is None else effects.rewrite.outputs()
+    return effects, effects.outputs()
 
 
 def _spec_of_output(effects: Effects, cell_specs: Sequence[Any], given: Sequence[Any], cell: int) -> Any:
-    """The spec of a value that comes out: as it went in; for a new variable what the Module's specs say of it."""
+    """Returns the spec of an output value: the one it went in with, or for a new variable the Module's own specs."""
     rewrite = effects.rewrite
     if rewrite is None:
         return cell_specs[cell]
@@ -190,7 +145,7 @@ def _spec_of_output(effects: Effects, cell_specs: Sequence[Any], given: Sequence
 
 
 def _split_specs(call: Call, args: Any, specs: Any) -> tuple[list[Any], list[Any]]:
-    """One spec per cell and per data leaf."""
+    """Returns one spec per cell and one per data leaf."""
     key = call.signature.key
     cells: list[Any] = [PartitionSpec()] * len(call.cells())
     data: list[Any] = []
@@ -207,7 +162,7 @@ def _split_specs(call: Call, args: Any, specs: Any) -> tuple[list[Any], list[Any
         else:
             is_spec = lambda s: s is None or isinstance(s, PartitionSpec)  # noqa: E731
             spread = jax.tree.map(
-                lambda s, sub: [s for leaf in jax.tree.leaves(sub) if sort_of(leaf) == 0],
+                lambda s, sub: [s for leaf in jax.tree.leaves(sub) if is_data(leaf)],
                 spec,
                 argument,
                 is_leaf=is_spec,

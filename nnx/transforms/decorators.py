@@ -1,0 +1,35 @@
+"""How transforms are offered: as functions and as decorators, with the wrapped function's name and signature."""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from nnx.core.info import ModuleBase
+from nnx.transforms.tracebacks import boundary
+
+
+def decorator(transform: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets `transform(fun, **options)` also be used as `@transform`, `@transform(**options)` and `@transform(filter)`.
+
+    What the transform returns becomes a boundary for tracebacks. A type checker cannot follow this, so every transform
+    declares its forms as overloads.
+    """
+
+    @functools.wraps(transform)
+    def offered(*args: Any, **options: Any) -> Any:
+        # A class is a filter here (`@nnx.grad(nnx.Param)`), although it could be called.
+        if args and callable(args[0]) and not isinstance(args[0], type):
+            lifted = transform(*args, **options)
+            return named_after(boundary(lifted) if isinstance(lifted, types.FunctionType) else lifted, args[0])
+        return lambda fun: offered(fun, *args, **options)
+
+    return offered
+
+
+def named_after(lifted: Callable[..., Any], fun: Any) -> Callable[..., Any]:
+    """Gives a lifted function the name, docstring and signature of what it lifts, and returns it."""
+    source = type(fun).__call__ if isinstance(fun, ModuleBase) else fun
+    functools.update_wrapper(lifted, source)
+    lifted.__wrapped__ = fun
+    return lifted

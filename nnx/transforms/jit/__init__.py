@@ -1,0 +1,1 @@
+"""`nnx.jit` and its parts; see ../README.md for the vocabulary."""

@@ -1,0 +1,99 @@
+"""What `nnx.jit` compiles for one signature, and the call it is compiled for.
+
+A `Compiled` serves every model of its structure. It is traced with the static values of the model in the call at hand,
+the *current call*: keys say that two models are alike, but the objects behind the keys belong to each model.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from nnx.core.trace import current_level
+from nnx.transforms.call import Call, Signature
+from nnx.transforms.effects import Effects, Outcome, finish, run
+from nnx.transforms.jit.donation import Donation
+from nnx.transforms.jit.shardings import constrain_outcome, input_shardings
+
+
+class NeedsGeneralPath(Exception):
+    """Raised where the fast path cannot make a call, for instance because the function has to be traced."""
+
+
+class CurrentCall(threading.local):
+    """The call that this thread is making, with which a function is traced if it has to be."""
+
+    call: Call | None = None
+
+    def run(self, call: Call | None, fun: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function while `call` is the one being made."""
+        outer, self.call = self.call, call
+        try:
+            return fun(*args)
+        finally:
+            self.call = outer
+
+
+class Compiled:
+    """The compiled function of one signature.
+
+    Its result is a plain tuple, because JAX unflattens those in C: `(values, out)`, followed by n times None for the
+    n-th set of effects it has shown. Shapes may decide what a function changes, so one signature can have several sets
+    of effects. None has no leaves, so the length of the result tells them apart and costs the device nothing.
+
+    Args:
+      owner: the `Jit` it belongs to.
+      call: the first call of this signature.
+      args, kwargs: its arguments.
+    """
+
+    def __init__(self, owner: Any, call: Call, args: Any, kwargs: Any):
+        self.owner = owner
+        self.signature: Signature = call.signature
+        self.statics = call.statics
+        self.effects: list[Effects] = []
+        self.shapes: list[str] | None = None
+        self.donation: Donation | None = Donation(self, call, args, kwargs) if owner.donated else None
+        options = dict(owner.options)
+        self.cell_shardings: list[Any] | None = None
+        if owner.in_shardings is not None:
+            self.cell_shardings, data_shardings = input_shardings(owner.in_shardings, call, args, len(owner.bound))
+            options["in_shardings"] = (self.cell_shardings, data_shardings, *([None] if call.contexts else []))
+        self.jitted = jax.jit(self.traced, **options)
+
+    def traced(self, cells: Any, data: Any, forks: Any = ()) -> tuple[Any, ...]:
+        """The function JAX traces."""
+        owner = self.owner
+        call = owner.current.call
+        if call is None:
+            raise NeedsGeneralPath
+        owner.count_trace(1)
+        owner.explain_shapes(self, cells, data)
+        name = f"nnx.jit({owner.name})"
+        # The current call is None while the body runs: calls that the body makes are different calls, even if they are
+        # calls of this function.
+        outcome = owner.current.run(None, run, owner.body, call.signature, call.statics, cells, data, forks, name)
+        outcome = constrain_outcome(self.cell_shardings, owner.out_shardings, self.signature.key, outcome, cells)
+        if outcome.effects not in self.effects:
+            self.effects.append(outcome.effects)
+        return (outcome.values, outcome.out, *[None] * self.effects.index(outcome.effects))
+
+    def effects_of(self, result: tuple[Any, ...]) -> Effects:
+        return self.effects[len(result) - 2]
+
+    def execute(self, call: Call) -> Any:
+        return self.owner.current.run(call, self._execute, call)
+
+    def _execute(self, call: Call) -> Any:
+        if self.donation is not None and (call.flat is None or call.flat.level is current_level()):
+            return self.donation.run(call.cells(), tuple(call.data), tuple(call.forks()))
+        # Without donation, or with a Module of another level: results that cannot be written back must not cost the
+        # Module its buffers.
+        if call.contexts:
+            return self.jitted(call.cells(), tuple(call.data), tuple(call.forks()))
+        return self.jitted(call.cells(), tuple(call.data))
+
+    def finish(self, call: Call, result: tuple[Any, ...]) -> Any:
+        """Writes a result into the caller's Modules, unless `stateful=False`; returns the output."""
+        return finish(call, Outcome(result[0], result[1], self.effects_of(result)), self.owner.stateful)

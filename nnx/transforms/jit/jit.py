@@ -1,0 +1,284 @@
+"""`nnx.jit`: `jax.jit` for functions that take Modules.
+
+Compiled functions are kept per *signature*: where Modules and Contexts appear in the call, and what their structure is
+(see call). In the steady state (see fast_path) a call checks the trace level and one stamp, gathers the values from the
+cells, calls the compiled function with one flat list, and writes back what changed.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack, overload
+
+import jax
+
+from nnx.core.info import join
+from nnx.core.moduledef import ModuleDef
+from nnx.sharding.rules import get_logical_axis_rules
+from nnx.transforms.annotations import JitDecorator, JitOptions, JitWrapped, P, R
+from nnx.transforms.arguments import Selection, make_static, unwrap_static
+from nnx.transforms.call import Call, Signature, target_of
+from nnx.transforms.decorators import named_after
+from nnx.transforms.effects import Outcome, cell_paths, discard
+from nnx.transforms.jit.closures import captured_modules
+from nnx.transforms.jit.compiled import Compiled, CurrentCall
+from nnx.transforms.jit.fast_path import PlanCache, make_function
+from nnx.transforms.jit.staged import Staged
+
+RETRACES_BEFORE_WARNING = 10
+MAX_COMPILED = 256  # signatures per function; a program that needs more has a value that never repeats
+
+STATIC_RETRACES = """{name} has been traced {count} times because the static attribute {path!r} changed ({before} -> \
+{after} this time). A static value is part of the compiled function. If it is a counter or another number that changes \
+from step to step, keep it in a Variable: nnx.Variable(0)."""
+
+TOO_MANY_COMPILED = """{name} has been compiled for {count} different structures, and forgets the oldest from now on. \
+The last call differed from the one before in: {reasons}. Keep what changes from call to call in a Variable, or pass \
+it as an array."""
+
+CLOSES_OVER = """{name}, given to nnx.jit, closes over a Module: {what}. Its weights are constants of the compiled \
+function: later changes are not seen, and it cannot be changed inside. Pass it as an argument."""
+
+NOT_POPPED = """{name} was called with sown values that have not been popped: {paths}. Every further sow() appends to \
+them, so they grow and the function is recompiled each time. Take them out after each call: \
+model.pop_state(nnx.Intermediate)."""
+
+COMPILED_AGAIN = "{name} is compiled again: {reasons}"
+
+
+class Jit:
+    """Everything that belongs to one use of `nnx.jit`; the user holds `function`."""
+
+    def __init__(self, fun: Any, stateful: bool, explain: bool, in_shardings: Any, out_shardings: Any, **options: Any):
+        target = target_of(fun, "nnx.jit")
+        self.name: str = target.name
+        self.stateful, self.explain = stateful, explain
+        self.in_shardings, self.out_shardings = in_shardings, out_shardings
+        offset = len(target.bound)
+        static = (options.pop("static_argnums"), options.pop("static_argnames"))
+        donate = (options.pop("donate_argnums"), options.pop("donate_argnames"))
+        self.static: Selection = Selection(target.fun, *static, offset)
+        self.donated: Selection = Selection(target.fun, *donate, offset)
+        self.options: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+        self.bound: tuple[Any, ...] = target.bound
+        self.target: Callable[..., Any] = target.fun
+        self.body: Callable[..., Any] = unwrap_static(target.fun) if self.static else target.fun
+        self.compiled: dict[tuple[Signature, Any], Compiled] = {}  # by signature and the logical axis rules in force
+        self.repeats: bool = stateful and not self.static  # whether a call like an earlier one is made from a plan
+        self.plans: PlanCache = PlanCache(leads_with_module=self.repeats and not self.bound)
+        self.current: CurrentCall = CurrentCall()
+        # What was used last, with its key: one tuple, read once, because another thread may replace it at any time.
+        self._last: tuple[Any, Compiled] | None = None
+        self._static_retraces: dict[str, int] = {}
+        self._warned: set[str] = set()
+        self.function: Callable[..., Any] = named_after(make_function(self), fun)
+        self.function.trace_count = 0
+        for method in (self.lower, self.trace, self.eval_shape, self.clear_cache):
+            setattr(self.function, method.__name__, method)
+
+    def count_trace(self, by: int) -> None:
+        self.function.trace_count += by
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The general path: any mix of arguments."""
+        call, compiled = self.prepare(args, kwargs)
+        if call.flat is not None and call.flat.sown:
+            self._warn_of_sown(call)
+        result = compiled.execute(call)
+        out = compiled.finish(call, result)
+        if self.repeats:
+            self.plans.remember(call, compiled, result, (*self.bound, *args), kwargs)
+        return out
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Compiled]:
+        """Splits the call; returns it with what is compiled for its signature."""
+        args = (*self.bound, *args)
+        if self.static:
+            args, kwargs = make_static(self.static, args, kwargs, self.name)
+        call = Call(args, kwargs)
+        key = (call.signature, get_logical_axis_rules())
+        last = self._last
+        if last is not None and key == last[0]:  # cheaper than a hash, and nearly always true
+            return call, last[1]
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            self._warn_of_closure()
+            reasons = self._explain_structure(call)
+            compiled = self.compiled[key] = Compiled(self, call, args, kwargs)
+            if len(self.compiled) > MAX_COMPILED:
+                self._drop_oldest(reasons)
+        self._last = (key, compiled)
+        return call, compiled
+
+    def finish_unplanned(
+        self, compiled: Compiled, result: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Ends a call that was made from a plan, but whose result did not match the plan."""
+        return compiled.finish(self.prepare(args, kwargs)[0], result)
+
+    # As in jax.jit
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the function for these arguments, as `jax.jit(f).lower(...)`."""
+        return self._stage("lower", args, kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Traces the function for these arguments, as `jax.jit(f).trace(...)`."""
+        return self._stage("trace", args, kwargs)
+
+    def _stage(self, stage: str, args: Any, kwargs: Any) -> Any:
+        call, compiled = self.prepare(args, kwargs)
+        return self.current.run(call, Staged.of, self, compiled, stage, call)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the output's shapes and dtypes; nothing is computed and no Module changes."""
+        call, compiled = self.prepare(args, kwargs)
+        forks = [tuple(call.forks())] if call.contexts else []
+        result = self.current.run(call, jax.eval_shape, compiled.jitted, call.cells(), tuple(call.data), *forks)
+        return discard(call, Outcome(result[0], result[1], compiled.effects_of(result)))
+
+    def clear_cache(self) -> None:
+        """Forgets everything compiled."""
+        for compiled in self.compiled.values():
+            compiled.jitted.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+        self.compiled.clear()
+        self.plans.clear()
+        self._last = None
+
+    # Warnings
+
+    def _warn(self, text: str, once: str) -> None:
+        if once not in self._warned:
+            self._warned.add(once)
+            warnings.warn(text, UserWarning, stacklevel=4)
+
+    def _warn_of_closure(self) -> None:
+        if "closure" not in self._warned:
+            what = captured_modules(self.target)
+            if what:
+                self._warn(CLOSES_OVER.format(name=self.name, what=", ".join(what)), "closure")
+
+    def _warn_of_sown(self, call: Call) -> None:
+        if "sown" not in self._warned:
+            paths = [
+                join(path, name)
+                for root in call.roots
+                for path, module in root.named_modules()
+                for name in sorted(module._nnx_info.sown or ())
+            ]
+            self._warn(NOT_POPPED.format(name=self.name, paths=", ".join(paths)), "sown")
+
+    def _drop_oldest(self, reasons: str) -> None:
+        """Forgets the signature that was compiled first, and warns once that there are too many."""
+        self.compiled.pop(next(iter(self.compiled)), None)
+        self._warn(TOO_MANY_COMPILED.format(name=self.name, count=MAX_COMPILED, reasons=reasons), "compiled")
+
+    def _explain_structure(self, call: Call) -> str:
+        """Returns how a call differs from the one before; warns about it if asked, and if a value keeps changing."""
+        if self._last is None:
+            return ""
+        last = self._last[1]
+        old, new = last.signature, call.signature
+        reasons = []
+        if old.key is not None and new.key is not None and old.key is not new.key:
+            labels = [f"(Module {i})" for i in range(max(len(call.roots), 9))] if len(call.roots) > 1 else [""]
+            if len(old.key.table[0]) == len(new.key.table[0]):
+                before, after = ModuleDef(old.key, last.statics), ModuleDef(new.key, call.statics)
+                differences = before.diff(after, labels)
+                reasons = [str(difference) for difference in differences]
+                self._count_static_retraces(differences)
+        if old.contexts != new.contexts:
+            reasons.append(f"the Contexts: {old.contexts} -> {new.contexts}")
+        if (old.treedef, old.marks) != (new.treedef, new.marks):
+            reasons.append(f"the arguments: {old.treedef} -> {new.treedef}")
+        if old.ties != new.ties:
+            reasons.append("the attributes that share a Ref or hold one container")
+        text = "; ".join(reasons)
+        if self.explain and reasons:
+            warnings.warn(COMPILED_AGAIN.format(name=self.name, reasons=text), UserWarning, stacklevel=4)
+        return text
+
+    def _count_static_retraces(self, differences: Sequence[Any]) -> None:
+        for path, before, after in differences:
+            if before.startswith("static") and after.startswith("static"):
+                count = self._static_retraces[path] = self._static_retraces.get(path, 0) + 1
+                if count == RETRACES_BEFORE_WARNING:
+                    text = STATIC_RETRACES.format(name=self.name, count=count, path=path, before=before, after=after)
+                    self._warn(text, f"static {path}")
+
+    def explain_shapes(self, compiled: Compiled, cells: Any, data: Any) -> None:
+        """Warns, if asked, which shape changed when a known signature is traced again."""
+        if not self.explain:
+            return
+        paths = cell_paths(compiled.signature.key)
+        labels = [*(repr(path) for path in paths), *(f"argument leaf {i}" for i in range(len(data)))]
+        shapes = [str(jax.tree.map(jax.typeof, value)) for value in (*cells, *data)]
+        if compiled.shapes is not None and compiled.shapes != shapes:
+            pairs = zip(labels, compiled.shapes, shapes)
+            text = "; ".join(f"{label}: {before} -> {after}" for label, before, after in pairs if before != after)
+            warnings.warn(COMPILED_AGAIN.format(name=self.name, reasons=text), UserWarning, stacklevel=4)
+        compiled.shapes = shapes
+
+
+@overload
+def jit(fun: Callable[P, R], /, **options: Unpack[JitOptions]) -> JitWrapped[P, R]: ...
+@overload
+def jit(fun: None = None, /, **options: Unpack[JitOptions]) -> JitDecorator: ...
+def jit(
+    fun: Any = None,
+    /,
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    keep_unused: bool = False,
+    inline: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+    stateful: bool = True,
+    explain_recompiles: bool = False,
+) -> Any:
+    """Compiles a function with Modules and Contexts anywhere in its arguments, and updates the Modules in place.
+
+    Args:
+      fun: a function, a Module, or a bound method of one. Without it, a decorator is returned.
+      static_argnums, static_argnames: arguments that are part of the compiled function, as in `jax.jit`.
+      donate_argnums, donate_argnames: arguments whose buffers may be reused. Of a Module, exactly the buffers that the
+        function replaces are donated, and the Module stays usable.
+      in_shardings: one sharding per argument; for a Module, one for all its state or a mapping from filter to
+        sharding. State that changes keeps its sharding.
+      out_shardings: a sharding, or a tree of them, for the output.
+      keep_unused, inline, compiler_options: as in `jax.jit`.
+      stateful: whether changes to Modules are written back.
+      explain_recompiles: whether to warn when the function is recompiled, naming the path or argument that changed.
+
+    >>> class Counter(nnx.Module):
+    ...     def __init__(self):
+    ...         self.count = nnx.Variable(jnp.array(0))
+    >>> @nnx.jit
+    ... def step(counter):
+    ...     counter.count += 1
+    >>> counter = Counter()
+    >>> step(counter); step(counter)
+    >>> int(counter.count), step.trace_count
+    (2, 1)
+    """
+    if fun is None:
+        options = {k: v for k, v in locals().items() if k != "fun"}
+        return lambda fun: jit(fun, **options)
+    lifted = Jit(
+        fun,
+        stateful,
+        explain_recompiles,
+        in_shardings,
+        out_shardings,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+        keep_unused=keep_unused or None,
+        inline=inline or None,
+        compiler_options=compiler_options,
+    )
+    return lifted.function
