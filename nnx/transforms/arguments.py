@@ -1,4 +1,4 @@
-"""Which arguments of a call an option means: static, donated, with a sharding of their own."""
+"""Which arguments of a call an option selects: static ones, donated ones."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -10,12 +10,14 @@ from nnx.core.info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.statics import Frozen
 
+WRONG_COUNT = "{option} has {given} entries for a call with {count} arguments."
+
 UNHASHABLE_STATIC = """The static argument {label} of {name} is {value}, of type {kind}, which has no hash: a function \
 is compiled once per value of its static arguments, so they must be hashable. Pass a tuple for a list, or make the \
 argument dynamic."""
 
 STATIC_MODULE = """The static argument {label} of {name} is a Module ({kind}). Modules are never static: take it out \
-of static_argnums/static_argnames, and it is split into its state and its static half by itself."""
+of static_argnums/static_argnames, and its state is passed as data and its structure compared by itself."""
 
 
 class StaticArgument(Frozen):
@@ -28,10 +30,12 @@ jax.tree_util.register_static(StaticArgument)
 
 
 class Selection:
-    """Some arguments of a function, by position and by name; either is inferred from the other as `jax.jit` does.
+    """Some arguments of a function, by position and by name; one is inferred from the other, as in `jax.jit`.
 
     Args:
-      offset: how many arguments stand before those the user counts (a Module the function is bound to).
+      fun: the function.
+      argnums, argnames: the selected arguments, as the user gave them.
+      offset: the number of arguments before those the user counts (a Module that the function is bound to).
     """
 
     def __init__(self, fun: Callable[..., Any], argnums: Any, argnames: Any, offset: int = 0):
@@ -48,7 +52,7 @@ class Selection:
         return bool(self.argnums or self.argnames)
 
     def positions(self, count: int) -> set[int]:
-        """The positions meant in a call with `count` positional arguments, those before included."""
+        """Returns the selected positions in a call with `count` positional arguments, the bound Module included."""
         shift, counted = self.offset, count - self.offset
         return {shift + (i + counted if i < 0 else i) for i in self.argnums if -counted <= i < counted}
 
@@ -69,7 +73,7 @@ def _parameter_names(fun: Callable[..., Any]) -> list[str]:
 
 
 def make_static(selection: Selection, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> tuple[Any, Any]:
-    """The call with its static arguments wrapped.
+    """Returns the call with its static arguments wrapped.
 
     Raises:
       ValueError: one of them cannot be hashed.
@@ -92,7 +96,7 @@ def _static(value: Any, label: str, name: str) -> StaticArgument:
 
 
 def unwrap_static(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that takes wrapped static arguments."""
+    """Returns a function that takes wrapped static arguments."""
 
     def unwrapped(*args: Any, **kwargs: Any) -> Any:
         args = tuple([a.value if type(a) is StaticArgument else a for a in args])
@@ -103,7 +107,7 @@ def unwrap_static(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leaf_flags(selection: Selection, args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
-    """For every leaf of the call whether it is in a selected argument."""
+    """Returns, for every leaf of the call, whether it is in a selected argument."""
     positions = selection.positions(len(args))
     marked = (
         [

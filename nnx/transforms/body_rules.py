@@ -7,6 +7,9 @@ a submodule, delete anything, or tie and untie attributes: the result would depe
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from nnx.core.graph import ABSENT, GraphKey, is_static, module_path
 from nnx.core.info import MODULE, join
 from nnx.transforms.effects import cell_paths
@@ -97,3 +100,13 @@ def _difference(was: Any, now: Any) -> str | None:
     if kind is MODULE and was[2] != now[2]:
         return "replaces the submodule"
     return None
+
+
+def type_text(value: Any) -> str:
+    """Returns the shape and dtype of a value, or of all leaves of a tree, for errors."""
+
+    def one(leaf: Any) -> str:
+        return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+
+    leaves, treedef = jax.tree.flatten(value)
+    return one(value) if len(leaves) == 1 and leaves[0] is value else f"{treedef} of {', '.join(map(one, leaves))}"

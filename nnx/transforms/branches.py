@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from nnx.core.graph import GraphKey, module_path
 from nnx.core.info import join
 from nnx.transforms.annotations import R
-from nnx.transforms.body_rules import check_aliases, check_structure
+from nnx.transforms.body_rules import check_aliases, check_structure, type_text
 from nnx.transforms.call import Call, target_of
 from nnx.transforms.effects import Outcome, cell_paths, enter_call, finish, leave
 from nnx.transforms.rewrite import Rewrite
@@ -98,7 +97,7 @@ class BranchCall:
         columns = [self.union_values(number, shape, self.cells) for number, shape in enumerate(self.shapes)]
         paths = self._union_paths()
         for i, path in enumerate(paths):
-            types = [_type_text(column[i]) for column in columns]
+            types = [type_text(column[i]) for column in columns]
             for number, text in enumerate(types):
                 if text != types[0]:
                     raise TypeError(
@@ -150,10 +149,6 @@ def _rewritten_path(key: GraphKey | None, rewrite: Rewrite, cell: int) -> str:
     if key is None or at >= rewrite.old_count:
         return rewrite.key.cell_roots()[cell][1]
     return join(module_path(key.parents(), at), name)
-
-
-def _type_text(value: Any) -> str:
-    return str(jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", value))
 
 
 @boundary

@@ -49,6 +49,15 @@ def unique(values: Sequence[Any]) -> list[Any]:
     return list({id(value): value for value in values}.values())
 
 
+def with_values(values: Sequence[Any], *parts: tuple[Sequence[int], Sequence[Any]]) -> list[Any]:
+    """Returns the values with others in some places; each part is a list of positions and one of their new values."""
+    changed = list(values)
+    for positions, news in parts:
+        for i, new in zip(positions, news):
+            changed[i] = new
+    return changed
+
+
 data_types: set[type] = set()
 """Types whose values have been data in some call, for a quick test on the fast path of `nnx.jit`.
 

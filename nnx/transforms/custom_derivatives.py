@@ -20,7 +20,7 @@ from nnx.core.graph import joint_flat_of
 from nnx.core.moduledef import ModuleDef
 from nnx.core.variables import Param
 from nnx.transforms.annotations import CustomOptions, P, Q, R, T
-from nnx.transforms.call import Call, Signature, target_of
+from nnx.transforms.call import Call, Signature, target_of, with_values
 from nnx.transforms.decorators import decorator, named_after
 from nnx.transforms.differentiated_part import Part, positions_of, with_modules, without_modules, zero_tangent
 from nnx.transforms.effects import Effects, Entered, Outcome, cell_paths, commit, enter_call, leave
@@ -52,12 +52,12 @@ class CustomCall:
         self.call: Call = self.part.call
         chosen = set(self.part.data)
         data = enumerate(self.call.data)
-        # Other arrays are arguments, too, since they may be tracers. Python values stay what they are.
+        # Other arrays are passed as arguments, too, since they may be tracers. Python values stay Python values.
         self.constants: list[int] = [i for i, value in data if i not in chosen and isinstance(value, jax.Array)]
         self.effects: dict[str, Effects] = {}
 
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments of the function JAX sees: cells, differentiated data, other arrays, forks of the Contexts."""
+        """Returns the arguments of the function JAX sees: cells, differentiated data, other arrays, and forks."""
         data = self.call.data
         return (
             self.call.cells(),
@@ -67,16 +67,13 @@ class CustomCall:
         )
 
     def enter(self, cells: Any, data: Any, constants: Any, forks: Any) -> tuple[Entered, Any, Any]:
-        """The call with its Modules inside the trace."""
+        """Rebuilds the call's Modules inside the trace; returns them, and the arguments with them in place."""
         signature = self.call.signature
-        full = list(self.call.data)
-        for numbers, values in ((self.part.data, data), (self.constants, constants)):
-            for i, value in zip(numbers, values):
-                full[i] = value
+        full = with_values(self.call.data, (self.part.data, data), (self.constants, constants))
         return enter_call(signature, self.call.statics, cells, full, signature.contexts_from(forks))
 
     def leave(self, entered: Entered, out: Any, runner: str) -> Outcome:
-        """What the function or its forward rule did; `runner` is "function" or "rule".
+        """Finds what the function or its forward rule did; `runner` is "function" or "rule".
 
         Raises:
           ValueError: they do not change the same state.
@@ -96,10 +93,10 @@ class CustomCall:
 
 
 def _by_position(fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with its arguments at their positions, as JAX counts them; what is keyword-only stays."""
+    """Returns the call with its arguments at their positions, as JAX counts them; keyword-only ones stay."""
     try:
         bound = inspect.signature(fun).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # no signature, or a call that does not fit: the function itself complains best
+    except (TypeError, ValueError):  # no signature, or a call that does not fit: the function raises the best error
         return args, kwargs
     given = set(bound.kwargs)
     bound.apply_defaults()
@@ -131,21 +128,21 @@ class Custom(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        raise AssertionError("each kind says how it is called")
+        raise AssertionError("each subclass implements the call")
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
 
 
 def _stopped(outcome: Outcome) -> Outcome:
-    """The outcome with no gradient through changed state: the rule speaks of the output alone."""
+    """Returns the outcome with no gradient through changed state: the rule covers the output alone."""
     return Outcome(jax.lax.stop_gradient(outcome.values), outcome.out, outcome.effects)
 
 
 class Residuals:
     """What the forward pass keeps for the backward pass, Modules and Contexts included; a pytree.
 
-    Arrays are its leaves. `frame` has the rest: the signature, the static values, and the data that are no arrays.
+    Arrays are its leaves. The definition holds the rest: the signature, static values, and data other than arrays.
     """
 
     __slots__ = ("arrays", "definition")
@@ -162,7 +159,7 @@ class Residuals:
         return Residuals((call.cells(), data, call.forks()), ResidualsDef(call.signature, call.statics, fixed))
 
     def enter(self) -> tuple[Entered, Any]:
-        """The value again, with its Modules at the current trace level."""
+        """Rebuilds the value, with its Modules at the current trace level."""
         cells, data, forks = self.arrays
         signature, rest = self.definition.signature, iter(data)
         full = [next(rest) if python_value is None else python_value[0] for python_value in self.definition.fixed]
@@ -231,9 +228,7 @@ class CustomVJP(Custom[P, R]):
             check()
             cotangents = cotangents if isinstance(cotangents, (tuple, list)) else (cotangents,)
             cells, data = part.unpack(cotangents, "the cotangents", complete=True)
-            all_cells: list[Any] = [None] * len(part.call.cells())
-            for i, value in zip(part.cells, cells):
-                all_cells[i] = value
+            all_cells = with_values([None] * len(part.call.cells()), (part.cells, cells))
             return all_cells, data, None, None  # None is zero to JAX
 
         pure.defvjp(pure_forward, pure_backward)
@@ -241,7 +236,7 @@ class CustomVJP(Custom[P, R]):
 
 
 class Unchanged:
-    """Checks, when called, that Modules are as they were when it was made."""
+    """A check, when called, that Modules have not changed since it was made."""
 
     def __init__(self, name: str, roots: Sequence[Any]):
         self.name, self.roots = name, roots

@@ -26,7 +26,7 @@ from nnx.core.info import NODE, TREE
 from nnx.core.state import State
 from nnx.core.variables import Container
 from nnx.transforms.arguments import Selection, leaf_flags
-from nnx.transforms.call import Call, is_data, is_module, unique
+from nnx.transforms.call import Call, is_data, is_module, unique, with_values
 from nnx.transforms.effects import Outcome, Returned, run
 
 INTEGER_LEAF = """{name} was asked for the gradient of {path!r}, {kind} of dtype {dtype}: only float and complex \
@@ -36,6 +36,10 @@ pass allow_int=True."""
 NOTHING_SELECTED = """{name}: wrt={wrt} matches nothing in {modules}, so there is nothing to differentiate. {holds} \
 Choose another filter (wrt=...) or another argument (argnums=...)."""
 
+WRONG_NUMBER = "{name} needs one of {what} per argument, {count}; got {given}."
+
+NO_SUCH_ARGUMENT = "{name}: {option}={numbers} names argument {number} of a call with {count} arguments."
+
 NOT_A_STATE = """{name} needs for {what} a State of its {wrt} part, got {got}. Take one from the Module, \
 `module.filter({wrt})`, and map over it."""
 
@@ -44,7 +48,7 @@ UNKNOWN_PATH = """{name}: {path!r} in {what} is not in the part of {module} that
 OTHER_SHAPE = """{name}: {what} for {path!r} have the shape {got}, but the variable has the shape {expected}."""
 
 MISSING_COTANGENT = """{name}: the cotangent of {module} has no {path!r}. It must be a State of the whole {wrt} part, \
-with zeros where there is no gradient; None stands for zeros everywhere."""
+with zeros where there is no gradient; None means zeros everywhere."""
 
 
 class Part:
@@ -135,7 +139,7 @@ class Part:
                     raise TypeError(INTEGER_LEAF.format(name=self.name, **text))
 
     def _value(self, cell: int) -> Any:
-        """The value of a cell, numbered from the differentiated Modules."""
+        """Returns the value of a cell, numbered within the differentiated Modules."""
         flat: Any = self.flat
         return flat.dicts[cell][flat.names[cell]]
 
@@ -144,15 +148,11 @@ class Part:
         return [values[i] for i in self.cells], [self.call.data[i] for i in self.data]
 
     def function(self, fun: Callable[..., Any]) -> Callable[[Any], Outcome]:
-        """The call as a function of its differentiated part alone."""
+        """Returns the call as a function of its differentiated part alone."""
         cells, data, forks = self.call.cells(), list(self.call.data), self.call.forks()
 
         def pure(part: tuple[list[Any], list[Any]]) -> Outcome:
-            all_cells, all_data = list(cells), list(data)
-            for i, value in zip(self.cells, part[0]):
-                all_cells[i] = value
-            for i, value in zip(self.data, part[1]):
-                all_data[i] = value
+            all_cells, all_data = with_values(cells, (self.cells, part[0])), with_values(data, (self.data, part[1]))
             return run(fun, self.call.signature, self.call.statics, all_cells, all_data, forks, self.name)
 
         return pure
@@ -160,7 +160,7 @@ class Part:
     # To the user
 
     def pack(self, cells: Sequence[Any], data: Sequence[Any], boxed: bool = True) -> Any:
-        """Values for the differentiated part, in the shape of its arguments; a shared cell appears once."""
+        """Returns values for the differentiated part in the shape of its arguments; a shared cell appears once."""
         leaves: dict[int, dict[str, Any]] = {id(root): {} for root in self.roots}
         if self.flat is not None:
             numbers = list(dict.fromkeys(self.flat.key.table[0]))
@@ -170,7 +170,7 @@ class Part:
         return self._fill(data, lambda module: leaves.pop(id(module), {}))
 
     def spread(self, cells: Sequence[Any], data: Sequence[Any]) -> Any:
-        """Like `pack`, with every cell in the State of every Module that reaches it."""
+        """Like `pack`, but with every cell in the State of every Module that reaches it."""
         boxed = [self._box(i, value) for i, value in zip(self.own, cells)]
         views = {id(root): view for root, view in zip(self.roots, self.views)}
         return self._fill(data, lambda module: {path: boxed[n] for path, n in views[id(module)].items()})
@@ -193,13 +193,13 @@ class Part:
     # From the user
 
     def unpack(self, trees: Any, what: str, complete: bool = False) -> tuple[list[Any], list[Any]]:
-        """Flat values from what the user supplies for each differentiated argument.
+        """Returns flat values from what the user supplies for each differentiated argument.
 
         Contributions to one cell are added. Paths that no State has are zero.
 
         Args:
           trees: one tree per differentiated argument, with a State for each Module.
-          what: what these are, for errors.
+          what: the name for these values in errors.
           complete: whether the States must cover all differentiated cells; None in place of an argument, or of a
             Module, then means zeros.
 
@@ -209,7 +209,9 @@ class Part:
         """
         trees = tuple(trees)
         if len(trees) != len(self.arguments):
-            raise ValueError(f"{self.name} needs one of {what} per argument, {len(self.arguments)}; got {len(trees)}.")
+            raise ValueError(
+                WRONG_NUMBER.format(name=self.name, what=what, count=len(self.arguments), given=len(trees))
+            )
         sums: list[Any] = [None] * len(self.own)
         data: list[Any] = []
         zero: set[int] = set()  # the cells for which None was given
@@ -253,7 +255,7 @@ class Part:
         return next(view for root, view in zip(self.roots, self.views) if root is module)
 
     def _find_alias(self, module: Any, path: str) -> int | None:
-        """The index in `own` of the cell that a path other than the canonical one leads to."""
+        """Returns the index in `own` of the cell that a path other than the canonical one leads to."""
         key = flat_of(module).key
         cell = key.find(path)
         return self._view(module).get(key.layout.paths[cell]) if cell is not None else None
@@ -270,14 +272,14 @@ class Part:
 
 
 def zero_tangent(primal: Any) -> Any:
-    """The zero tangent of a value; integers have JAX's `float0`."""
+    """Returns the zero tangent of a value; for integers, JAX's `float0`."""
     if _is_integer(primal):
         return np.zeros(jnp.shape(primal), jax.dtypes.float0)
     return jnp.zeros(jnp.shape(primal), jnp.result_type(primal))
 
 
 def as_tangents(tangents: Any, primals: Any) -> Any:
-    """Tangents of the dtype that JAX wants for these primals."""
+    """Returns tangents with the dtypes that JAX wants for these primals."""
     return jax.tree.map(lambda t, p: zero_tangent(p) if _is_integer(p) else t, tangents, primals)
 
 
@@ -302,12 +304,12 @@ def _shape_text(value: Any) -> str:
 
 
 def without_modules(out: Any) -> Any:
-    """A tangent or cotangent of an output, with None where the output has a Module."""
+    """Returns a tangent or cotangent of an output, with None in place of Modules."""
     return jax.tree.map(lambda x: None if _is_returned(x) else x, out, is_leaf=_is_returned)
 
 
 def with_modules(out: Any, given: Any) -> Any:
-    """The inverse of `without_modules`: `given` in the structure of `out`, whatever it has where Modules are."""
+    """Inverts `without_modules`: returns `given` in the structure of `out`; what it has for Modules is ignored."""
     leaves, treedef = jax.tree.flatten(out, is_leaf=_is_returned)
     pairs = zip(leaves, treedef.flatten_up_to(given))
     return jax.tree.unflatten(treedef, [leaf if _is_returned(leaf) else value for leaf, value in pairs])
@@ -321,7 +323,7 @@ def _is_returned(x: Any) -> bool:
 
 
 def positions_of(name: str, option: str, numbers: Any, count: int) -> list[int]:
-    """The argument positions that an option names, in a call with `count` arguments.
+    """Returns the argument positions that an option names in a call with `count` arguments.
 
     Raises:
       ValueError: there is no such argument.
@@ -329,12 +331,14 @@ def positions_of(name: str, option: str, numbers: Any, count: int) -> list[int]:
     chosen = [numbers] if isinstance(numbers, int) else list(numbers)
     for number in chosen:
         if not -count <= number < count:
-            raise ValueError(f"{name}: {option}={numbers} names argument {number} of a call with {count} arguments.")
+            raise ValueError(
+                NO_SUCH_ARGUMENT.format(name=name, option=option, numbers=numbers, number=number, count=count)
+            )
     return [number % count for number in chosen]
 
 
 def _places(flat: Flat | None) -> dict[tuple[int, str], int]:
-    """The cell behind every place of a flat form, further owners of Refs included."""
+    """Returns the cell of every `(dict, name)` of a flat form, with all owners of Refs."""
     assert flat is not None
     places = {(id(values), name): i for i, (values, name) in enumerate(zip(flat.dicts, flat.names))}
     for i, ref in flat.refs.items():

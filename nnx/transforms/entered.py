@@ -1,4 +1,4 @@
-"""Entering: the Modules of a call, rebuilt at the current trace level, and how to tell later what changed in them.
+"""Entering: rebuilds the Modules of a call at the current trace level, and notes what is needed to see changes later.
 
 The body gets its own copies of everything that can change in place, containers and numpy arrays, so the caller's are
 never touched. An attribute that is a Ref outside is a Ref inside, and *entered* Refs are known by the number of their
@@ -20,7 +20,7 @@ from nnx.core.trees import can_change, is_leaf
 
 
 class Entered:
-    """The Modules of a call, rebuilt at the current trace level, and what their cells held then."""
+    """The Modules of a call, rebuilt at the current trace level, and what their cells held on entry."""
 
     __slots__ = ("key", "graph", "ties", "refs", "before", "trees", "arrays", "baseline")
 
@@ -40,7 +40,7 @@ class Entered:
         return [self.graph.modules[i] for i in dict.fromkeys(self.key.table[0])]
 
     def value(self, cell: int) -> Any:
-        """What a cell holds now; only while the structure is as it was."""
+        """Returns what a cell holds now; valid only while the structure is unchanged."""
         return self.graph.dicts[cell][self.key.cells[cell][1]]
 
     def is_changed(self, cell: int, value: Any) -> bool:
@@ -62,31 +62,32 @@ class Entered:
             return True
         if self.baseline is None:
             return False
-        walk = traverse(modules)  # a static value may have been changed in place
+        # No version counts a static value that was changed in place, so the structure is compared with what it was.
+        walk = traverse(modules)
         return walk.table != self.baseline.table or not all(map(is_, walk.mutables, self.baseline.mutables))
 
     def regrouped(self, origins: Sequence[int], values: Sequence[Any]) -> tuple[Any, list[int]]:
-        """Compares which cells hold one container with what it was on entry.
+        """Compares which cells share a container now with which did on entry.
 
         Args:
-          origins: for each value the cell it was on entry, or -1.
+          origins: for each value, the cell it was in on entry, or -1.
           values: what the cells hold now.
 
         Returns:
-          The groups of values that are one container, and the places of those whose group is not what it was.
+          The groups of values that are one container, and the positions of those whose group has changed.
         """
         cells = container_cells(values)
         groups = alias_groups(cells, [values[i] for i in cells])
         if not groups and not self.ties.aliases:
             return (), []
-        # a value that was in no cell has no number in common with any group on entry
+        # A value that was in no cell gets a negative number of its own, so that it matches no group on entry.
         numbers = [origin if origin >= 0 else -1 - i for i, origin in enumerate(origins)]
         now = {tuple(sorted([numbers[i] for i in group])) for group in groups}
         others = {number for group in now ^ set(self.ties.aliases) for number in group}
         return groups, [i for i, number in enumerate(numbers) if number in others]
 
     def write(self, cell: int, value: Any) -> None:
-        """Puts a value into a cell, through its Ref if it has one."""
+        """Writes a value to a cell, through its Ref if it has one."""
         ref = self.refs.get(cell)
         targets = [(self.graph.dicts[cell], self.key.cells[cell][1])] if ref is None else ref.targets()
         for values, name in targets:
@@ -94,7 +95,7 @@ class Entered:
 
 
 def enter(key: GraphKey | None, statics: Statics, cells: Sequence[Any], ties: Ties = NO_TIES) -> Entered:
-    """Builds the Modules of a graph around copies of the given values."""
+    """Builds the Modules of a graph around the given values, with copies of those that can change in place."""
     entered = Entered()
     entered.key, entered.ties = key, ties
     entered.before, entered.trees, entered.arrays, entered.refs = [], {}, {}, {}
@@ -115,7 +116,7 @@ def enter(key: GraphKey | None, statics: Statics, cells: Sequence[Any], ties: Ti
 
 
 def _remember(entered: Entered, cell: int, value: Any) -> None:
-    """Keeps what is needed to notice a change in place."""
+    """Notes what is needed to detect a change in place."""
     leaves = [value]
     if not is_leaf(value):
         leaves, _ = entered.trees[cell] = jax.tree.flatten(value)

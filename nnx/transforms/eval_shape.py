@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from nnx.transforms.annotations import M
-from nnx.transforms.call import Call, target_of
+from nnx.transforms.call import Call, target_of, with_values
 from nnx.transforms.effects import Outcome, discard, run
 from nnx.transforms.tracebacks import boundary
 
@@ -38,9 +38,7 @@ def eval_shape(fun: Any, *args: Any, **kwargs: Any) -> Any:
     traced = [i for i, leaf in enumerate(call.data) if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))]
 
     def pure(cells: Any, arrays: Any, forks: Any) -> Outcome:
-        data = list(call.data)
-        for i, value in zip(traced, arrays):
-            data[i] = value
+        data = with_values(call.data, (traced, arrays))
         return run(target.fun, call.signature, call.statics, cells, data, forks, "nnx.eval_shape")
 
     outcome = jax.eval_shape(pure, call.cells(), [call.data[i] for i in traced], call.forks())

@@ -1,13 +1,13 @@
-"""Structural changes inside a transform, written down so that they can be replayed on the caller's Modules.
+"""Structural changes inside a transform, recorded so that they can be replayed on the caller's Modules.
 
-A `Rewrite` is the structure after the function: the first Modules of its table are those that were there before, in
-their order, the others are new. For each cell it says whether the value came out of the function or stayed as it was,
-and which Ref the cell is. Writing through a Ref, rebinding an attribute to another Ref and untying it are three
-different events: the first leaves the cell on its Ref, the second moves the attribute to the cell of another one, the
-third leaves it on a cell without a Ref. A Ref that was written to and then *released* by its last attribute in the
-graph may have owners outside the call, so its value comes out, too.
+A `Rewrite` is the structure after the function. Its first Modules are those that were there before, in order; the
+others are new. For each cell it says whether the value came out of the function or is unchanged, and which Ref the cell
+is on. Writing through a Ref, rebinding an attribute to another Ref, and untying it are three different events: the
+first leaves the cell on its Ref, the second moves the attribute to the cell of another one, the third leaves it on a
+cell without a Ref. A Ref that was written to and then *released* by its last attribute in the graph may have owners
+outside the call, so its value comes out, too.
 
-A `Replay` is prepared in full and then done in one call of C functions, so that an interrupt cannot leave half of it.
+A `Replay` is prepared in full and then executed in one C call, so that an interrupt cannot leave half of it.
 """
 
 import weakref
@@ -31,7 +31,17 @@ UNTIED, NEW_REF = -1, -2  # in `Rewrite.refs`: a cell without a Ref, and one who
 
 
 class Rewrite:
-    """A structure to be given to Modules, with the origin of every cell's value."""
+    """A structure to give to Modules, with the origin of every cell's value.
+
+    Attributes:
+      key, statics: the structure after the function, and its static values.
+      mutables: per mutable static value, its number before (or -1) and whether it was changed in place.
+      sources: per cell, the cell before whose value it still has, or -1 if a new value came out.
+      tied: the cells before that were Refs.
+      refs: per cell, the cell before whose Ref it is on, or `UNTIED` or `NEW_REF`.
+      released: cells before whose Refs have left the graph with a new value; these values come out last.
+      old_count: the number of Modules before.
+    """
 
     __slots__ = ("key", "statics", "mutables", "sources", "tied", "refs", "released", "old_count")
 
@@ -48,17 +58,15 @@ class Rewrite:
     ):
         self.key: GraphKey = key
         self.statics: Statics = statics
-        self.mutables = mutables  # per mutable static value: its number before or -1, and whether it was changed
-        self.sources: tuple[int, ...] = sources  # per cell: the cell it is unchanged from, or -1 if the value came out
-        self.tied = tied  # the cells before that were Refs
-        self.refs: tuple[int, ...] = refs  # per cell: the cell whose Ref it is on, or UNTIED or NEW_REF
-        self.released: tuple[int, ...] = (
-            released  # cells before whose Refs are gone from the graph, and were changed; come out last
-        )
+        self.mutables = mutables
+        self.sources: tuple[int, ...] = sources
+        self.tied = tied
+        self.refs: tuple[int, ...] = refs
+        self.released: tuple[int, ...] = released
         self.old_count: int = old_count
 
     def replace(self, **parts: Any) -> "Rewrite":
-        """The same changes but for some parts: another key, say, or other cells coming out."""
+        """Returns the same changes with some parts replaced: another key, say, or more cells coming out."""
         return Rewrite(**{name: parts.get(name, getattr(self, name)) for name in Rewrite.__slots__})
 
     def _parts(self) -> Any:
@@ -71,13 +79,14 @@ class Rewrite:
         return hash((self.key.hash, self.sources))
 
     def outputs(self) -> list[int]:
-        """The cells whose values come out of the function, in order; those of released Refs follow."""
+        """Returns the cells whose values come out of the function, in order; those of released Refs follow."""
         return [i for i, source in enumerate(self.sources) if source < 0]
 
     def replaced(self, count: int) -> set[int]:
-        """The cells, of `count` before, whose values nothing holds any more.
+        """Returns the cells, of `count` before, whose values nothing holds any more.
 
-        What a Ref still holds is not among them, even if it is gone from the graph: a Module outside may read it.
+        A value that a Ref still holds is not among them, even if the Ref has left the graph: a Module outside may read
+        it.
         """
         gone = set(range(count)) - {source for source in self.sources if source >= 0}
         changed = {ref for ref, source in zip(self.refs, self.sources) if source < 0} | set(self.released)
@@ -91,7 +100,7 @@ class Rewrite:
         mutables: Sequence[Any],
         taking: Mapping[int, Any] | None = None,
     ) -> list[Any]:
-        """Gives the structure to the Modules, making new ones where needed; returns all of them by number.
+        """Gives the structure to the Modules, making new ones where needed, and returns all of them by number.
 
         Args:
           old_modules: the Modules before, by number.
@@ -101,7 +110,7 @@ class Rewrite:
           taking: Modules, by number, that take the place of new ones.
 
         Raises:
-          TraceContextError: one of the Modules belongs to another trace level; nothing is changed then.
+          TraceContextError: one of the Modules belongs to another trace level. Nothing is changed in that case.
         """
         taking = taking or {}
         check_levels([*old_modules, *taking.values()], "a structural change")
@@ -109,13 +118,15 @@ class Rewrite:
         for index in range(len(replay.modules)):
             replay.plan_module(index)
         replay.plan_cells()
+        # A deque of length 0 exhausts the iterator in C, and every step is a call of a C function. Python delivers
+        # signals only between bytecodes, so an interrupt arrives before the first step or after the last one.
         deque(map(call, replay.steps), maxlen=0)
         forget_flat_forms()
         return replay.modules
 
 
 class Replay:
-    """The single steps of a replay, each a call of a C function."""
+    """The steps of a replay, each a call of a C function."""
 
     def __init__(
         self,
@@ -139,7 +150,7 @@ class Replay:
         self.places: list[list[tuple[int, str]]] = [[] for _ in rewrite.key.cells]  # per cell, its attributes
         for at, name, cell in data_attributes(rewrite.key.table):
             self.places[cell].append((at, name))
-        self.owners: dict[int, tuple[Ref, list[Any]]] = {}  # of the Refs whose owners change, as they will be
+        self.owners: dict[int, tuple[Ref, list[Any]]] = {}  # the future owners of the Refs whose owners change, by id
         self.marked: set[int] = set()
         existing = {number: mutables[old] for number, (old, _) in enumerate(rewrite.mutables) if old >= 0}
         changed = [number for number in existing if rewrite.mutables[number][1]]
@@ -182,7 +193,7 @@ class Replay:
     # Attributes that hold data
 
     def plan_cells(self) -> None:
-        """Puts every attribute that holds data on its Ref, or takes it off, and writes the values that came out."""
+        """Plans to tie or untie every attribute that holds data, and to write the values that came out."""
         written: list[tuple[Ref, Any]] = []
         for cell, (spec, status, places) in enumerate(zip(self.rewrite.key.kinds, self.rewrite.refs, self.places)):
             is_output = cell in self.values
@@ -226,7 +237,7 @@ class Replay:
     # Single steps
 
     def _bind(self, module: Any, name: str, kind: Any, value: Any) -> None:
-        """Gives an attribute another kind and value."""
+        """Plans to give an attribute another kind and value."""
         self._untie(module, name)
         if type(kind) is Ref:
             self._owners(kind).append((weakref.ref(module), name))
@@ -250,7 +261,7 @@ class Replay:
             owners[:] = [(owner, n) for owner, n in owners if not (owner() is module and n == name)]
 
     def _owners(self, ref: Ref) -> list[Any]:
-        """The owners that a Ref will have, to be changed."""
+        """Returns the list of owners that a Ref will have, for the caller to change."""
         if id(ref) not in self.owners:
             self.owners[id(ref)] = (ref, list(ref._owners))
         return self.owners[id(ref)][1]
@@ -259,7 +270,7 @@ class Replay:
         self.steps.append(partial(dict.__setitem__, values, name, value))
 
     def _mark(self, info: Any) -> None:
-        """What `info.changed()` does, as single steps; once per Module."""
+        """Plans what `info.changed()` does, as single steps; once per Module."""
         if id(info) in self.marked:
             return
         self.marked.add(id(info))
@@ -284,7 +295,7 @@ class Found(NamedTuple):
 
 
 def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
-    """The Rewrite from the structure a graph was entered with to the one it has now."""
+    """Finds the Rewrite from the structure a graph was entered with to the one it has now."""
     old_modules = entered.graph.modules
     walk = traverse([*old_modules, *returned])
     numbers = {id(ref): cell for cell, ref in entered.refs.items()}
@@ -296,7 +307,7 @@ def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
         place = places.get((at, name), -1) if at < len(old_modules) else -1
         keeps = status >= 0 or place not in entered.refs  # whether the cell is the one that was there before
         origin = status if status >= 0 else place
-        # what can change in place must not be shared with the Ref that the attribute has left
+        # A value that can change in place must not be shared with the Ref that the attribute has left.
         stays = origin >= 0 and (keeps or not can_change(value)) and not entered.is_changed(origin, value)
         refs.append(status)
         origins.append(origin if keeps else -1)
@@ -330,7 +341,7 @@ def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
 
 
 def _origins_of_mutables(entered: Entered, walk: Any) -> tuple[tuple[int, bool], ...]:
-    """For every mutable static value its number when the graph was entered, or -1, and whether it has changed since."""
+    """Returns, per mutable static value, its number on entry (or -1) and whether it has changed since."""
     numbers = {id(value): number for number, value in enumerate(entered.graph.mutables)}
     changed = set()
     if entered.baseline is not None:
@@ -340,7 +351,7 @@ def _origins_of_mutables(entered: Entered, walk: Any) -> tuple[tuple[int, bool],
 
 
 def _is_as_before(entered: Entered, walk: Any, places: Mapping[tuple[int, str], int], refs: Sequence[int]) -> bool:
-    """Whether the structure is the one that was entered; an attribute may have been deleted and made again."""
+    """Whether the structure is the one that was entered: an attribute may have been deleted and set again."""
     if entered.key is None or len(walk.modules) > len(entered.graph.modules):
         return False
     for at, ((cls_before, before), (cls, after)) in enumerate(zip(entered.key.table[1], walk.table[1], strict=True)):
@@ -357,7 +368,7 @@ def _is_as_before(entered: Entered, walk: Any, places: Mapping[tuple[int, str], 
 
 
 def data_attributes(table: tuple[Any, ...]) -> Iterator[tuple[int, str, int]]:
-    """Every attribute in a table that holds data, as `(Module, name, cell)`; several may have one cell."""
+    """Yields every attribute in a table that holds data, as `(Module, name, cell)`; several can have one cell."""
     for at, (_, attrs) in enumerate(table[1]):
         for name, kind, *rest in attrs:
             if kind is SHARED:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from nnx.core.graph import GraphKey
 from nnx.transforms.annotations import Decorator, P, R, ScanOptions
-from nnx.transforms.call import Call, is_module, target_of
+from nnx.transforms.body_rules import type_text
+from nnx.transforms.call import Call, is_module, target_of, with_values
 from nnx.transforms.decorators import decorator
 from nnx.transforms.effects import Effects, Outcome, Returned, cell_paths, enter_call, finish, leave
 from nnx.transforms.entered import Entered
@@ -75,16 +76,16 @@ def scan(
     Args:
       fun: the function, a Module, or a bound method of one. On a method, `@nnx.scan(...)` scans over `self`; on
         `__init__` (or with `is_init=True`) it builds the stacked variables.
-      variable_axes: which variables are stacked, `{filter: axis}`; each step sees one slice.
-      variable_broadcast: which variables every step reads and none may change.
-      variable_carry: which variables are handed from step to step; everything else, by default.
-      split_rngs: which streams of Contexts differ from step to step; an RNG filter.
+      variable_axes: the variables that are stacked, `{filter: axis}`; each step sees one slice.
+      variable_broadcast: a filter for variables that every step reads and none changes.
+      variable_carry: a filter for variables that are handed from step to step; by default, everything else.
+      split_rngs: an RNG filter for the streams of Contexts that differ from step to step.
       in_axes: the axis of `xs`; as a tuple, one entry for each argument after the carry, None for the same in all
         steps. Modules are stacked by `variable_axes`, so their entries should be None.
       out_axes: the axis along which `ys` are stacked.
-      length: the number of steps; needed with `variable_axes`.
+      length: the number of steps; required with `variable_axes`.
       reverse, unroll: as in `jax.lax.scan`.
-      data_transform: applied to the State of the Modules inside the body.
+      data_transform: a function applied to the State of the Modules inside the body.
       metadata_params: with `{nnx.PARTITION_NAME: "layers"}`, the stacked axis's name in `sharding` metadata.
       stateful: whether changes to Modules are written back.
       is_init: whether the function builds variables; by default, whether its name is `__init__`.
@@ -188,13 +189,8 @@ class ScanCall:
 
     def step(self, carry: Any, x: Any, outer_cells: Sequence[Any], shared: Any, out_axes: Any) -> Any:
         (carried, carried_data), (slices, data_slices, split) = carry, x
-        cells, data = list(outer_cells), list(self.call.data)
-        for numbers, values in ((self.carry_cells, carried), (self.stacked_cells, slices)):
-            for i, value in zip(numbers, values):
-                cells[i] = value
-        for numbers, values in ((self.carry_data, carried_data), (self.slice_data, data_slices)):
-            for i, value in zip(numbers, values):
-                data[i] = value
+        cells = with_values(outer_cells, (self.carry_cells, carried), (self.stacked_cells, slices))
+        data = with_values(self.call.data, (self.carry_data, carried_data), (self.slice_data, data_slices))
         contexts = self.stacking.contexts(self.call, split, shared)
         signature = self.call.signature._replace(key=self.inner)
         cells = self.stacking.transformed(self.inner, cells)
@@ -269,19 +265,11 @@ def current_values(name: str, key: GraphKey | None, entered: Entered, cells: Seq
     for i in cells:
         at, attribute, _ = key.cells[i]
         value = entered.graph.modules[at].__dict__[attribute]
-        before, after = _type_text(entered.before[i]), _type_text(value)
+        before, after = type_text(entered.before[i]), type_text(value)
         if i in entered.trees:
-            before = _type_text(jax.tree.unflatten(entered.trees[i][1], entered.trees[i][0]))
+            before = type_text(jax.tree.unflatten(entered.trees[i][1], entered.trees[i][0]))
         if before != after:
             path = cell_paths(key)[i]
             raise TypeError(OTHER_TYPE.format(name=name, path=path, before=before, after=after))
         values.append(value)
     return values
-
-
-def _type_text(value: Any) -> str:
-    def one(x: Any) -> str:
-        return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
-
-    leaves, treedef = jax.tree.flatten(value)
-    return one(value) if len(leaves) == 1 and leaves[0] is value else f"{treedef} of {', '.join(map(one, leaves))}"

@@ -10,10 +10,13 @@ from nnx.core.filters import to_predicate
 from nnx.core.info import ModuleBase
 from nnx.core.variables import Spec
 from nnx.transforms.annotations import Decorator, P, R
+from nnx.transforms.arguments import WRONG_COUNT
 from nnx.transforms.call import Call, is_data, target_of
 from nnx.transforms.decorators import decorator
 from nnx.transforms.effects import Effects, Outcome, cell_paths, enter_call, finish, leave
 from nnx.transforms.shared_traces import run_in_scope
+
+POSITIONAL_ONLY = "nnx.shard_map takes positional arguments, one per entry of in_specs; got {names}."
 
 TWO_SPECS = """nnx.shard_map: one container is the value of {path!r} ({spec}) and of {other!r} ({other_spec}). It has \
 one value, so it has one spec: make the filters of in_specs agree on it, or give each attribute its own container."""
@@ -74,14 +77,12 @@ def shard_map(
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
-            raise TypeError(
-                f"nnx.shard_map takes positional arguments, one per entry of in_specs; got {sorted(kwargs)}."
-            )
+            raise TypeError(POSITIONAL_ONLY.format(names=sorted(kwargs)))
         args = (*target.bound, *args)
         specs = in_specs if isinstance(in_specs, (tuple, list)) and not isinstance(in_specs, PartitionSpec) else None
         specs = (in_specs,) * len(args) if specs is None else specs
         if len(specs) != len(args):
-            raise ValueError(f"nnx.shard_map: in_specs has {len(specs)} entries for a call with {len(args)} arguments.")
+            raise ValueError(WRONG_COUNT.format(option="nnx.shard_map: in_specs", given=len(specs), count=len(args)))
         call = Call(args, {})
         cell_specs, data_specs = _split_specs(call, args, specs)
         effects, outputs = _look_ahead(call, target.fun, cell_specs, data_specs, {**options, "check_vma": False})

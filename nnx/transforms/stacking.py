@@ -21,6 +21,7 @@ from nnx.core.trace import is_of_this_trace
 from nnx.core.variables import Container, Spec
 from nnx.sharding.axes import PARTITION_NAME, add_axis, remove_axis
 from nnx.sharding.defaults import name_whole_axes
+from nnx.transforms.arguments import WRONG_COUNT
 from nnx.transforms.body_rules import NEW_VARIABLE, check_aliases, check_structure
 from nnx.transforms.call import Call, is_data, is_module
 from nnx.transforms.effects import Effects, cell_paths
@@ -32,6 +33,10 @@ CARRY, BROADCAST = "carry", "broadcast"
 NOT_A_MAPPING = "{name}: variable_axes maps filters to axes, e.g. {{nnx.Param: 0}}; got {axes!r}."
 
 NOT_AN_AXIS = "{name}: variable_axes[{filter}] is an axis, an int; got {axis!r}."
+
+NO_SUCH_AXIS = "{name}: {label} is mapped along axis {axis}, but its shape is {shape}."
+
+NOT_A_PREFIX = "{name}: in_axes {axis!r} does not fit the argument: {error}"
 
 NO_LENGTH = """Cannot use variable_axes without specifying a {size}: {name} was given variable_axes={axes}, and how \
 many slices to make of them cannot be seen from a Module that does not exist yet. Write {size}=..."""
@@ -295,7 +300,7 @@ def _sizes(value: Any, axis: int, label: str, name: str) -> list[int]:
     for leaf in jax.tree.leaves(value):
         shape = jnp.shape(leaf)
         if not -len(shape) <= axis < len(shape):
-            raise ValueError(f"{name}: {label} is mapped along axis {axis}, but its shape is {shape}.")
+            raise ValueError(NO_SUCH_AXIS.format(name=name, label=label, axis=axis, shape=shape))
         sizes.append(shape[axis])
     return sizes
 
@@ -356,7 +361,7 @@ def data_axes(
     """Returns the axis of every data leaf of a call, from `in_axes` over the arguments, and a label for each."""
     if isinstance(axes, (tuple, list)):
         if len(axes) != len(args):
-            raise ValueError(f"{name}: in_axes has {len(axes)} entries for a call with {len(args)} arguments.")
+            raise ValueError(WRONG_COUNT.format(option=f"{name}: in_axes", given=len(axes), count=len(args)))
         per_argument = list(axes)
     else:
         per_argument = [axes] * len(args)
@@ -382,7 +387,7 @@ def _prefix_axes(name: str, axis: Any, argument: Any) -> list[tuple[Any, Any]]:
             lambda a, sub: jax.tree.map(lambda _: (a,), sub), axis, argument, is_leaf=lambda a: a is None
         )
     except ValueError as error:
-        raise ValueError(f"{name}: in_axes {axis!r} does not fit the argument: {error}") from None
+        raise ValueError(NOT_A_PREFIX.format(name=name, axis=axis, error=error)) from None
     flat = jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, tuple) and len(x) == 1)
     return [(path, a[0]) for (path, leaf), a in zip(leaves, flat) if is_data(leaf)]
 

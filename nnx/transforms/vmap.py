@@ -9,7 +9,7 @@ from nnx.core.attributes import settle
 from nnx.core.graph import is_static
 from nnx.core.info import new_module
 from nnx.transforms.annotations import Decorator, P, R, VmapOptions
-from nnx.transforms.call import Call, target_of
+from nnx.transforms.call import Call, target_of, with_values
 from nnx.transforms.decorators import decorator
 from nnx.transforms.effects import Effects, Outcome, cell_paths, commit, enter_call, finish, leave
 from nnx.transforms.shared_traces import run_in_scope
@@ -38,9 +38,7 @@ def map_call(
 
     def body(cells: Any, slices: Any, split: Any) -> Any:
         contexts = stacking.contexts(call, split, shared)
-        data = list(call.data)  # data that is not mapped is used unchanged, even if it is not an array
-        for i, value in zip(mapped_data, slices):
-            data[i] = value
+        data = with_values(call.data, (mapped_data, slices))  # what is not mapped need not even be an array
         entered, args, kwargs = enter_call(signature, call.statics, stacking.transformed(inner, cells), data, contexts)
         out = run_in_scope(fun, args, kwargs)
         if not isinstance(out_axes, int):
@@ -160,14 +158,14 @@ def vmap(
     Args:
       fun: the function, a Module, or a bound method of one. On a method, `@nnx.vmap(...)` maps over `self`; on
         `__init__` (or with `is_init=True`) it builds the stacked variables.
-      variable_axes: which variables are stacked, `{filter: axis}`; each member sees one slice.
-      variable_broadcast: which variables are the same for all members; everything else, by default.
-      split_rngs: which streams of Contexts differ from member to member; an RNG filter.
+      variable_axes: the variables that are stacked, `{filter: axis}`; each member sees one slice.
+      variable_broadcast: a filter for variables that are the same for all members; by default, everything else.
+      split_rngs: an RNG filter for the streams of Contexts that differ from member to member.
       in_axes, out_axes: as in `jax.vmap`, for plain arrays. Modules are stacked by `variable_axes` and Contexts are
         split by `split_rngs`, so their entries should be None.
       axis_size: the number of members, if the arguments do not determine it.
       axis_name, spmd_axis_name: as in `jax.vmap`.
-      data_transform: applied to the State of the Modules inside the body.
+      data_transform: a function applied to the State of the Modules inside the body.
       metadata_params: with `{nnx.PARTITION_NAME: "name"}`, the stacked axis's name in `sharding` metadata.
       stateful: whether changes to Modules are written back.
       is_init: whether the function builds variables; by default, whether its name is `__init__`.

@@ -51,7 +51,7 @@ class Variant:
         values = [*cells, *data]
         given, kept = self.given(values), self.kept(values)
         given = _without_aliases(given, kept)
-        return (given, kept, forks) if forks else (given, kept)
+        return _arguments(given, kept, forks)
 
     def run(self, cells: list[Any], data: tuple[Any, ...], forks: Any, effects_of: Callable[[Any], Effects]) -> Any:
         """Calls the function and remembers the values it leaves behind."""
@@ -60,7 +60,7 @@ class Variant:
         kept_refs = self._known_apart(given, kept)
         if kept_refs is None:
             given = _without_aliases(given, kept)
-        result = self.jitted(given, kept, forks) if forks else self.jitted(given, kept)
+        result = self.jitted(given, kept, forks) if forks else self.jitted(given, kept)  # one call less per step
         self.known = None
         if effects_of(result).changed == self.given_cells and not self.compares_data:
             if kept_refs is None and all(map(leaf_types.get, set(map(type, values)))):
@@ -133,7 +133,7 @@ class Donation:
         key = _avals((cells, data)) if self.by_avals else None
         found = self.variants.get(key)
         if found is None:
-            result = jax.eval_shape(self._nested, cells, data, forks)
+            result = self.inner.trace(*_arguments(cells, data, forks)).out_info
             replaced = frozenset(self._replaced(result, len(cells)) & self.donatable)
             traced = functools.partial(self.traced, replaced)
             jitted = jax.jit(traced, donate_argnums=0, **self.compiled.owner.options)
@@ -147,7 +147,7 @@ class Donation:
         JAX caches the trace of a jitted function, and the trace does not depend on donation. So looking ahead traces
         the user's function, and the donating function that calls it does not trace it again.
         """
-        return self.inner(cells, data, forks) if forks else self.inner(cells, data)
+        return self.inner(*_arguments(cells, data, forks))
 
     def traced(self, replaced: frozenset[int], given: Any, kept: Any, forks: Any = ()) -> Any:
         """The donating function: takes what is donated and what is kept, and puts them back in order."""
@@ -165,6 +165,11 @@ class Donation:
         """Returns the cells whose values the function replaced or removed."""
         effects = self.compiled.effects_of(result)
         return set(effects.changed) if effects.rewrite is None else effects.rewrite.replaced(count)
+
+
+def _arguments(first: Any, second: Any, forks: Any) -> tuple[Any, ...]:
+    """Returns the arguments of a traced function: those of a call without Contexts have no forks."""
+    return (first, second, forks) if forks else (first, second)
 
 
 def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:

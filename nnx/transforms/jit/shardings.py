@@ -10,20 +10,24 @@ from nnx.core.filters import to_predicate
 from nnx.core.graph import GraphKey
 from nnx.core.info import ModuleBase, join
 from nnx.core.variables import Spec
-from nnx.transforms.arguments import StaticArgument
+from nnx.transforms.arguments import WRONG_COUNT, StaticArgument
 from nnx.transforms.call import Call, is_data
 from nnx.transforms.effects import Effects, Outcome, Returned
 
+NOT_A_PREFIX = "in_shardings {sharding!r} is not a prefix of the argument, {structure}."
+
+NOT_A_PREFIX_OF_OUTPUT = "out_shardings {sharding!r} is not a prefix of the output, {structure}."
+
 
 def input_shardings(shardings: Any, call: Call, args: tuple[Any, ...], bound: int) -> tuple[list[Any], tuple[Any, ...]]:
-    """One sharding per cell and per data leaf, from one per argument (for a Module: one, or one per filter).
+    """Returns one sharding per cell and per data leaf, from one per argument (for a Module: one, or one per filter).
 
-    Static arguments, and the Module a method is bound to, have no entry of their own, as in `jax.jit`.
+    Static arguments, and the Module a method is bound to, have no entry, as in `jax.jit`.
     """
     dynamic = [argument for argument in args[bound:] if not isinstance(argument, StaticArgument)]
     per_argument = shardings if type(shardings) in (tuple, list) else (shardings,) * len(dynamic)
     if len(per_argument) != len(dynamic):
-        raise ValueError(f"in_shardings has {len(per_argument)} entries for a call with {len(dynamic)} arguments.")
+        raise ValueError(WRONG_COUNT.format(option="in_shardings", given=len(per_argument), count=len(dynamic)))
     cells: list[Any] = [None] * len(call.cells())
     data: list[Any] = []
     for argument, sharding in zip(dynamic, per_argument):
@@ -32,7 +36,7 @@ def input_shardings(shardings: Any, call: Call, args: tuple[Any, ...], bound: in
 
 
 def _spread(sharding: Any, argument: Any, call: Call, cells: list[Any], data: list[Any]) -> None:
-    """Notes the sharding of every cell and data leaf of an argument, from one that may stand for whole subtrees."""
+    """Notes the sharding of every cell and data leaf of an argument, from shardings for a prefix of it."""
     if isinstance(argument, ModuleBase):
         _spread_over_cells(sharding, call, argument, cells)
     elif isinstance(argument, Context):
@@ -50,7 +54,7 @@ def _spread(sharding: Any, argument: Any, call: Call, cells: list[Any], data: li
         else:
             parts = list(sharding)
         if len(parts) != len(children):
-            raise ValueError(f"in_shardings {sharding!r} is no prefix of the argument, {jax.tree.structure(argument)}.")
+            raise ValueError(NOT_A_PREFIX.format(sharding=sharding, structure=jax.tree.structure(argument)))
         for part, child in zip(parts, children):
             _spread(part, child, call, cells, data)
 
@@ -80,7 +84,7 @@ def _cell_shardings(sharding: Any, call: Call, root: int) -> list[Any]:
 def constrain_outcome(
     cell_shardings: Any, out_shardings: Any, key: GraphKey | None, outcome: Outcome, cells: Sequence[Any]
 ) -> Outcome:
-    """The outcome with the shardings asked for: of the output, and of the state that goes back into the Modules."""
+    """Returns the outcome with the requested shardings, of the output and of the state written back."""
     if cell_shardings is None and out_shardings is None:
         return outcome
     values, out, effects = list(outcome.values), outcome.out, outcome.effects
@@ -96,7 +100,7 @@ def constrain_outcome(
 
 
 def _constrain_output(sharding: Any, out: Any, modules: dict[int, Any]) -> Any:
-    """Applies a sharding, or a tree of them that is a prefix of the output; notes those meant for Modules."""
+    """Applies a sharding, or a tree of shardings that is a prefix of the output; notes those meant for Modules."""
     if sharding is None:
         return out
     if isinstance(out, Returned):
@@ -114,14 +118,14 @@ def _constrain_output(sharding: Any, out: Any, modules: dict[int, Any]) -> Any:
     children, treedef = jax.tree.flatten(out, is_leaf=lambda x: x is not out)
     parts = jax.tree.leaves(sharding, is_leaf=lambda x: x is not sharding)
     if len(parts) != len(children):
-        raise ValueError(f"out_shardings {sharding!r} is no prefix of the output, {jax.tree.structure(out)}.")
+        raise ValueError(NOT_A_PREFIX_OF_OUTPUT.format(sharding=sharding, structure=jax.tree.structure(out)))
     return jax.tree.unflatten(treedef, [_constrain_output(s, child, modules) for s, child in zip(parts, children)])
 
 
 def _constrain_module(
     index: int, sharding: Any, values: list[Any], effects: Effects, before: GraphKey | None, cells: Sequence[Any]
 ) -> tuple[list[Any], Effects]:
-    """Applies a sharding, or one per filter, to the state of a returned Module; all of it is then output."""
+    """Applies a sharding, or one per filter, to the state of a returned Module, which makes it an output."""
     cases = sharding.items() if isinstance(sharding, Mapping) else [(..., sharding)]
     tests = [(to_predicate(filter), s) for filter, s in cases]
     rewrite = effects.rewrite
@@ -148,7 +152,7 @@ def _constrain_module(
 
 
 def _cells_under(key: GraphKey, index: int) -> list[tuple[int, str]]:
-    """The cells reached from a Module, with their paths from there."""
+    """Returns the cells reached from a Module, with their paths from there."""
     by_place = {(at, name): cell for cell, (at, name, _) in enumerate(key.cells)}
     found: dict[int, str] = {}
     stack, seen = [(index, "")], set()
