@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from nnx.core.contents import member_names
-from nnx.core.info import ModuleBase
+from nnx.core.module_info import ModuleBase
 
 _LEAVES = (int, float, complex, str, bytes, bool, type(None), type, types.ModuleType, jax.Array, np.ndarray, np.generic)
 _plain: frozenset[type] = frozenset({int, float, complex, str, bytes, bool, type(None)})

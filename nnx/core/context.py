@@ -6,6 +6,7 @@ count on the key of a new stream, so that parent and fork never produce the same
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -152,6 +153,10 @@ class Context:
         streams = [f"{name}: {stream.count} drawn" for name, stream in self._streams.items()]
         flags = [f"{name}={value!r}" for name, value in self._flags.items()]
         return f"Context({', '.join([*streams, *flags])})"
+
+
+streams_of: Callable[[Any], dict[str, Stream]] = attrgetter("_streams")
+"""Returns the live streams of a Context, by name."""
 
 
 class ContextDef:

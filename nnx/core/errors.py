@@ -99,7 +99,7 @@ MUTABLE_DEFAULT = """A field's default is the {kind} {default}, which all instan
 MODULE_INTO_VARIABLE = """Cannot assign a Module ({value}) to attribute {name!r} of {owner}: it is a variable of type \
 {kind}. Delete the attribute first, or use another name."""
 
-INCOMPATIBLE_CONTAINER = """Cannot replace value from incompatible container: {where} is {old}, got {new}. The type \
+INCOMPATIBLE_CONTAINER = """Cannot replace value from incompatible container: {target} is {old}, got {new}. The type \
 and the metadata must agree; pass the bare value to keep them, or delete the attribute first to change them."""
 
 NO_STATE_GIVEN = """{owner} has no value for {name!r}: no state was given for it when the Module was merged or rebuilt \

@@ -13,8 +13,10 @@ from typing import TypeVar, cast
 import jax
 import numpy as np
 
+from nnx.core.collection_names import known_collections
+from nnx.core.module_info import ModuleBase
 from nnx.core.repr import short
-from nnx.core.variables import Variable, known_collections
+from nnx.core.variables import Variable
 
 Predicate = Callable[[str, AnyValue], bool]
 Filter = type | str | EllipsisType | None | Predicate | Sequence["Filter"]
@@ -201,7 +203,7 @@ def to_predicate(filter: AnyValue) -> Predicate:
         return OfType(filter)
     if isinstance(filter, (tuple, list)):
         return Any(*filter)
-    if callable(filter) and not hasattr(filter, "_nnx_info"):
+    if callable(filter) and not isinstance(filter, ModuleBase):
         return cast(Predicate, filter)
     raise TypeError(NOT_A_FILTER.format(value=f"{short(filter)} of type {type(filter).__name__}"))
 

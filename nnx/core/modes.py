@@ -6,9 +6,10 @@ attribute, so that a call may still say otherwise, and `None` hands the decision
 
 from typing import Any
 
-from nnx.core.graph import number_modules
-from nnx.core.info import STATIC, ModuleBase
+from nnx.core.kinds import STATIC
+from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.updates import check_levels
+from nnx.core.walk import number_modules
 
 MODES = {"deterministic": False, "use_running_average": False, "update_stats": True}
 """The attributes that are a mode, with their values in training; in use they have the opposite ones."""
@@ -31,7 +32,7 @@ def set_mode(model: Any, training: bool | None) -> None:
     """
     if not isinstance(model, ModuleBase):
         raise TypeError(f"The mode of a Module can be set, got {type(model).__name__}.")
-    layers = [module for module in number_modules((model,))[0] if _modes_of(module)]
+    layers = [module for module in number_modules((model,)).modules if _modes_of(module)]
     check_levels(layers, "setting the mode")
     for layer in layers:
         for name in _modes_of(layer):
@@ -39,7 +40,7 @@ def set_mode(model: Any, training: bool | None) -> None:
 
 
 def _modes_of(module: Any) -> list[str]:
-    kinds, values = module._nnx_info.kinds, module.__dict__
+    kinds, values = info_of(module).kinds, module.__dict__
     return [
         name for name in MODES if kinds.get(name) is STATIC and (values[name] is None or type(values[name]) is bool)
     ]

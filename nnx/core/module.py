@@ -13,23 +13,29 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, overload
 
 from nnx.core.attributes import assign, settle, variable_of
+from nnx.core.build import build
 from nnx.core.errors import DICT_REPLACED, MODULE_TO_RAW_JAX, NOT_A_MODULE_CLASS, RESERVED_NAME
 from nnx.core.fields import constructor_signature, prepare_dataclass
 from nnx.core.filters import Filter, classify
-from nnx.core.graph import build, depth_first, flat_of, number_modules, refuse_pytree
-from nnx.core.info import MODULE, Absent, ModuleBase, absent, join, new_module, segment_of
+from nnx.core.flat import flat_of
+from nnx.core.kinds import SUBMODULE, Absent, absent, is_variable
 from nnx.core.modes import set_mode
+from nnx.core.module_info import ModuleBase, info_of, new_module
+from nnx.core.module_repr import module_repr
 from nnx.core.moduledef import ModuleDef
 from nnx.core.mutable_leaf import MutableLeaf
+from nnx.core.paths import join, segment_of
 from nnx.core.proxies import Access
 from nnx.core.pure import Pure
 from nnx.core.refs import Ref
-from nnx.core.repr import article, module_repr, short
+from nnx.core.repr import article, short
 from nnx.core.state import Layout, State
+from nnx.core.structure import ROOT
 from nnx.core.ties import own_values
 from nnx.core.trace import current_level
 from nnx.core.updates import check_level, pop, remove, resolve, stored_name, to_states, update
-from nnx.core.variables import Spec, Variable
+from nnx.core.variables import Variable, spec_of
+from nnx.core.walk import depth_first, number_modules, refuse_pytree
 
 M = TypeVar("M", bound="Module")
 
@@ -59,7 +65,7 @@ class ModuleType(_ProtocolType):
         if type(module) is cls or isinstance(module, Module):
             if is_dataclass:
                 _adopt_fields(module)
-            info = module._nnx_info
+            info = info_of(module)
             if info.unsettled:
                 settle(module)
             info.constructing = False
@@ -260,7 +266,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         """
         flat = flat_of(self)
         graph = build(flat.key, flat.statics, own_values(flat.values(), flat.ties, copy_arrays))
-        return graph.modules[flat.key.table[0][0]]
+        return graph.modules[flat.key.roots[0]]
 
     @property
     def apply(self) -> Access:
@@ -276,17 +282,17 @@ class Module(ModuleBase, metaclass=ModuleType):
 
     def modules(self) -> Iterator["Module"]:
         """Every distinct Module, this one included, depth first."""
-        modules, parents, _, _ = number_modules((self,))
+        modules, parents, *_ = number_modules((self,))
         for i in depth_first(parents):
             yield modules[i]
 
     def named_modules(self) -> Iterator[tuple[str, "Module"]]:
         """Like `modules`, with the canonical path of each; the root's is `""`."""
-        modules, parents, _, _ = number_modules((self,))
+        modules, parents, *_ = number_modules((self,))
         paths = [""] * len(modules)
         for i in depth_first(parents):
             parent, name = parents[i]
-            if parent >= 0:
+            if parents[i] is not ROOT:
                 paths[i] = join(paths[parent], name)
             yield paths[i], modules[i]
 
@@ -317,7 +323,7 @@ class Module(ModuleBase, metaclass=ModuleType):
 
     def collections(self) -> set[str]:
         """The names of the collections present."""
-        return {kind.type.collection for kind in flat_of(self).key.kinds if _is_variable(kind)}
+        return {kind.type.collection for kind in flat_of(self).key.kinds if is_variable(kind)}
 
     def mutable_state_dict(self) -> dict[str, MutableLeaf]:
         """`{path: leaf}`, where `leaf.value` reads and writes the Module and other attributes read the metadata."""
@@ -332,7 +338,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         if path == "":
             return self
         owner, name = resolve(self, path)
-        if name not in owner._nnx_info.kinds:
+        if name not in info_of(owner).kinds:
             raise ValueError(f"There is nothing at {path!r}: {type(owner).__name__} has no attribute {name!r}.")
         return owner.__dict__[name] if name in owner.__dict__ else getattr(owner, name)
 
@@ -368,12 +374,12 @@ class Module(ModuleBase, metaclass=ModuleType):
         kind = info.kinds.get(name)
         if kind is None or type(kind) is Absent:
             setattr(self, name, variable_type((value,)))
-            info.sown = {*(info.sown or ()), name}
+            info.mark_sown(name)
             return
-        spec = kind._spec if isinstance(kind, Ref) else kind
+        spec = spec_of(kind) if isinstance(kind, Ref) else kind
         owner = type(self).__name__
         before = self.__dict__[name]
-        if not _is_variable(spec):
+        if not is_variable(spec):
             raise ValueError(f"Expected {name!r} of {owner} to be a Variable, got {short(before)}.")
         if spec.type is not variable_type:
             raise ValueError(
@@ -383,7 +389,7 @@ class Module(ModuleBase, metaclass=ModuleType):
             text = f"Expected {name!r} of {owner} to be a tuple, got {short(before)}: sow() appends to tuples."
             raise ValueError(text)
         setattr(self, name, (*before, value))
-        info.sown = {*(info.sown or ()), name}
+        info.mark_sown(name)
 
     def __repr__(self) -> str:
         return module_repr(self)
@@ -422,13 +428,9 @@ def _unpickled(cls: type) -> Any:
     return new_module(cls, {})
 
 
-def _is_variable(kind: Any) -> bool:
-    return type(kind) is Spec and issubclass(kind.type, Variable)
-
-
 def _adopt_fields(module: Any) -> None:
     """Gives fields their kinds where a frozen dataclass's constructor wrote behind `__setattr__`."""
-    kinds, values = module._nnx_info.kinds, module.__dict__
+    kinds, values = info_of(module).kinds, module.__dict__
     for field in dataclasses.fields(module):
         if field.name in values and field.name not in kinds:
             value = values.pop(field.name)
@@ -439,10 +441,10 @@ def _adopt_fields(module: Any) -> None:
 
 def _shallow_copy(module: Any) -> Any:
     copied = new_module(type(module), {})
-    for name, kind in module._nnx_info.kinds.items():
+    for name, kind in info_of(module).kinds.items():
         if type(kind) is Ref:
             kind.attach(copied, name)
-        copied._nnx_info.kinds[name] = kind
+        info_of(copied).kinds[name] = kind
         if name in module.__dict__:
             value = module.__dict__[name]
             own_method = isinstance(value, types.MethodType) and value.__self__ is module
@@ -452,15 +454,15 @@ def _shallow_copy(module: Any) -> Any:
 
 def _deep_copy(root: Any, memo: dict[int, Any]) -> Any:
     """Copies the whole graph at once, so that depth does not matter; `memo` keeps sharing with what lies outside."""
-    modules, _, _, _ = number_modules((root,))
+    modules = number_modules((root,)).modules
     new = [module for module in modules if id(module) not in memo]
     for module in new:
         memo[id(module)] = new_module(type(module), {})
     for module in new:
         copied = memo[id(module)]
-        for name, kind in module._nnx_info.kinds.items():
+        for name, kind in info_of(module).kinds.items():
             value = module.__dict__.get(name)
-            if kind is MODULE:
+            if kind is SUBMODULE:
                 value = memo[id(value)]
             elif type(kind) is Ref:
                 kind = copy.deepcopy(kind, memo)
@@ -468,7 +470,7 @@ def _deep_copy(root: Any, memo: dict[int, Any]) -> Any:
                 value = kind.__dict__["value"]
             else:
                 value = copy.deepcopy(value, memo)
-            copied._nnx_info.kinds[name] = kind
+            info_of(copied).kinds[name] = kind
             if type(kind) is not Absent:
                 copied.__dict__[name] = value
     return memo[id(root)]

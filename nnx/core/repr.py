@@ -1,13 +1,11 @@
 """How values read in reprs and error texts: arrays as dtype and shape, everything else short."""
 
-import inspect
 from typing import Any
 
 import jax
 import jax.core
 import numpy as np
 
-from nnx.core.info import MODULE, STATIC, Absent, segment_of
 from nnx.core.trees import contains_itself, items_of
 
 MAX_WIDTH = 80
@@ -62,69 +60,3 @@ def typename(value: Any) -> str:
 def article(word: str) -> str:
     """The word after "a" or "an"."""
     return f"an {word}" if word[:1].lower() in "aeiou" else f"a {word}"
-
-
-def module_repr(root: Any) -> str:
-    """A Module as an indented tree; what has been printed before is `Name(...)`, options left alone are left out."""
-    lines: list[str] = []
-    seen: set[int] = set()
-    defaults: dict[type, dict[str, Any]] = {}
-    stack: list[tuple[int, str, Any]] = [(0, "", root)]  # (depth, label, a Module or a finished line)
-    while stack:
-        depth, label, item = stack.pop()
-        indent = "  " * depth
-        if isinstance(item, str):
-            lines.append(f"{indent}{label}{item}")
-            continue
-        name = type(item).__name__
-        if id(item) in seen:
-            lines.append(f"{indent}{label}{name}(...)")
-            continue
-        seen.add(id(item))
-        info = item._nnx_info
-        known = defaults.get(type(item))
-        if known is None:
-            known = defaults[type(item)] = _constructor_defaults(type(item))
-        shown = [
-            attribute
-            for attribute in info.sorted_names()
-            if not (info.kinds[attribute] is STATIC and _is_option_left_alone(known, attribute, item))
-        ]
-        if not shown:
-            lines.append(f"{indent}{label}{name}()")
-            continue
-        lines.append(f"{indent}{label}{name}(")
-        stack.append((depth, "", ")"))
-        for attribute in reversed(shown):
-            kind, value = info.kinds[attribute], item.__dict__.get(attribute)
-            text = value if kind is MODULE else _attribute_text(kind, value)
-            stack.append((depth + 1, f"{segment_of(attribute)}: ", text))
-    return "\n".join(lines)
-
-
-def _constructor_defaults(cls: type) -> dict[str, Any]:
-    try:
-        parameters = inspect.signature(cls.__init__).parameters
-    except (TypeError, ValueError):  # a constructor without a signature
-        return {}
-    return {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-
-
-def _is_option_left_alone(defaults: dict[str, Any], name: str, module: Any) -> bool:
-    """Whether a flag, function, dtype or None is what the constructor has as the default of that name."""
-    if name not in defaults:
-        return False
-    value, default = module.__dict__[name], defaults[name]
-    if isinstance(value, np.dtype):
-        return default is not None and value == default
-    return value is default and (value is None or isinstance(value, bool) or callable(value))
-
-
-def _attribute_text(kind: Any, value: Any) -> str:
-    if type(kind) is Absent:
-        return f"{kind.spec} without state"
-    spec = getattr(kind, "_spec", kind)  # a Ref has the spec of what it shares
-    if hasattr(spec, "box"):
-        text = repr(spec.box(value))
-        return text if spec is kind else f"Ref({text})"
-    return short(value)

@@ -11,7 +11,7 @@ from typing import Any, overload
 import jax
 
 from nnx.core.filters import Filter, classify
-from nnx.core.info import segment_order
+from nnx.core.paths import listing, path_order
 from nnx.core.repr import short
 from nnx.core.variables import values_equal
 
@@ -51,11 +51,6 @@ class Layout:
 
 
 _layouts: "weakref.WeakValueDictionary[tuple[str, ...], Layout]" = weakref.WeakValueDictionary()
-
-
-def path_order(path: str) -> list[tuple[int, int, str]]:
-    """Sorts paths by segments, all-digit segments as numbers."""
-    return [segment_order(segment) if segment else (-1, 0, "") for segment in path.split("/")]
 
 
 class State(Mapping[str, Any]):
@@ -100,7 +95,7 @@ class State(Mapping[str, Any]):
         try:
             return self._leaves[self._layout.index[path]]
         except KeyError:
-            raise KeyError(f"{path!r} is not in the State; its paths are {_listing(self._layout.paths)}") from None
+            raise KeyError(f"{path!r} is not in the State; its paths are {listing(self._layout.paths)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layout.paths)
@@ -222,10 +217,6 @@ class State(Mapping[str, Any]):
 
 
 _new = object.__new__
-
-
-def _listing(paths: Sequence[str]) -> str:
-    return ", ".join(map(repr, paths[:12])) + (f" and {len(paths) - 12} more" if len(paths) > 12 else "")
 
 
 def _flatten(state: State) -> tuple[Sequence[Any], Layout]:

@@ -1,320 +1,27 @@
-"""Static values: when two of them are equal, how a change is noticed, and how a rebuilt Module gets its own copies.
+"""Static values, copied: how a rebuilt Module gets its own, and how one is kept outside any graph.
 
-The *key* of a static value is hashable, and two values are equal when their keys are. A key is complete or it is an
-identity: types count (1, 1.0 and True differ), floats compare by bit pattern, and a value compared by content
-contributes everything it holds (see contents). Functions and partials are keyed by code, defaults, attributes and
-closure, once per function object, because some of them change their own closure when they are called. An object with
-its own `__eq__` and `__hash__` is compared by those, anything else by identity.
-
-A `Freezer` goes through the static values of one graph. It numbers the *mutable* ones it meets, so that one list held
-by two attributes is one list in the key, in every copy and after a transform. For each it also takes a *watch*: live
-views of what it holds, together with what they showed. `Statics` are the frozen values of a graph, *detached* from
-the originals: copies in which bound methods of Modules are replaced by `BoundMethod` records. Attaching makes the
-values of a rebuilt graph from them.
+`Statics` are the static values of a graph, *detached* from the originals: copies in which bound methods of Modules are
+replaced by `BoundMethod` records. *Attaching* makes the values of a rebuilt graph from them. When two static values are
+equal is decided in static_keys, what they are made of in contents.
 """
 
 import enum
 import functools
-import struct
 import types
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from operator import is_, is_not
+from operator import is_
 from typing import Any
 
-import jax
 import numpy as np
 
-from nnx.core.contents import Content, content_of
+from nnx.core.contents import content_of
 from nnx.core.errors import STATE_IN_STATIC_VALUE
-from nnx.core.info import ModuleBase
-from nnx.core.repr import short
-from nnx.core.trees import holds_state
+from nnx.core.module_info import ModuleBase
+from nnx.core.static_keys import ATOMS, BoundMethod, ForeignMethod, Freezer, HoldsState, in_no_graph, watched_unchanged
 
-_ATOMS: frozenset[type] = frozenset({int, bool, str, bytes, type(None), type(...)})
-_SHARED_AS_IS = _ATOMS | {float, complex, range, slice, types.FunctionType, types.BuiltinFunctionType, type, np.dtype}
+_SHARED_AS_IS = ATOMS | {float, complex, range, slice, types.FunctionType, types.BuiltinFunctionType, type, np.dtype}
 
 Step = Callable[[], Any]
-
-
-class ById:
-    """A key that is equal only to the key of the same object. It does not keep the object alive."""
-
-    __slots__ = ("hash", "get", "kind")
-
-    def __init__(self, value: Any):
-        self.hash: int = id(value)
-        self.kind: str = type(value).__name__
-        try:
-            self.get: Callable[[], Any] = weakref.ref(value)
-        except TypeError:
-            self.get = lambda: value
-
-    def __eq__(self, other: Any) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, ById):
-            return False
-        value = self.get()
-        return value is not None and value is other.get()
-
-    def __hash__(self) -> int:
-        return self.hash
-
-    def __repr__(self) -> str:
-        return f"<{self.kind} at {self.hash:#x}>"
-
-
-class BoundMethod:
-    """A bound method of the Module with this index, while the graph it belongs to is taken apart."""
-
-    __slots__ = ("index", "function")
-
-    def __init__(self, index: int, function: Any):
-        self.index: int = index
-        self.function: Any = function
-
-    def __repr__(self) -> str:
-        return f"<method {self.function.__qualname__}>"
-
-
-class HoldsState(Exception):
-    """A static value holds a Module or array; `route` says where."""
-
-    def __init__(self, value: Any, route: str):
-        self.what: str = f"a Module ({type(value).__name__})" if isinstance(value, ModuleBase) else short(value)
-        self.route = route
-
-
-class ForeignMethod(Exception):
-    """A static value is, or holds, a bound method of a Module outside the graph."""
-
-    def __init__(self, method: Any, route: str):
-        self.what: str = short(method.__func__)
-        self.route = route
-
-
-# Keys
-
-
-class Freezer:
-    """Makes the keys of the static values of one graph.
-
-    Args:
-      index_of: returns the index in the graph of the Module a bound method belongs to, or None if it is not in there.
-      arrays_inside: whether arrays may be inside a value, where they are compared by identity.
-      in_function: whether the values were captured by a function. Bound methods of Modules are refused there, since a
-        rebuilt graph has no way to replace them.
-    """
-
-    def __init__(self, index_of: Callable[[Any], int | None], arrays_inside: bool = False, in_function: bool = False):
-        self.index_of = index_of
-        self.arrays_inside = arrays_inside
-        self.in_function = in_function
-        self.mutables: list[Any] = []  # by number, in the order they were met
-        self.numbers: dict[int, int] = {}
-        self.watches: list[list[tuple[Any, Any, Any, Any]]] = []  # per mutable value, how to notice a change
-        self._active: dict[int, int] = {}
-
-    def key(self, value: Any, route: str = "it") -> Any:
-        """Returns the key of one value.
-
-        Raises:
-          HoldsState: it is or holds a Module or an array; `route` leads there.
-          ForeignMethod: it is or holds a bound method of a Module that is not in the graph.
-        """
-        cls = type(value)
-        if cls in _ATOMS:
-            return (cls, value)
-        if cls is float:
-            return (float, struct.pack("d", value))
-        if holds_state(value):
-            raise HoldsState(value, route)
-        if cls is types.FunctionType or isinstance(value, functools.partial):
-            return _once(value, route)
-        if isinstance(value, (type, enum.Enum, types.ModuleType)):
-            return (cls, ById(value))
-        if isinstance(value, np.generic):
-            return (cls, value.dtype, value.tobytes())
-        content = content_of(cls)
-        if content is not None:
-            return self._content_key(content, value, route)
-        return self._other_key(cls, value, route)
-
-    def _content_key(self, content: Content, value: Any, route: str) -> Any:
-        if content.is_mutable:
-            number = self.numbers.get(id(value))
-            if number is not None:
-                return ("the mutable value", number)
-            self.numbers[id(value)] = len(self.mutables)
-            self.mutables.append(value)
-            self.watches.append([_snapshot(*views) for views in content.views(value)])
-        elif id(value) in self._active:  # an immutable value can contain itself behind the back of its class
-            return ("the value around it", self._active[id(value)])
-        self._active[id(value)] = len(self._active)
-        try:
-            return self._parts_key(content, value, route)
-        finally:
-            del self._active[id(value)]
-
-    def _parts_key(self, content: Content, value: Any, route: str) -> Any:
-        cls, items = type(value), content.base.items(value)
-        if isinstance(value, dict):
-            names = items[: len(items) // 2]
-            keys: Any = (
-                tuple([self.key(name, f"a key of {route}") for name in names]),
-                tuple([self.key(item, f"{route}[{n!r}]") for n, item in zip(names, items[len(names) :])]),
-            )
-        elif type(value) is complex:
-            keys = struct.pack("dd", value.real, value.imag)
-        else:
-            keys = tuple([self.key(item, f"{route}[{i}]") for i, item in enumerate(items)])
-            if isinstance(value, (set, frozenset)):
-                keys = frozenset(keys)
-        constants = tuple([getattr(value, name) for name in content.base.constants])
-        attributes = content.attributes(value)
-        if not attributes:
-            return (cls, keys, constants) if constants else (cls, keys)
-        named = tuple([(name, self.key(item, f"{route}.{name}")) for name, item in attributes.items()])
-        return (cls, keys, constants, named)
-
-    def _other_key(self, cls: type, value: Any, route: str) -> Any:
-        if isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-            if route != "it" and not self.arrays_inside:
-                raise HoldsState(value, route)
-            return ById(value)
-        if cls is range or cls is slice:
-            return (cls, *(self.key(getattr(value, name), route) for name in ("start", "stop", "step")))
-        if isinstance(value, types.MethodType):
-            if isinstance(value.__self__, (jax.Array, np.ndarray)):
-                return (cls, self.key(value.__func__, route), ById(value.__self__))
-            if not isinstance(value.__self__, ModuleBase):
-                return (cls, self.key(value.__func__, route), self.key(value.__self__, f"self of {route}"))
-            if self.in_function:
-                raise HoldsState(value.__self__, f"self of {route}")
-            index = self.index_of(value.__self__)
-            if index is None:
-                raise ForeignMethod(value, route)
-            return (cls, index, self.key(value.__func__, route))
-        if isinstance(value, BoundMethod):
-            return (types.MethodType, value.index, self.key(value.function, route))
-        if cls.__eq__ is object.__eq__ or cls.__hash__ is None:
-            return ById(value)
-        try:
-            hash(value)
-        except TypeError:
-            return ById(value)
-        return (cls, value)
-
-
-def _once(value: Any, route: str) -> Any:
-    """The key of a function or partial, computed the first time it is asked for."""
-    key = _function_keys.get(value)
-    if key is None:
-        key = _function_keys.setdefault(value, _function_key(value, route, {}))
-    return key
-
-
-# Values are keys, which refer to captured objects weakly (see ById), so that no entry keeps its own function alive.
-_function_keys: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
-
-
-class _CaptureFreezer(Freezer):
-    """Keys what a function captured; a function that captures itself, directly or not, is named by its place."""
-
-    def __init__(self, around: dict[int, int]):
-        super().__init__(_in_no_graph, arrays_inside=True, in_function=True)
-        self.around = around
-
-    def key(self, value: Any, route: str = "it") -> Any:
-        if type(value) is types.FunctionType or isinstance(value, functools.partial):
-            if id(value) in self.around:
-                return ("the function around it", self.around[id(value)])
-            return _function_keys.get(value) or _function_key(value, route, self.around)
-        return super().key(value, route)
-
-
-def _function_key(value: Any, route: str, around: dict[int, int]) -> Any:
-    freezer = _CaptureFreezer({**around, id(value): len(around)})
-    if isinstance(value, functools.partial):
-        parts = {"func": value.func, "args": value.args, "keywords": value.keywords, "__dict__": vars(value)}
-        return (type(value), *(freezer.key(part, f"{name} of {route}") for name, part in parts.items()))
-    closure = []
-    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-        try:
-            contents = cell.cell_contents
-        except ValueError:  # a cell that was never filled
-            contents = None
-        closure.append(freezer.key(contents, f"{name!r} in the closure of {value.__qualname__}"))
-    return (
-        types.FunctionType,
-        value.__code__,
-        id(value.__globals__),  # unique: whoever keeps a key keeps the values as well, and so this dict
-        freezer.key(value.__defaults__, f"a default of {route}"),
-        freezer.key(value.__kwdefaults__, f"a default of {route}"),
-        freezer.key(value.__dict__, f"attributes of {route}"),
-        tuple(closure),
-    )
-
-
-def _in_no_graph(module: Any) -> None:
-    return None
-
-
-# Noticing changes
-
-
-def _snapshot(keys: Any, values: Any) -> tuple[Any, Any, Any, Any]:
-    """A watch: live views, and what they showed. Names are compared by value, everything else by identity."""
-    held = [*values]
-    if keys is None:
-        return None, None, values, held
-    names = [*keys]
-    if all(type(name) is str for name in names):
-        return keys, names, values, held
-    return None, None, _KeysAndValues(keys, values), [*names, *held]
-
-
-class _KeysAndValues:
-    """The keys of a dict, then its values, as one view: keys that are not strings are watched by identity."""
-
-    __slots__ = ("keys", "values")
-
-    def __init__(self, keys: Any, values: Any):
-        self.keys, self.values = keys, values
-
-    def __len__(self) -> int:
-        return 2 * len(self.keys)
-
-    def __iter__(self) -> Any:
-        return iter([*self.keys, *self.values])
-
-
-def watched_unchanged(watch: list[tuple[Any, Any, Any, Any]]) -> bool:
-    """Whether every watched value holds the very objects it held when it was frozen."""
-    for keys, names, values, held in watch:
-        if keys is not None:
-            if [*keys] != names:
-                return False
-        elif len(values) != len(held):
-            return False
-        if not all(map(is_, values, held)):  # identity, compared in C: 1 -> 1.0 is a change, and == may be anything
-            return False
-    return True
-
-
-def comparison(watch: list[tuple[Any, Any, Any, Any]]) -> Callable[[], bool]:
-    """Returns `watched_unchanged` for this watch, as a function without arguments.
-
-    A call of a jitted function pays for it, so the usual case, one config that all Modules share, is written out.
-    """
-    if len(watch) != 1 or watch[0][0] is None:
-        return functools.partial(watched_unchanged, watch)
-    keys, names, values, held = watch[0]
-    return lambda: list(keys) == names and not any(map(is_not, values, held))
-
-
-# Copies
 
 
 class Copier:
@@ -462,7 +169,7 @@ class Frozen:
     __slots__ = ("value", "key", "_watch")
 
     def __init__(self, value: Any, name: str = "in nnx.Static"):
-        freezer = Freezer(_in_no_graph, arrays_inside=True)
+        freezer = Freezer(in_no_graph, arrays_inside=True)
         self.value: Any = value
         try:
             self.key: Any = self._key(freezer, value, name)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from nnx.core.info import outlives_caches
+from nnx.core.caches import outlives_caches
 
 leaf_types: dict[type, bool] = {}
 """Whether values of a type are leaves, and data; types are entered as they are met."""

@@ -2,22 +2,22 @@
 
 A *spec* is the type and metadata of a container without its value. Specs are interned: two containers are equivalent
 exactly when their specs are one object. A Module stores the raw value in its `__dict__` and the spec beside it; a State
-holds containers. *Collections* are the names of Variable types, so that a string can stand for a type.
+holds containers.
 """
 
-import copyreg
-import re
 import types
 import weakref
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx.core.collection_names import register_collection, snake_case
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, MODULE_IN_CONTAINER
-from nnx.core.info import ModuleBase
+from nnx.core.module_info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.statics import Frozen, own_copy
 from nnx.core.trees import find_module, leaf_types
@@ -186,7 +186,7 @@ class Container(Generic[T]):
             raise ValueError(f"Unknown metadata key {unknown[0]!r} for {spec!r}. Its metadata are: {known}.")
         if isinstance(value, Container):
             if value._spec is not spec:
-                raise ValueError(INCOMPATIBLE_CONTAINER.format(where="the container", old=spec, new=value._spec))
+                raise ValueError(INCOMPATIBLE_CONTAINER.format(target="the container", old=spec, new=value._spec))
             value = value.value
         refuse_modules(spec.type, value)
         if metadata:
@@ -220,6 +220,10 @@ class Container(Generic[T]):
 
     def __copy__(self) -> Any:
         return self._spec.box(self.value)
+
+
+spec_of: Callable[[Any], Spec] = attrgetter("_spec")
+"""Returns the spec of a container, or of the Variable that a Ref shares."""
 
 
 def _metadata_entry(container: Container, name: str) -> Any:
@@ -361,23 +365,11 @@ class Variable(Node[T]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "collection" not in cls.__dict__:
-            cls.collection = _snake_case(cls.__name__)
-        _register_collection(cls)
+            cls.collection = snake_case(cls.__name__)
+        register_collection(cls)
 
 
-_collections: "dict[str, list[weakref.ref[type[Variable[Any]]]]]" = {}
-
-
-def _register_collection(cls: type[Variable[Any]]) -> None:
-    _collections.setdefault(cls.collection, []).append(weakref.ref(cls))
-
-
-def collection_type(name: str) -> type[Variable[Any]] | None:
-    """The first Variable type of this collection name that is still alive."""
-    return next((cls for cls in (weak() for weak in _collections.get(name, ())) if cls is not None), None)
-
-
-_register_collection(Variable)
+register_collection(Variable)
 register_container(Node)
 
 
@@ -471,67 +463,3 @@ def with_partitioning(initializer: Callable[..., Any], sharding: Any, **metadata
     ('embed', 'mlp')
     """
     return with_metadata(initializer, sharding=sharding, **metadata)
-
-
-# Collections by name
-
-
-class OnDemandType(type):
-    """The metaclass of Variable types made from a name alone; they pickle as that name."""
-
-
-def _reduce_on_demand(cls: Any) -> Any:
-    return variable_type, (cls.collection,)
-
-
-copyreg.pickle(OnDemandType, _reduce_on_demand)
-
-
-def variable_type(name: str) -> type[Variable[Any]]:
-    """The Variable type of a collection, made on demand if no class has that name."""
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"A collection is named by a non-empty string, got {name!r}.")
-    cls = collection_type(name)
-    if cls is None:
-        title = "".join(part.capitalize() for part in re.split(r"\W|_", name)) or name
-        cls = OnDemandType(title, (Variable,), {"collection": name, "__module__": __name__, "__slots__": ()})
-        _on_demand[name] = cls
-    return cls
-
-
-_on_demand: dict[str, type[Variable[Any]]] = {}  # keeps them alive: a name means one type for the life of the process
-
-
-def known_collections() -> list[str]:
-    """The collection names there are, in order."""
-    return sorted(name for name in _collections if collection_type(name) is not None)
-
-
-def _snake_case(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-
-
-def var(collection: str, value: T, sharding: Any = None, **metadata: Any) -> T:
-    """A Variable of the collection with this name, whose type is made on demand.
-
-    >>> count = nnx.var("counts", 0)
-    >>> type(count).collection
-    'counts'
-    """
-    cls: Any = variable_type(collection)
-    return cls(value, sharding, **metadata)
-
-
-def param(value: T, sharding: Any = None, **metadata: Any) -> T:
-    """A Param: `nnx.Param(value, sharding, **metadata)`."""
-    return Param(value, sharding, **metadata)
-
-
-def node(value: T, **metadata: Any) -> T:
-    """A Node: `nnx.Node(value, **metadata)`."""
-    return Node(value, **metadata)
-
-
-def static(value: T) -> T:
-    """A Static: `nnx.Static(value)`."""
-    return Static(value)

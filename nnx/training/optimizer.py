@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from nnx.core.filters import Filter, check_wrt, describe
-from nnx.core.info import ModuleBase
 from nnx.core.module import Module
+from nnx.core.module_info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.state import State
 from nnx.core.variables import Node, Param

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nnx.core.graph import GraphKey, module_path
-from nnx.core.info import join
+from nnx.core.paths import join
+from nnx.core.structure import GraphKey, module_path
 from nnx.transforms.annotations import R
 from nnx.transforms.bodies import check_aliases, check_structure
 from nnx.transforms.lift import Call, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
@@ -145,7 +145,7 @@ class Branches:
 def _rewritten_path(key: GraphKey | None, rewrite: Rewrite, cell: int) -> str:
     at, name, _ = rewrite.key.cells[cell]
     if key is None or at >= rewrite.old_count:
-        return rewrite.key.cell_roots()[cell][1]
+        return rewrite.key.cell_roots()[cell].path
     return join(module_path(key.parents(), at), name)
 
 

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.filters import check_wrt, describe, to_predicate
-from nnx.core.graph import TREE_SPEC, Flat, flat_of, joint_flat_of
-from nnx.core.info import NODE, TREE
+from nnx.core.flat import Flat, flat_of, joint_flat_of
+from nnx.core.kinds import box
 from nnx.core.state import State
 from nnx.core.variables import Container
 from nnx.transforms.arguments import Selection, leaf_flags
@@ -127,7 +127,7 @@ class Part:
     def _check_floats(self) -> None:
         assert self.flat is not None or not self.own
         for i in self.own:
-            path = self.flat.key.cell_roots()[i][1]  # type: ignore[union-attr]
+            path = self.flat.key.cell_roots()[i].path  # type: ignore[union-attr]
             for leaf in jax.tree.leaves(self._value(i)):
                 if _is_integer(leaf):
                     kind = self.flat.key.kinds[i]  # type: ignore[union-attr]
@@ -163,7 +163,7 @@ class Part:
         """Values for the differentiated part, in the shape of its arguments; a shared cell appears once."""
         leaves: dict[int, dict[str, Any]] = {id(root): {} for root in self.roots}
         if self.flat is not None:
-            numbers = list(dict.fromkeys(self.flat.key.table[0]))
+            numbers = self.flat.key.roots
             for i, value in zip(self.own, cells):
                 at, path = self.flat.key.cell_roots()[i]
                 leaves[id(self.roots[numbers.index(at)])][path] = self._box(i, value) if boxed else value
@@ -188,7 +188,7 @@ class Part:
 
     def _box(self, cell: int, value: Any) -> Any:
         kind = self.flat.key.kinds[cell]  # type: ignore[union-attr]
-        return value if kind is NODE else TREE_SPEC.box(value) if kind is TREE else kind.box(value)
+        return box(kind, value)
 
     # From the user
 

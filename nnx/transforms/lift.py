@@ -12,15 +12,19 @@ from typing import Any, NamedTuple
 
 import jax
 
+from nnx.core.caches import outlives_caches
 from nnx.core.context import Context, ContextDef
 from nnx.core.errors import MUTATE_AT_OTHER_LEVEL, TraceContextError
-from nnx.core.graph import Flat, GraphKey, joint_flat_of, refuse_pytree
-from nnx.core.info import ModuleBase, join, outlives_caches
+from nnx.core.flat import Flat, joint_flat_of
+from nnx.core.module_info import ModuleBase, info_of
+from nnx.core.paths import join
 from nnx.core.repr import short
 from nnx.core.statics import NO_STATICS, Statics
+from nnx.core.structure import GraphKey
 from nnx.core.ties import NO_TIES, Ties
-from nnx.core.trace import current_level
+from nnx.core.trace import current_level, same_level
 from nnx.core.updates import check_level, note_containers
+from nnx.core.walk import refuse_pytree
 from nnx.transforms.entered import Entered, enter
 from nnx.transforms.rewrite import Rewrite, find_rewrite
 
@@ -141,10 +145,9 @@ def cell_paths(key: GraphKey | None) -> list[str]:
     """The path of every cell; with several Modules in the call, after the number of the Module."""
     if key is None:
         return []
-    roots = list(dict.fromkeys(key.table[0]))
-    if len(roots) == 1:
+    if len(key.roots) == 1:
         return [path for _, path in key.cell_roots()]
-    return [join(f"(Module {roots.index(root)})", path) for root, path in key.cell_roots()]
+    return [join(f"(Module {key.roots.index(root)})", path) for root, path in key.cell_roots()]
 
 
 # Entering and leaving
@@ -252,7 +255,7 @@ def leave(entered: Entered, out: Any, name: str) -> Outcome:
             returned.append(leaf)
     modules = entered.graph.modules
     known = {id(module): i for i, module in enumerate(modules)}
-    sown = tuple((i, tuple(sorted(m._nnx_info.sown))) for i, m in enumerate(modules) if m._nnx_info.sown)
+    sown = tuple((i, tuple(sorted(names))) for i, module in enumerate(modules) if (names := info_of(module).sown))
     found = None
     if entered.is_restructured() or any(id(module) not in known for module in returned):
         found = find_rewrite(entered, returned)
@@ -274,9 +277,8 @@ def leave(entered: Entered, out: Any, name: str) -> Outcome:
 
 
 def _check_levels(walk: Any, name: str) -> None:
-    level = current_level()
     for i, module in enumerate(walk.modules):
-        if module._nnx_info.level is not level and module._nnx_info.level != level:
+        if not same_level(info_of(module).level):
             text = ATTACHED_FROM_OUTSIDE.format(owner=type(module).__name__, path=walk.path(i), name=name)
             raise TraceContextError(text)
 
@@ -380,8 +382,7 @@ def _modules(call: Call) -> list[Any]:
 
 def _mark_sown(modules: Sequence[Any], sown: Any) -> None:
     for index, names in sown:
-        info = modules[index]._nnx_info
-        info.sown = {*(info.sown or ()), *names}
+        info_of(modules[index]).mark_sown(*names)
 
 
 def fill_returned(out: Any, modules: Sequence[Any]) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from nnx.core.graph import GraphKey
+from nnx.core.structure import GraphKey
 from nnx.transforms.annotations import Decorator, P, R, ScanOptions, T
 from nnx.transforms.axes import (
     BROADCAST,
@@ -184,7 +184,7 @@ class Steps:
         effects, out_groups = self.found[0]
         by_cell = dict(zip(self.carry_cells, final))
         others = iter(
-            [by_cell[_origin(effects, self.inner, cell)] for cell in _outputs(effects) if out_groups[cell] == CARRY]
+            [by_cell[_origin(effects, self.inner, cell)] for cell in effects.outputs() if out_groups[cell] == CARRY]
         )
         ys = jax.tree.map(lambda y, a: jnp.moveaxis(y, 0, a), ys, _spread(out_axes, ys))
         out = (jax.tree.unflatten(self.carry_structure, final_data), ys)
@@ -223,7 +223,7 @@ class Steps:
         out_groups = self.axes.output_groups(self.inner, self.groups, effects)
         self.found[:] = [(effects, out_groups)]
         stacked = []
-        for cell, value in zip(_outputs(effects), outcome.values):
+        for cell, value in zip(effects.outputs(), outcome.values):
             if isinstance(out_groups[cell], int):
                 stacked.append(value)
             elif out_groups[cell] == BROADCAST:
@@ -238,22 +238,19 @@ class Steps:
         return (carried, jax.tree.leaves(carry_out)), (stacked, y)
 
 
-def _outputs(effects: Effects) -> Any:
-    return effects.changed if effects.rewrite is None else effects.rewrite.outputs()
-
-
 def _origin(effects: Effects, before: GraphKey | None, cell: int) -> int:
     """The cell before the body that an output cell was."""
     if effects.rewrite is None:
         return cell
-    at, name, _ = effects.rewrite.key.cells[cell]
-    return next(i for i, (a, n, _) in enumerate(before.cells) if (a, n) == (at, name))
+    module, name, _ = effects.rewrite.key.cells[cell]
+    assert before is not None, "what comes out of a changed graph was in one before"
+    return before.cell_numbers[module, name]
 
 
 def _carry_structure(carry: Any, call: Call) -> Any:
     """The structure of the carry, with the Modules in it by number."""
     key = call.signature.key
-    roots = list(dict.fromkeys(key.table[0])) if key is not None else []
+    roots = key.roots if key is not None else ()
     numbers = {id(root): number for root, number in zip(call.roots, roots)}
     numbered = jax.tree.map(lambda x: Returned(numbers[id(x)]) if sort_of(x) == MODULE_LEAF else x, carry)
     return jax.tree.structure(_with_contexts_by_number(numbered, call.contexts))
@@ -282,6 +279,7 @@ def current_values(name: str, key: GraphKey | None, entered: Entered, cells: Seq
     """
     values = []
     for i in cells:
+        assert key is not None, "only a graph has cells"
         at, attribute, _ = key.cells[i]
         value = entered.graph.modules[at].__dict__[attribute]
         before, after = _type_text(entered.before[i]), _type_text(value)

@@ -6,8 +6,8 @@ from typing import Any, Unpack, overload
 import jax
 
 from nnx.core.attributes import settle
-from nnx.core.graph import is_static
-from nnx.core.info import new_module
+from nnx.core.kinds import is_static
+from nnx.core.module_info import info_of, new_module
 from nnx.transforms.annotations import Decorator, P, R, VmapOptions
 from nnx.transforms.axes import Axes, argument_labels, check_module_axes, data_axes, move_axis
 from nnx.transforms.lift import Call, Effects, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
@@ -42,11 +42,12 @@ def map_call(
         out_groups = axes.output_groups(inner, groups, effects)
         found[:] = [(effects, out_groups)]
         stacked, same = [], []
-        for cell, value in zip(_outputs(effects), outcome.values):
+        for cell, value in zip(effects.outputs(), outcome.values):
             if isinstance(out_groups[cell], int):
                 stacked.append(value)
             else:
                 key = effects.rewrite.key if effects.rewrite is not None else inner
+                assert key is not None, "only a graph has cells"
                 axes.check_same(cell_paths(key)[cell], key.kinds[cell], value)
                 same.append(value)
         return stacked, same, outcome.out
@@ -59,16 +60,12 @@ def map_call(
     return assemble(axes, effects, out_groups, iter(stacked), iter(same), out)
 
 
-def _outputs(effects: Effects) -> Any:
-    return effects.changed if effects.rewrite is None else effects.rewrite.outputs()
-
-
 def assemble(
     axes: Axes, effects: Effects, out_groups: Mapping[int, Any], stacked: Any, others: Any, out: Any
 ) -> Outcome:
     """The outcome of all runs together: stacked values with their axis in its place, the others as they are."""
     values = []
-    for cell in _outputs(effects):
+    for cell in effects.outputs():
         group = out_groups[cell]
         values.append(move_axis(next(stacked), 0, group) if isinstance(group, int) else next(others))
     if effects.rewrite is not None:
@@ -104,7 +101,7 @@ def stacked_init(axes: Axes, fun: Callable[..., Any]) -> Callable[..., Any]:
     axes.require_size()
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        statics = {name: self.__dict__[name] for name, kind in self._nnx_info.kinds.items() if is_static(kind)}
+        statics = {name: self.__dict__[name] for name, kind in info_of(self).kinds.items() if is_static(kind)}
 
         def make(*args: Any, **kwargs: Any) -> Any:
             member = new_module(type(self), {}, constructing=True)
@@ -112,7 +109,7 @@ def stacked_init(axes: Axes, fun: Callable[..., Any]) -> Callable[..., Any]:
                 setattr(member, name, value)
             fun(member, *args, **kwargs)
             settle(member)
-            member._nnx_info.constructing = False
+            info_of(member).constructing = False
             return member
 
         call = Call(args, kwargs)

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from nnx.core.info import ModuleBase
+from nnx.core.module_info import ModuleBase
 
 
 def decorator(transform: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from nnx.core.attributes import assign, holds_modules, place, wrappers
 from nnx.core.errors import BAD_KEY, HOLE_IN_SEQUENCE, MISSING_ITEM
-from nnx.core.info import segment_of
 from nnx.core.module import Module
+from nnx.core.module_info import info_of
+from nnx.core.paths import segment_of
 from nnx.core.refs import Ref
 from nnx.core.updates import check_level, remove
 from nnx.core.variables import Spec
@@ -169,7 +170,7 @@ class Sequence(Module, MutableSequence[Any]):
         new = Sequence(items)  # raises before anything has changed, if one cannot be an item
         for i in range(len(self)):
             remove(self, str(i))
-        for name, kind in new._nnx_info.kinds.items():
+        for name, kind in info_of(new).kinds.items():
             place(self, name, kind, new.__dict__[name])
 
     def _nnx_set_item(self, segment: str, value: Any) -> None:
@@ -204,7 +205,7 @@ class Sequence(Module, MutableSequence[Any]):
 
 
 def _with_kind(sequence: Sequence, i: int) -> Any:
-    kind = sequence._nnx_info.kinds.get(str(i))
+    kind = info_of(sequence).kinds.get(str(i))
     if isinstance(kind, Ref):
         return kind
     value = sequence[i]
