@@ -40,12 +40,11 @@ def build(key: GraphKey, statics: Statics, values: Sequence[Any]) -> Graph:
             if values[cell] is not MISSING:
                 spec = key.kinds[cell]
                 values[cell] = spec.on_set(values[cell], spec.metadata)
-    dicts = []
-    for (module, name, kind), value in zip(key.cells, values, strict=True):
-        held = instance_dicts[module]
-        dicts.append(held)
+    dicts = [instance_dicts[module] for module in key.owners]
+    for held, name, module, value in zip(dicts, key.names, key.owners, values, strict=True):
         if value is MISSING:
-            info_of(modules[module]).kinds[name] = absent(type(modules[module]), kind)
+            kinds = info_of(modules[module]).kinds
+            kinds[name] = absent(type(modules[module]), kinds[name])
         else:
             held[name] = value
     refs = _build_refs(key, modules, values, level) if key.shared else {}

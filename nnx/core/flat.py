@@ -38,13 +38,13 @@ class Flat:
 
     def __init__(self, walk: Traversal):
         self._stamp = STRUCTURE.stamp
-        self.key: GraphKey = GraphKey.of(walk.structure)
+        self.key: GraphKey = walk.key
         self.statics: Statics = walk.detached()
         self.mutables: list[Any] = walk.mutables  # the live mutable static values, by number
         self.modules: list[weakref.ref[Any]] = [weakref.ref(module) for module in walk.modules]
         instance_dicts = [module.__dict__ for module in walk.modules]
-        self.dicts: list[Any] = [instance_dicts[cell.module] for cell in walk.cells]
-        self.names: list[str] = [cell.name for cell in walk.cells]
+        self.dicts: list[Any] = [instance_dicts[module] for module in self.key.owners]
+        self.names: list[str] = self.key.names
         # The Refs, not the places they write to: an owner outside the graph must remain free to be collected.
         self.refs: dict[int, Ref] = {}
         infos = [info_of(module) for module in walk.modules]

@@ -14,16 +14,13 @@ answers to questions about the structure, and the *blueprints* for building such
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from nnx.core.kinds import ABSENT, SUBMODULE, absent, container_spec
+from nnx.core.kinds import ABSENT, SUBMODULE, absent, container_spec, is_static
 from nnx.core.paths import join, segment_of
 from nnx.core.state import Layout
 from nnx.core.variables import Spec
-
-# Attributes. The records are tuples, so that building, hashing and comparing a structure happen in C. Tuples of
-# different classes compare by content alone, so no two of these may be equal by accident: they differ in length, except
-# for children and absent variables, where the second field is a number or a kind.
 
 
 class DataAttribute(NamedTuple):
@@ -47,21 +44,29 @@ class ChildAttribute(NamedTuple):
     """An attribute that holds a submodule."""
 
     name: str
+    kind: Any  # SUBMODULE
     module: int  # its number
-
-    kind = SUBMODULE
 
 
 class AbsentAttribute(NamedTuple):
     """A variable for which no state was given."""
 
     name: str
+    kind: Any  # ABSENT
     spec: Any  # the kind it would have
-
-    kind = ABSENT
 
 
 Attribute = DataAttribute | StaticAttribute | ChildAttribute | AbsentAttribute
+
+
+def _attribute(row: tuple[Any, ...]) -> Attribute:
+    """Returns the record of a plain tuple with the same fields; its kind says which one."""
+    kind = row[1]
+    if kind is SUBMODULE:
+        return ChildAttribute(*row)
+    if kind is ABSENT:
+        return AbsentAttribute(*row)
+    return StaticAttribute(*row) if is_static(kind) else DataAttribute(*row)
 
 
 class Outline(NamedTuple):
@@ -88,6 +93,11 @@ class GraphStructure(NamedTuple):
 
     roots: tuple[int, ...]
     outlines: tuple[Outline, ...]
+
+    @staticmethod
+    def from_rows(roots: tuple[int, ...], outlines: Sequence[tuple[type, tuple[Any, ...]]]) -> "GraphStructure":
+        """Returns the structure of plain tuples with the same content."""
+        return GraphStructure(roots, tuple([Outline(cls, tuple(map(_attribute, rows))) for cls, rows in outlines]))
 
     def data_attributes(self) -> Iterator[tuple[int, DataAttribute]]:
         """Yields every attribute that holds data, with the number of its Module."""
@@ -118,6 +128,8 @@ class Parent(NamedTuple):
 
 
 ROOT = Parent(-1, "")
+make_parent: Callable[[tuple[int, str]], Parent] = partial(tuple.__new__, Parent)
+"""Makes a Parent from its fields, in half the time of its constructor, which is a Python function."""
 
 
 class RootedPath(NamedTuple):
@@ -155,24 +167,34 @@ class GraphKey:
     """An interned GraphStructure: equal structures have one GraphKey, so comparing two takes one `is`."""
 
     __slots__ = (
-        "structure", "hash", "roots", "cells", "kinds", "specs", "hooks", "shared", "_cell_numbers", "_blueprints",
-        "_cell_roots", "_layout", "__weakref__",
+        "structure", "hash", "roots", "cells", "owners", "names", "kinds", "specs", "hooks", "shared", "_cell_numbers",
+        "_blueprints", "_cell_roots", "_layout", "__weakref__",
     )  # fmt: skip
 
     structure: GraphStructure
     hash: int
     roots: tuple[int, ...]  # the numbers of the distinct roots
     cells: list[Cell]
-    kinds: list[Any]  # per cell
+    # The fields of the cells one by one, for loops that run over all of them: these lists are faster to unpack.
+    owners: list[int]
+    names: list[str]
+    kinds: list[Any]
     specs: list[Spec | None]  # per cell, that of its container in a State; None for bare arrays
     hooks: list[int]  # the cells whose specs have an `on_set`
     shared: tuple[int, ...]  # the cells that several attributes share
 
     @staticmethod
-    def of(structure: GraphStructure) -> "GraphKey":
-        """Returns the one key of all structures equal to this one."""
-        key = _keys.get(structure)
+    def of(structure: GraphStructure | tuple[Any, Any]) -> "GraphKey":
+        """Returns the one key of all structures equal to this one.
+
+        Args:
+          structure: a GraphStructure, or the same content as plain tuples. A walk makes those: a NamedTuple takes eight
+            times as long to make, but hashes and compares like the tuple it is, so plain tuples find the key as well.
+            Only a structure seen for the first time has to be turned into records.
+        """
+        key = _keys.get(structure)  # type: ignore[arg-type]
         if key is None:
+            structure = GraphStructure.from_rows(*structure)
             key = GraphKey()
             key.structure = structure
             key.hash = hash(structure)
@@ -191,7 +213,7 @@ class GraphKey:
             else:  # Modules come in breadth-first order, so the first attribute met is at the canonical path
                 cells[cell] = Cell(module, name, kind)
         self.cells = [cells[i] for i in range(len(cells))]
-        self.kinds = [cell.kind for cell in self.cells]
+        self.owners, self.names, self.kinds = map(list, zip(*self.cells)) if cells else ([], [], [])
         self.specs = [container_spec(kind) for kind in self.kinds]
         self.hooks = [i for i, spec in enumerate(self.specs) if spec is not None and spec.on_set is not None]
         self.shared = tuple(sorted(shared))

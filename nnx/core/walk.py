@@ -9,25 +9,13 @@ from typing import Any, NamedTuple
 import jax
 
 from nnx.core.errors import FOREIGN_METHOD, REGISTERED_AS_PYTREE, STATIC_HOLDS_STATE
-from nnx.core.kinds import STATIC, SUBMODULE, Absent, is_static
+from nnx.core.kinds import ABSENT, STATIC, SUBMODULE, Absent, is_static
 from nnx.core.module_info import info_of
 from nnx.core.paths import join
 from nnx.core.refs import Ref
 from nnx.core.static_keys import ForeignMethod, Freezer, HoldsState
 from nnx.core.statics import Statics, detach
-from nnx.core.structure import (
-    ROOT,
-    AbsentAttribute,
-    Attribute,
-    Cell,
-    ChildAttribute,
-    DataAttribute,
-    GraphStructure,
-    Outline,
-    Parent,
-    StaticAttribute,
-    module_path,
-)
+from nnx.core.structure import ROOT, GraphKey, Parent, make_parent, module_path
 from nnx.core.variables import spec_of
 
 
@@ -62,7 +50,7 @@ def number_modules(roots: Iterable[Any]) -> Numbering:
                 if id(child) not in index:
                     index[id(child)] = len(modules)
                     modules.append(child)
-                    parents.append(Parent(i, name))
+                    parents.append(make_parent((i, name)))
             elif type(kind) is Ref:
                 owners.setdefault(id(kind), []).append((i, name))
         i += 1
@@ -83,14 +71,13 @@ def depth_first(parents: Sequence[Parent]) -> Iterator[int]:
 class Traversal:
     """One walk over the graph that starts at some roots. Short-lived: it holds the Modules."""
 
-    __slots__ = ("modules", "parents", "index", "cells", "refs", "structure", "statics", "mutables", "watches")
+    __slots__ = ("modules", "parents", "index", "key", "refs", "statics", "mutables", "watches")
 
     modules: list[Any]
     parents: list[Parent]
     index: dict[int, int]  # the number of a Module, by its id
-    cells: list[Cell]
+    key: GraphKey
     refs: list[Ref | None]  # per cell
-    structure: GraphStructure
     statics: list[Any]  # the live values of the static attributes
     mutables: list[Any]  # the values among and inside of them that can change, by number
     watches: list[list[Any]]  # how to notice a change of each of them
@@ -119,9 +106,9 @@ def traverse(roots: Sequence[Any]) -> Traversal:
         refuse_pytree(module)
     walk = Traversal()
     walk.modules, walk.parents, walk.index = modules, parents, index
-    walk.cells, walk.refs = [], []
+    walk.refs = refs = []
     statics = _freeze_statics(walk)
-    attributes: list[list[Any]] = [[] for _ in modules]
+    attributes: list[list[Any]] = [[] for _ in modules]  # plain tuples with the fields of the records
     ref_cells: dict[int, int] = {}  # by the id of the Ref
     ahead: list[tuple[list[Any], int, str, Ref]] = []  # attributes met before the one that gives their Ref its cell
     stack: list[tuple[int, Iterator[str]]] = []
@@ -137,34 +124,32 @@ def traverse(roots: Sequence[Any]) -> Traversal:
                     found.append(statics[module, name])
                 elif kind is SUBMODULE:
                     child = index[id(values[name])]
-                    found.append(ChildAttribute(name, child))
+                    found.append((name, SUBMODULE, child))
                     if parents[child] == (module, name):
                         # Down into the child. The rest of `names` is taken up again when its names are used up.
                         stack.append((child, iter(info_of(modules[child]).sorted_names())))
                         break
                 elif type(kind) is Absent:
-                    found.append(AbsentAttribute(name, kind.spec))
+                    found.append((name, ABSENT, kind.spec))
                 elif type(kind) is Ref:
                     # The cell of a Ref is at its canonical path, which this walk may reach after the others: Modules
                     # are numbered breadth first, but visited depth first.
                     if owners[id(kind)][0] == (module, name):
-                        ref_cells[id(kind)] = len(walk.cells)
-                        found.append(DataAttribute(name, spec_of(kind), len(walk.cells)))
-                        walk.cells.append(Cell(module, name, spec_of(kind)))
-                        walk.refs.append(kind)
+                        ref_cells[id(kind)] = len(refs)
+                        found.append((name, spec_of(kind), len(refs)))
+                        refs.append(kind)
                     else:
                         ahead.append((found, len(found), name, kind))
                         found.append(None)
                 else:
-                    found.append(DataAttribute(name, kind, len(walk.cells)))
-                    walk.cells.append(Cell(module, name, kind))
-                    walk.refs.append(None)
+                    found.append((name, kind, len(refs)))
+                    refs.append(None)
             else:
                 stack.pop()
     for found, position, name, ref in ahead:
-        found[position] = DataAttribute(name, spec_of(ref), ref_cells[id(ref)])
-    outlines = [Outline(type(module), tuple(found)) for module, found in zip(modules, attributes, strict=True)]
-    walk.structure = GraphStructure(root_numbers, tuple(outlines))
+        found[position] = (name, spec_of(ref), ref_cells[id(ref)])
+    outlines = [(type(module), tuple(found)) for module, found in zip(modules, attributes, strict=True)]
+    walk.key = GraphKey.of((root_numbers, tuple(outlines)))
     return walk
 
 
@@ -174,15 +159,15 @@ def refuse_pytree(module: Any) -> None:
         raise ValueError(REGISTERED_AS_PYTREE.format(name=type(module).__name__))
 
 
-def _freeze_statics(walk: Traversal) -> dict[tuple[int, str], Attribute]:
-    """Returns the record of every static attribute, by Module and name.
+def _freeze_statics(walk: Traversal) -> dict[tuple[int, str], tuple[Any, ...]]:
+    """Returns every static attribute, as a StaticAttribute in plain tuples, by Module and name.
 
     Modules are taken in the order of their numbers, which unlike the depth-first order is the same for every choice
     of roots: a body that changes nothing must find mutable values under the numbers they had when it was entered.
     """
     freezer = Freezer(walk.index_of)
     walk.statics = []
-    found: dict[tuple[int, str], Attribute] = {}
+    found: dict[tuple[int, str], tuple[Any, ...]] = {}
     for number, module in enumerate(walk.modules):
         info, values = info_of(module), module.__dict__
         for name in info.sorted_names():
@@ -190,7 +175,7 @@ def _freeze_statics(walk: Traversal) -> dict[tuple[int, str], Attribute]:
             if is_static(kind):
                 freezer.arrays_inside = kind is not STATIC  # arrays in an nnx.Static are meant to be there
                 key = _static_key(freezer, walk, number, name, values[name])
-                found[number, name] = StaticAttribute(name, kind, key, len(walk.statics))
+                found[number, name] = (name, kind, key, len(walk.statics))
                 walk.statics.append(values[name])
     walk.mutables, walk.watches = freezer.mutables, freezer.watches
     return found

@@ -109,7 +109,7 @@ class Entries:
                 roots.append((roots[parent][0], join(roots[parent][1], name)))
             self.modules[paths[i]] = type(module).__name__
             self.hyperparameters[paths[i]] = hyperparameters_of(module)
-        for at, name, kind in walk.cells:
+        for at, name, kind in walk.key.cells:
             path = join(paths[at], name)
             type_name = kind.type.__name__ if type(kind) is Spec else ""
             before = len(self._order)
@@ -119,14 +119,14 @@ class Entries:
         self._collect_aliases(walk, paths)
 
     def _collect_aliases(self, walk: Traversal, paths: list[str]) -> None:
-        for module, outline in enumerate(walk.structure.outlines):
+        for module, outline in enumerate(walk.key.structure.outlines):
             for attribute in outline.attributes:
                 path = join(paths[module], attribute.name)
                 if type(attribute) is ChildAttribute:
                     if walk.parents[attribute.module] != (module, attribute.name):
                         self.aliases[path] = paths[attribute.module]
                 elif type(attribute) is DataAttribute:
-                    home = walk.cells[attribute.cell]
+                    home = walk.key.cells[attribute.cell]
                     if (home.module, home.name) != (module, attribute.name):
                         self.aliases[path] = join(paths[home.module], home.name)
 

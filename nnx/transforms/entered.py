@@ -67,7 +67,7 @@ class Entered:
         if self.baseline is None:
             return False
         walk = traverse(modules)  # a static value may have been changed in place
-        return walk.structure != self.baseline.structure or not all(map(is_, walk.mutables, self.baseline.mutables))
+        return walk.key is not self.baseline.key or not all(map(is_, walk.mutables, self.baseline.mutables))
 
     def regrouped(self, origins: Sequence[int], values: Sequence[Any]) -> tuple[Any, list[int]]:
         """Compares which cells hold one container with what it was on entry.

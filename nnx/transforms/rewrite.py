@@ -289,9 +289,9 @@ def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
     walk = traverse([*old_modules, *returned])
     numbers = {id(ref): cell for cell, ref in entered.refs.items()}
     places = {} if entered.key is None else entered.key.cell_numbers
-    current = [walk.modules[at].__dict__[name] for at, name, _ in walk.cells]
+    current = [walk.modules[at].__dict__[name] for at, name, _ in walk.key.cells]
     refs, origins, sources = [], [], []
-    for (at, name, _), ref, value in zip(walk.cells, walk.refs, current):
+    for (at, name, _), ref, value in zip(walk.key.cells, walk.refs, current):
         status = UNTIED if ref is None else numbers.get(id(ref), NEW_REF)
         place = places.get((at, name), -1) if at < len(old_modules) else -1
         keeps = status >= 0 or place not in entered.refs  # whether the cell is the one that was there before
@@ -317,7 +317,7 @@ def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
     values = [value for value, source in zip(current, sources) if source < 0]
     values += [entered.refs[cell].__dict__["value"] for cell in released]
     rewrite = Rewrite(
-        key=GraphKey.of(walk.structure),
+        key=walk.key,
         statics=walk.detached(),
         mutables=mutables,
         sources=tuple(sources),
@@ -343,10 +343,10 @@ def _is_as_before(entered: Entered, walk: Any, places: Mapping[tuple[int, str], 
     """Whether the structure is the one that was entered; an attribute may have been deleted and made again."""
     if entered.key is None or len(walk.modules) > len(entered.graph.modules):
         return False
-    outlines = zip(entered.key.structure.outlines, walk.structure.outlines, strict=True)
+    outlines = zip(entered.key.structure.outlines, walk.key.structure.outlines, strict=True)
     if not all(before.agrees_with(after) for before, after in outlines):
         return False
-    for at, attribute in walk.structure.data_attributes():
+    for at, attribute in walk.key.structure.data_attributes():
         was = places[at, attribute.name]
         if refs[attribute.cell] != (was if was in entered.refs else UNTIED):
             return False
