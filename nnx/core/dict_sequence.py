@@ -32,7 +32,7 @@ class Dict(Module, MutableMapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         name = self._stored(key)
-        if name not in self._nnx_info.kinds:
+        if name not in info_of(self).kinds:
             raise KeyError(key)
         return getattr(self, name)
 
@@ -49,19 +49,19 @@ class Dict(Module, MutableMapping[str, Any]):
 
     def __delitem__(self, key: str) -> None:
         name = self._stored(key)
-        if name not in self._nnx_info.kinds:
+        if name not in info_of(self).kinds:
             raise KeyError(key)
         check_level(self, f"deleting {key!r}")
         remove(self, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([segment_of(name) for name in self._nnx_info.sorted_names()])
+        return iter([segment_of(name) for name in info_of(self).sorted_names()])
 
     def __len__(self) -> int:
-        return len(self._nnx_info.kinds)
+        return len(info_of(self).kinds)
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and bool(key) and self._stored(key) in self._nnx_info.kinds
+        return isinstance(key, str) and bool(key) and self._stored(key) in info_of(self).kinds
 
     def _stored(self, key: Any) -> str:
         return self._nnx_attribute_name(key) if isinstance(key, str) and key else ""
@@ -102,7 +102,7 @@ class Sequence(Module, MutableSequence[Any]):
             setattr(self, str(i), item)
 
     def __len__(self) -> int:
-        numbers = [int(name) for name in self._nnx_info.kinds if name.isdecimal()]
+        numbers = [int(name) for name in info_of(self).kinds if name.isdecimal()]
         return max(numbers) + 1 if numbers else 0
 
     @overload
@@ -116,7 +116,7 @@ class Sequence(Module, MutableSequence[Any]):
 
     def _item(self, i: int) -> Any:
         name = str(i)
-        if name not in self._nnx_info.kinds:
+        if name not in info_of(self).kinds:
             raise AttributeError(MISSING_ITEM.format(index=i, owner=type(self).__name__), name=name, obj=self)
         return getattr(self, name)
 

@@ -13,7 +13,7 @@ from nnx.core.paths import join
 from nnx.core.proxies import Access
 from nnx.core.pure import Pure
 from nnx.core.repr import short
-from nnx.core.state import State
+from nnx.core.state import State, parts_of
 from nnx.core.static_keys import Freezer
 from nnx.core.statics import Statics
 from nnx.core.structure import (
@@ -209,7 +209,8 @@ def _assemble(key: GraphKey, states: Iterable[State]) -> tuple[list[Any], dict[s
     leaves = [MISSING] * len(index)
     extra: dict[str, Any] = {}
     for state in states:
-        for path, leaf in zip(state._layout.paths, state._leaves, strict=True):
+        layout, given = parts_of(state)
+        for path, leaf in zip(layout.paths, given, strict=True):
             cell = index.get(path)
             if cell is None:
                 cell = key.find(path)

@@ -26,7 +26,7 @@ from nnx.core.repr import short
 from nnx.core.state import State
 from nnx.core.statics import FrozenFields
 from nnx.core.trees import is_pytree_leaf
-from nnx.core.variables import Container, Spec, Static, TreeNode
+from nnx.core.variables import Container, Spec, Static, TreeNode, spec_of
 
 P = TypeVar("P", bound="Pytree")
 
@@ -114,7 +114,7 @@ class Pytree(metaclass=PytreeType):
             if isinstance(value, Static):
                 self._nnx_specs.pop(name, None)
             else:
-                self._nnx_specs[name] = value._spec
+                self._nnx_specs[name] = spec_of(value)
             value = value.value
         elif spec is None and _is_data(value):
             self._nnx_specs[name] = _TREE_NODE
@@ -261,7 +261,7 @@ def _unflatten(statics: Any, children: Any) -> Any:
     values.update(frozen.value)
     for name, child in zip(data, children, strict=True):
         if isinstance(child, Container):
-            record._nnx_specs[name] = child._spec
+            record._nnx_specs[name] = spec_of(child)
             values[name] = child.value
         else:
             record._nnx_specs[name] = _TREE_NODE

@@ -6,6 +6,7 @@ of a State, interned with what is computed from it once: a State is then a layou
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, overload
 
 import jax
@@ -217,6 +218,10 @@ class State(Mapping[str, Any]):
 
 
 _new = object.__new__
+
+
+parts_of: Callable[[State], tuple[Layout, Sequence[Any]]] = attrgetter("_layout", "_leaves")
+"""Returns the layout and the leaves of a State."""
 
 
 def _flatten(state: State) -> tuple[Sequence[Any], Layout]:

@@ -11,7 +11,7 @@ from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.paths import join
 from nnx.core.refs import Ref
 from nnx.core.repr import short
-from nnx.core.state import State
+from nnx.core.state import State, parts_of
 from nnx.core.ties import is_container
 from nnx.core.trace import current_level, same_level
 from nnx.core.trees import fresh, leaf_types
@@ -42,7 +42,8 @@ def update(root: Any, *states: State) -> None:
     additions: list[tuple[Any, str, Any, Any]] = []
     kinds = flat.key.kinds
     for state in states:
-        for i, path, leaf in zip(flat.indices(state._layout), state._layout.paths, state._leaves, strict=True):
+        layout, leaves = parts_of(state)
+        for i, path, leaf in zip(flat.indices(layout), layout.paths, leaves, strict=True):
             if i >= 0:
                 writes.append((i, _fitting_value(kinds[i], leaf, path)))
             else:
@@ -170,7 +171,7 @@ def pop(root: Any, filters: Sequence[Any]) -> Any:
     refs = {}
     for i in taken:
         at, name, _ = flat.key.cells[i]
-        kind = modules[at]._nnx_info.kinds[name]
+        kind = info_of(modules[at]).kinds[name]
         if type(kind) is Ref:
             refs[id(kind)] = kind
         else:
