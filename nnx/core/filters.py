@@ -15,6 +15,7 @@ import numpy as np
 
 from nnx.core.collection_names import known_collections
 from nnx.core.module_info import ModuleBase
+from nnx.core.paths import listing
 from nnx.core.repr import short
 from nnx.core.variables import Variable
 
@@ -237,8 +238,7 @@ def classify(items: Iterable[tuple[str, AnyValue]], filters: Sequence[AnyValue],
             found.append(-1)
             rest.append(path)
     if rest and exhaustive:
-        shown = ", ".join(rest[:10]) + (f" and {len(rest) - 10} more" if len(rest) > 10 else "")
-        raise ValueError(NON_EXHAUSTIVE.format(paths=shown, filters=describe(filters)))
+        raise ValueError(NON_EXHAUSTIVE.format(paths=listing(rest), filters=describe(filters)))
     return found
 
 

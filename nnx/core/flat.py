@@ -12,13 +12,13 @@ from typing import Any
 from nnx.core.module_info import ModuleInfo, cached_flat, info_of
 from nnx.core.refs import Ref
 from nnx.core.state import Layout, State
-from nnx.core.static_keys import comparison
 from nnx.core.statics import Statics
 from nnx.core.structure import GraphKey
 from nnx.core.ties import NO_TIES, Ties, alias_groups, container_cells
 from nnx.core.trees import fresh, leaf_types
 from nnx.core.versions import STRUCTURE
 from nnx.core.walk import Traversal, traverse
+from nnx.core.watches import comparison
 
 _count = attrgetter("count")
 

@@ -101,7 +101,7 @@ class Pytree(metaclass=PytreeType):
             if cls._nnx_frozen or not cls._nnx_mutable:
                 raise dataclasses.FrozenInstanceError(IMMUTABLE.format(owner=cls.__name__, name=name))
             if name not in self.__dict__:
-                raise AttributeError(NEW_FIELD.format(owner=cls.__name__, name=name, fields=_listing(self)))
+                raise AttributeError(NEW_FIELD.format(owner=cls.__name__, name=name, fields=_field_names(self)))
         self._set_field(name, value)
 
     def _set_field(self, name: str, value: Any) -> None:
@@ -140,7 +140,9 @@ class Pytree(metaclass=PytreeType):
         """
         unknown = sorted(set(changes) - set(self.__dict__))
         if unknown:
-            raise ValueError(UNKNOWN_FIELDS.format(unknown=unknown, owner=type(self).__name__, fields=_listing(self)))
+            raise ValueError(
+                UNKNOWN_FIELDS.format(unknown=unknown, owner=type(self).__name__, fields=_field_names(self))
+            )
         record = _open(type(self))
         record.__dict__.update(self.__dict__)
         record._nnx_specs = dict(self._nnx_specs)
@@ -181,7 +183,7 @@ def _open(cls: type) -> Any:
     return record
 
 
-def _listing(record: Pytree) -> str:
+def _field_names(record: Pytree) -> str:
     return ", ".join(sorted(record.__dict__))
 
 

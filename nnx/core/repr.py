@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.trees import contains_itself, items_of
@@ -52,9 +53,14 @@ def _sequence(value: Any, item: Any) -> str:
     return f"({inner},)" if len(value) == 1 else f"({inner})"
 
 
-def typename(value: Any) -> str:
-    """The name of a value's class."""
-    return type(value).__name__
+def type_text(value: Any) -> str:
+    """Returns the dtype and shape of an array, or the structure of a pytree with those of its leaves.
+
+    Values with the same text can take each other's place in a loop or a branch.
+    """
+    leaves, treedef = jax.tree.flatten(value)
+    types = [f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for leaf in leaves]
+    return types[0] if len(leaves) == 1 and leaves[0] is value else f"{treedef} of {', '.join(types)}"
 
 
 def article(word: str) -> str:

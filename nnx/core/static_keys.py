@@ -1,4 +1,4 @@
-"""The keys of static values: when two of them are equal, and how a change in place is noticed.
+"""The keys of static values: when two of them are equal.
 
 The *key* of a static value is hashable, and two values are equal when their keys are. A key is complete or it is an
 identity: types count (1, 1.0 and True differ), floats compare by bit pattern, and a value compared by content
@@ -7,8 +7,8 @@ closure, once per function object, because some of them change their own closure
 its own `__eq__` and `__hash__` is compared by those, anything else by identity.
 
 A `Freezer` goes through the static values of one graph. It numbers the *mutable* ones it meets, so that one list held
-by two attributes is one list in the key, in every copy and after a transform. For each it also takes a *watch*: live
-views of what it holds, together with what they showed.
+by two attributes is one list in the key, in every copy and after a transform. It also takes the watches of each, which
+tell whether it has changed since (see watches).
 """
 
 import enum
@@ -17,7 +17,6 @@ import struct
 import types
 import weakref
 from collections.abc import Callable
-from operator import is_, is_not
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ from nnx.core.contents import Content, content_of
 from nnx.core.module_info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.trees import holds_state
+from nnx.core.watches import Watch, snapshot
 
 ATOMS: frozenset[type] = frozenset({int, bool, str, bytes, type(None), type(...)})
 
@@ -107,7 +107,7 @@ class Freezer:
         self.in_function = in_function
         self.mutables: list[Any] = []  # by number, in the order they were met
         self.numbers: dict[int, int] = {}
-        self.watches: list[list[tuple[Any, Any, Any, Any]]] = []  # per mutable value, how to notice a change
+        self.watches: list[list[Watch]] = []  # per mutable value, how to notice a change
         self._active: dict[int, int] = {}
 
     def key(self, value: Any, route: str = "it") -> Any:
@@ -142,7 +142,7 @@ class Freezer:
                 return ("the mutable value", number)
             self.numbers[id(value)] = len(self.mutables)
             self.mutables.append(value)
-            self.watches.append([_snapshot(*views) for views in content.views(value)])
+            self.watches.append([snapshot(*views) for views in content.views(value)])
         elif id(value) in self._active:  # an immutable value can contain itself behind the back of its class
             return ("the value around it", self._active[id(value)])
         self._active[id(value)] = len(self._active)
@@ -254,56 +254,3 @@ def _function_key(value: Any, route: str, around: dict[int, int]) -> Any:
 def in_no_graph(module: Any) -> None:
     """The `index_of` of a Freezer for values outside any graph."""
     return None
-
-
-# Noticing changes
-
-
-def _snapshot(keys: Any, values: Any) -> tuple[Any, Any, Any, Any]:
-    """A watch: live views, and what they showed. Names are compared by value, everything else by identity."""
-    held = [*values]
-    if keys is None:
-        return None, None, values, held
-    names = [*keys]
-    if all(type(name) is str for name in names):
-        return keys, names, values, held
-    return None, None, _KeysAndValues(keys, values), [*names, *held]
-
-
-class _KeysAndValues:
-    """The keys of a dict, then its values, as one view: keys that are not strings are watched by identity."""
-
-    __slots__ = ("keys", "values")
-
-    def __init__(self, keys: Any, values: Any):
-        self.keys, self.values = keys, values
-
-    def __len__(self) -> int:
-        return 2 * len(self.keys)
-
-    def __iter__(self) -> Any:
-        return iter([*self.keys, *self.values])
-
-
-def watched_unchanged(watch: list[tuple[Any, Any, Any, Any]]) -> bool:
-    """Whether every watched value holds the very objects it held when it was frozen."""
-    for keys, names, values, held in watch:
-        if keys is not None:
-            if [*keys] != names:
-                return False
-        elif len(values) != len(held):
-            return False
-        if not all(map(is_, values, held)):  # identity, compared in C: 1 -> 1.0 is a change, and == may be anything
-            return False
-    return True
-
-
-def comparison(watch: list[tuple[Any, Any, Any, Any]]) -> Callable[[], bool]:
-    """Returns `watched_unchanged` for this watch, as a function without arguments.
-
-    A call of a jitted function pays for it, so the usual case, one config that all Modules share, is written out.
-    """
-    if len(watch) != 1 or watch[0][0] is None:
-        return functools.partial(watched_unchanged, watch)
-    keys, names, values, held = watch[0]
-    return lambda: list(keys) == names and not any(map(is_not, values, held))

@@ -17,7 +17,8 @@ import numpy as np
 from nnx.core.contents import content_of
 from nnx.core.errors import STATE_IN_STATIC_VALUE
 from nnx.core.module_info import ModuleBase
-from nnx.core.static_keys import ATOMS, BoundMethod, ForeignMethod, Freezer, HoldsState, in_no_graph, watched_unchanged
+from nnx.core.static_keys import ATOMS, BoundMethod, ForeignMethod, Freezer, HoldsState, in_no_graph
+from nnx.core.watches import watched_unchanged
 
 _SHARED_AS_IS = ATOMS | {float, complex, range, slice, types.FunctionType, types.BuiltinFunctionType, type, np.dtype}
 

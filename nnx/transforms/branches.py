@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from nnx.core.paths import join
+from nnx.core.repr import type_text
 from nnx.core.structure import GraphKey, module_path
 from nnx.transforms.annotations import R
 from nnx.transforms.bodies import check_aliases, check_structure
@@ -95,7 +95,7 @@ class Branches:
         columns = [self.union_values(number, shape, self.cells) for number, shape in enumerate(self.shapes)]
         paths = self._union_paths()
         for i, path in enumerate(paths):
-            types = [_type_text(column[i]) for column in columns]
+            types = [type_text(column[i]) for column in columns]
             for number, text in enumerate(types):
                 if text != types[0]:
                     raise TypeError(
@@ -147,10 +147,6 @@ def _rewritten_path(key: GraphKey | None, rewrite: Rewrite, cell: int) -> str:
     if key is None or at >= rewrite.old_count:
         return rewrite.key.cell_roots()[cell].path
     return join(module_path(key.parents(), at), name)
-
-
-def _type_text(value: Any) -> str:
-    return str(jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", value))
 
 
 def cond(

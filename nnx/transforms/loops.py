@@ -6,6 +6,7 @@ from typing import Any, Unpack, overload
 import jax
 import jax.numpy as jnp
 
+from nnx.core.repr import type_text
 from nnx.core.structure import GraphKey
 from nnx.transforms.annotations import Decorator, P, R, ScanOptions, T
 from nnx.transforms.axes import (
@@ -282,22 +283,14 @@ def current_values(name: str, key: GraphKey | None, entered: Entered, cells: Seq
         assert key is not None, "only a graph has cells"
         at, attribute, _ = key.cells[i]
         value = entered.graph.modules[at].__dict__[attribute]
-        before, after = _type_text(entered.before[i]), _type_text(value)
+        before, after = type_text(entered.before[i]), type_text(value)
         if i in entered.trees:
-            before = _type_text(jax.tree.unflatten(entered.trees[i][1], entered.trees[i][0]))
+            before = type_text(jax.tree.unflatten(entered.trees[i][1], entered.trees[i][0]))
         if before != after:
             path = cell_paths(key)[i]
             raise TypeError(OTHER_TYPE.format(name=name, path=path, before=before, after=after))
         values.append(value)
     return values
-
-
-def _type_text(value: Any) -> str:
-    def one(x: Any) -> str:
-        return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
-
-    leaves, treedef = jax.tree.flatten(value)
-    return one(value) if len(leaves) == 1 and leaves[0] is value else f"{treedef} of {', '.join(map(one, leaves))}"
 
 
 class Loop:

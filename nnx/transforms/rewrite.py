@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from nnx.core.kinds import SUBMODULE, Absent, absent
 from nnx.core.module_info import info_of, new_module
 from nnx.core.refs import Ref
-from nnx.core.static_keys import watched_unchanged
 from nnx.core.statics import Statics
 from nnx.core.structure import AbsentAttribute, ChildAttribute, GraphKey, StaticAttribute
 from nnx.core.trace import current_level
@@ -28,6 +27,7 @@ from nnx.core.trees import can_change
 from nnx.core.updates import check_levels
 from nnx.core.versions import forget_flat_forms
 from nnx.core.walk import Traversal, traverse
+from nnx.core.watches import watched_unchanged
 from nnx.transforms.entered import Entered
 
 UNTIED, NEW_REF = -1, -2  # in `Rewrite.refs`: a cell without a Ref, and one whose Ref the function made

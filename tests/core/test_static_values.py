@@ -322,6 +322,34 @@ def test_a_static_container_mutated_in_place_is_noticed(value, change):
     assert after == Box(x=m.x).get_module_def()
 
 
+@pytest.mark.parametrize("fields", [1, 2, 5, 32, 33, 100])
+def test_every_kind_of_change_to_a_config_is_noticed_whatever_its_size(fields):
+    def rename(config, name):
+        config[f"{name}_"] = config.pop(name)
+
+    def move_to_the_end(config, name):
+        config[name] = config.pop(name)
+
+    changes = {
+        "another value": lambda config, name: config.update({name: "new"}),
+        "an equal value of another type": lambda config, name: config.update({name: 1.0}),
+        "a field more": lambda config, name: config.update(more=1),
+        "a field less": lambda config, name: config.pop(name),
+        "a renamed field": rename,
+        "another order": move_to_the_end,
+    }
+    for what, change in changes.items():
+        config = {f"field{i}": 1 for i in range(fields)}
+        m = Box(config=config)
+        before = m.get_module_def()
+        assert m.get_module_def() == before
+        change(config, "field0")
+        if what == "another order":
+            assert (m.get_module_def() == before) == (fields == 1)
+        else:
+            assert m.get_module_def() != before, what
+
+
 def test_a_moduledef_keeps_the_value_it_was_made_with():
     m = Box(x=[1])
     state, before = m.partition()
