@@ -1,4 +1,7 @@
-"""What assigning to an attribute means: which kind it becomes, and which changes are structural."""
+"""What assigning to an attribute means: which kind the attribute gets, and which changes are structural.
+
+A value falls into a *category* by its type alone; the kind also depends on what is there already and on the content.
+"""
 
 import types
 from collections.abc import Callable
@@ -15,7 +18,7 @@ from nnx.core.kinds import NODE, STATIC, SUBMODULE, TREE, TREE_SPEC, Absent
 from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.refs import Ref
 from nnx.core.repr import short
-from nnx.core.ties import is_container
+from nnx.core.ties import is_mutable_tree
 from nnx.core.trees import contains_itself, find_module, fresh, items_of, leaf_types
 from nnx.core.variables import Container, ContainerMetadata, Node, Spec, Static, spec_of
 from nnx.core.versions import forget_flat_forms
@@ -29,17 +32,17 @@ _categories: dict[type, int] = {list: _PLAIN, tuple: _PLAIN, dict: _PLAIN}
 _node_types: tuple[type, ...] = (jax.Array, jax.core.Tracer, jax.ShapeDtypeStruct, np.ndarray)
 
 wrappers: dict[type, Callable[[Any], Any]] = {}
-"""What a plain list, tuple or dict of Modules becomes; filled by containers."""
+"""What turns a plain list, tuple or dict of Modules into a Module; filled by dict_sequence."""
 
 
 def register_node_type(cls: type) -> None:
     """Makes values of a type nodes: assigned to a Module or Pytree attribute, they are data.
 
     Args:
-      cls: the type; JAX must be able to take its values, as arrays or as a registered pytree.
+      cls: the type. JAX must accept its values, as arrays or as a registered pytree.
 
     Raises:
-      TypeError: it is no class.
+      TypeError: `cls` is not a class.
     """
     global _node_types
     if not isinstance(cls, type):
@@ -79,7 +82,7 @@ def _category(value: Any) -> int:
 
 
 def assign(module: Any, name: str, value: Any) -> None:
-    """Sets an attribute; the trace level has been checked.
+    """Sets an attribute. The caller has checked the trace level.
 
     Raises:
       ValueError: the value does not fit the attribute, or cannot be an attribute.
@@ -87,7 +90,7 @@ def assign(module: Any, name: str, value: Any) -> None:
     info = module._nnx_info
     old = info.kinds.get(name)
     category = _category(value)
-    if old is None and category == _CONTAINER and value._spec.is_plain:  # what a constructor does
+    if old is None and category == _CONTAINER and value._spec.is_plain:  # the fast path of constructors
         inner = value.value
         if leaf_types.get(type(inner)) and name.isidentifier():
             info.kinds[name] = value._spec
@@ -95,7 +98,7 @@ def assign(module: Any, name: str, value: Any) -> None:
             info.changed()
             return
     if type(old) is Spec:
-        if category == _ARRAY and old.is_plain:  # what a training step does
+        if category == _ARRAY and old.is_plain:  # the fast path of training steps
             module.__dict__[name] = value
             return
         _assign_to_variable(module, name, old, category, value)
@@ -127,8 +130,9 @@ def _assign_to_variable(module: Any, name: str, spec: Spec, category: int, value
         return
     if spec.on_set is not None:
         value = spec.on_set(value, spec.metadata)
-    if is_container(value) and not is_container(module.__dict__.get(name)):
-        info_of(module).changed()  # flat forms compare the containers they know of; see ties
+    if is_mutable_tree(value) and not is_mutable_tree(module.__dict__.get(name)):
+        # A flat form keeps track of the cells that hold mutable trees. This one is about to be the first in its cell.
+        info_of(module).changed()
     module.__dict__[name] = value
 
 
@@ -136,11 +140,11 @@ def _refuse_module(module: Any, name: str, spec: Spec, category: int, value: Any
     hidden = (category == _PLAIN and holds_modules(value)) or (category == _OTHER and find_module(value))
     if category == _MODULE or hidden:
         owner, text = type(module).__name__, type(value).__name__
-        raise ValueError(MODULE_INTO_VARIABLE.format(value=text, name=name, owner=owner, kind=spec.type.__name__))
+        raise ValueError(MODULE_INTO_VARIABLE.format(value=text, name=name, owner=owner, type=spec.type.__name__))
 
 
 def decide(module: Any, name: str, category: int, value: Any) -> tuple[Any, Any]:
-    """The kind an attribute gets from this value, and what is stored."""
+    """Returns the kind an attribute gets from this value, and what is stored."""
     if category == _ATOM:
         return STATIC, value
     if category == _ARRAY:
@@ -158,8 +162,8 @@ def decide(module: Any, name: str, category: int, value: Any) -> tuple[Any, Any]
         return spec, inner if spec.on_set is None else spec.on_set(inner, spec.metadata)
     if isinstance(value, ContainerMetadata):
         raise ValueError(
-            f"Cannot assign attribute {name!r} of {type(module).__name__}: an initialiser with metadata gives a value "
-            f"to be wrapped. Say what it is: nnx.Param({name}_init(...))."
+            f"Cannot assign attribute {name!r} of {type(module).__name__}: the result of an initializer with metadata "
+            f"has to be wrapped in a container, e.g. nnx.Param({name}_init(...))."
         )
     if category == _PLAIN and holds_modules(value):
         return SUBMODULE, wrappers[type(value)](value)
@@ -170,7 +174,7 @@ def decide(module: Any, name: str, category: int, value: Any) -> tuple[Any, Any]
 
 
 def place(module: Any, name: str, kind: Any, value: Any) -> None:
-    """Stores a value of a decided kind; notes a structural change if it is one."""
+    """Stores a value whose kind has been decided, and notes the structural change if it is one."""
     info, values = info_of(module), module.__dict__
     old = info.kinds.get(name)
     if old is None and not name.isidentifier():
@@ -184,12 +188,14 @@ def place(module: Any, name: str, kind: Any, value: Any) -> None:
             return
         if kind is STATIC and type(before) is type(value) and _category(value) == _ATOM and _same_atom(before, value):
             return
+    # A Ref knows its owners, so that a write through one attribute reaches the others. Attaching comes first: it raises
+    # if the Ref is of another trace level, and then nothing has changed.
     if type(kind) is Ref:
         kind.attach(module, name)
         value = kind.__dict__["value"]
     if type(old) is Ref:
         old.detach(module, name)
-        if old is kind:
+        if old is kind:  # assigned to the attribute it was on: detaching has removed the new owner as well
             kind.attach(module, name)
     info.kinds[name] = kind
     values[name] = value
@@ -201,7 +207,7 @@ def place(module: Any, name: str, kind: Any, value: Any) -> None:
 
 
 def _refuse_bad_name(module: Any, name: str) -> None:
-    segment = name[1:] if name[:1] == "/" else name  # as a Dict stores a key that is also an attribute of its class
+    segment = name[1:] if name[:1] == "/" else name  # how a Dict stores a key that is also an attribute of its class
     if not segment or "/" in segment or module._nnx_attribute_name(segment) != name:
         raise ValueError(BAD_NAME.format(name=name, owner=type(module).__name__))
 
@@ -211,7 +217,7 @@ def _same_atom(before: Any, value: Any) -> bool:
 
 
 def holds_modules(value: Any) -> bool:
-    """Whether a plain list, tuple or dict holds Modules, containers or Refs, at any depth of plain containers."""
+    """Whether a plain list, tuple or dict holds Modules, containers or Refs, also inside of further ones."""
     stack, seen = [value], set()
     while stack:
         item = stack.pop()
@@ -231,7 +237,7 @@ def _is_data(module: Any, name: str, value: Any) -> bool:
     """Whether a value is a pytree that holds arrays.
 
     Raises:
-      ValueError: it is, but holds something JAX cannot take.
+      ValueError: it is, but it also holds something that JAX does not accept.
     """
     if isinstance(value, (list, dict, tuple)) and contains_itself(value):
         return False
@@ -246,8 +252,8 @@ def _is_data(module: Any, name: str, value: Any) -> bool:
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
         if _category(leaf) != _ARRAY and not isinstance(leaf, _NUMBERS):
             route = f"{name}{jax.tree_util.keystr(path)}"
-            owner, kind = type(module).__name__, type(value).__name__
-            raise ValueError(NOT_DATA.format(name=name, owner=owner, kind=kind, route=route, leaf=short(leaf)))
+            text = {"name": name, "owner": type(module).__name__, "type": type(value).__name__}
+            raise ValueError(NOT_DATA.format(**text, route=route, leaf=short(leaf)))
     return True
 
 
@@ -264,7 +270,7 @@ def _refuse_captured(module: Any, name: str, value: Any) -> None:
 
 
 def settle(module: Any) -> None:
-    """After the constructor: lists and dicts that have come to hold Modules or arrays get the kind that fits."""
+    """Decides again about the static lists and dicts of a constructor: by now they may hold Modules or arrays."""
     kinds, values = info_of(module).kinds, module.__dict__
     info_of(module).unsettled = False
     filled = [name for name, kind in kinds.items() if kind is STATIC and type(values[name]) in wrappers]
@@ -287,11 +293,11 @@ def set_spec(module: Any, name: str, spec: Spec) -> None:
 
 
 def variable_of(module: Any, name: str) -> Any:
-    """The container behind an attribute: its type and metadata with the current value.
+    """Returns the container behind an attribute: its type and metadata with the current value.
 
     Raises:
       AttributeError: there is no such attribute.
-      ValueError: it is a submodule or a static value.
+      ValueError: the attribute is a submodule or a static value.
     """
     info = info_of(module)
     kind = info.kinds.get(name)

@@ -1,4 +1,4 @@
-"""Containers of Modules: `Dict` and `Sequence`, real mutable collections that are Modules themselves."""
+"""`Dict` and `Sequence`: a mutable mapping and a mutable sequence that are Modules themselves."""
 
 import inspect
 import types
@@ -82,15 +82,15 @@ class Dict(Module, MutableMapping[str, Any]):
         def __hash__(self) -> int: ...
         def __eq__(self, other: object, /) -> bool: ...
     else:
-        __hash__ = Module.__hash__  # a Mapping has none and compares by content; a Module is its identity
+        __hash__ = Module.__hash__  # a Mapping compares by content and has no hash; a Module compares by identity
         __eq__ = Module.__eq__
 
 
 class Sequence(Module, MutableSequence[Any]):
     """A list of Modules (and any other values). Calling it runs the items in order.
 
-    A tuple that an item returns becomes the positional arguments of the next, a dict the keyword arguments; `ctx` goes
-    to the items that accept it.
+    A tuple that an item returns becomes the positional arguments of the next, a dict the keyword arguments. `ctx` is
+    passed to the items that accept it.
 
     >>> model = nnx.Sequence([jnp.sin, jnp.cos])
     >>> len(model), float(model(0.0))
@@ -137,7 +137,7 @@ class Sequence(Module, MutableSequence[Any]):
         self._replace_all(items)
 
     def insert(self, index: int, value: Any) -> None:
-        """Puts a value before position `index`."""
+        """Inserts a value before position `index`."""
         items = self._raw_items()
         if index >= len(items):
             setattr(self, str(len(items)), value)
@@ -146,7 +146,7 @@ class Sequence(Module, MutableSequence[Any]):
         self._replace_all(items)
 
     def reverse(self) -> None:
-        """Turns the order of the items around."""
+        """Reverses the order of the items, in place."""
         self._replace_all(self._raw_items()[::-1])
 
     def _position(self, index: Any) -> int:
@@ -162,12 +162,12 @@ class Sequence(Module, MutableSequence[Any]):
         return position
 
     def _raw_items(self) -> list[Any]:
-        """The items with their containers, so that moving an item keeps its type."""
+        """Returns the items in their containers, so that moving an item keeps its type."""
         return [_with_kind(self, i) for i in range(len(self))]
 
     def _replace_all(self, items: list[Any]) -> None:
         check_level(self, "changing the items")
-        new = Sequence(items)  # raises before anything has changed, if one cannot be an item
+        new = Sequence(items)  # if one of them cannot be an item, this raises before anything has changed
         for i in range(len(self)):
             remove(self, str(i))
         for name, kind in info_of(new).kinds.items():
@@ -226,7 +226,7 @@ def accepts_ctx(function: Any) -> bool:
         if answer is None:
             answer = _known_to_take_ctx[function] = _takes_ctx(function)
         return answer
-    except TypeError:  # it has no hash, or there are no weak references to it
+    except TypeError:  # it cannot be hashed, or does not support weak references
         return _takes_ctx(function)
 
 
@@ -239,7 +239,7 @@ def _takes_ctx(function: Any) -> bool:
 
 
 def from_plain(value: Any) -> Any:
-    """The Sequence or Dict of a plain list, tuple or dict; plain containers inside that hold Modules follow suit."""
+    """Returns the Sequence or Dict of a plain list, tuple or dict; inner ones that hold Modules are converted too."""
     root = _empty(value)
     todo = [(root, value)]
     while todo:  # no recursion: lists may nest deeply

@@ -14,7 +14,7 @@ from nnx.core.refs import Ref
 from nnx.core.state import Layout, State
 from nnx.core.statics import Statics
 from nnx.core.structure import GraphKey
-from nnx.core.ties import NO_TIES, Ties, alias_groups, container_cells
+from nnx.core.ties import NO_TIES, Ties, alias_groups, mutable_tree_cells
 from nnx.core.trees import fresh, leaf_types
 from nnx.core.versions import STRUCTURE
 from nnx.core.walk import Traversal, traverse
@@ -32,7 +32,7 @@ class Flat:
 
     __slots__ = (
         "key", "statics", "mutables", "dicts", "names", "refs", "ties", "modules", "level", "sown", "writers", "plans",
-        "last_plan", "ready", "watched", "unchanged", "_versions", "_counts", "_stamp", "_watch", "_containers",
+        "last_plan", "ready", "watched", "unchanged", "_versions", "_counts", "_stamp", "_watch", "_mutable_trees",
         "_indices", "__weakref__",
     )  # fmt: skip
 
@@ -56,9 +56,9 @@ class Flat:
         self._counts = list(map(_count, self._versions))
         self._watch = [watch for watches in walk.watches for watch in watches]
         # Cells that hold containers. With two or more, every call has to ask which of them hold the same one.
-        self._containers = container_cells(self.values())
-        if len(self._containers) < 2:
-            self._containers = []
+        self._mutable_trees = mutable_tree_cells(self.values())
+        if len(self._mutable_trees) < 2:
+            self._mutable_trees = []
         shared = set(self.key.shared)
         lone = tuple([i for i, ref in enumerate(walk.refs) if ref is not None and i not in shared])
         aliases = self._aliases()
@@ -72,8 +72,8 @@ class Flat:
         # A call compares one of the next two with the global stamp, and skips `is_valid` if it is the same object.
         # `ready` is the stamp at which there is nothing to check: no watched static value, no container to compare,
         # nothing sown. `watched` is the stamp at which only watched static values have to be checked, by `unchanged`.
-        self.ready: Any = None if self._watch or self._containers or self.sown else self._stamp
-        self.watched: Any = self._stamp if self._watch and not self._containers and not self.sown else None
+        self.ready: Any = None if self._watch or self._mutable_trees or self.sown else self._stamp
+        self.watched: Any = self._stamp if self._watch and not self._mutable_trees and not self.sown else None
         self.unchanged = comparison(self._watch)
         self._indices: dict[Layout, list[int]] = {}
 
@@ -84,18 +84,18 @@ class Flat:
             if list(map(_count, self._versions)) != self._counts:
                 return False
             self._stamp = stamp
-        if self._containers and self._aliases() != self.ties.aliases:
+        if self._mutable_trees and self._aliases() != self.ties.aliases:
             return False
         if not self._watch:
-            if not self.sown and not self._containers:
+            if not self.sown and not self._mutable_trees:
                 self.ready = stamp
             return True
-        if not self.sown and not self._containers:
+        if not self.sown and not self._mutable_trees:
             self.watched = stamp
         return self.unchanged()
 
     def _aliases(self) -> tuple[tuple[int, ...], ...]:
-        cells = self._containers
+        cells = self._mutable_trees
         return alias_groups(cells, [self.dicts[i][self.names[i]] for i in cells]) if cells else ()
 
     def is_ready(self) -> bool:

@@ -1,7 +1,7 @@
-"""Modes: telling every layer of a model at once whether it is trained or used.
+"""Modes: switching every layer of a model between training and evaluation at once.
 
-A layer takes its mode from the call, else from its own attribute, else from the Context's flag. What is set here is the
-attribute, so that a call may still say otherwise, and `None` hands the decision back to the Context.
+A layer takes its mode from the call, else from its own attribute, else from the Context's flag. Functions here set the
+attribute, so a call can still override it, and `None` leaves the decision to the Context.
 """
 
 from typing import Any
@@ -12,15 +12,15 @@ from nnx.core.updates import check_levels
 from nnx.core.walk import number_modules
 
 MODES = {"deterministic": False, "use_running_average": False, "update_stats": True}
-"""The attributes that are a mode, with their values in training; in use they have the opposite ones."""
+"""The attributes that are a mode, with their values in training; in evaluation they have the opposite ones."""
 
 
 def set_mode(model: Any, training: bool | None) -> None:
     """Sets the mode of every layer in a Module that has one.
 
     Args:
-        model: the Module; layers reached twice are set once.
-        training: true for training, false for use; `None` leaves the mode to the Context's flags again.
+        model: the Module.
+        training: True for training, False for evaluation, None to leave the mode to the Context's flags again.
 
     Raises:
         TypeError: `model` is not a Module.
@@ -31,7 +31,7 @@ def set_mode(model: Any, training: bool | None) -> None:
     True
     """
     if not isinstance(model, ModuleBase):
-        raise TypeError(f"The mode of a Module can be set, got {type(model).__name__}.")
+        raise TypeError(f"nnx.set_mode takes a Module, got {type(model).__name__}.")
     layers = [module for module in number_modules((model,)).modules if _modes_of(module)]
     check_levels(layers, "setting the mode")
     for layer in layers:

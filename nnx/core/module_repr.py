@@ -14,7 +14,10 @@ from nnx.core.variables import Spec
 
 
 def module_repr(root: Any) -> str:
-    """A Module as an indented tree; what has been printed before is `Name(...)`, options left alone are left out."""
+    """Returns a Module as an indented tree.
+
+    A Module that was printed before appears as `Name(...)`. Options that have their default value are omitted.
+    """
     lines: list[str] = []
     seen: set[int] = set()
     defaults: dict[type, dict[str, Any]] = {}
@@ -60,7 +63,7 @@ def _constructor_defaults(cls: type) -> dict[str, Any]:
 
 
 def _is_option_left_alone(defaults: dict[str, Any], name: str, module: Any) -> bool:
-    """Whether a flag, function, dtype or None is what the constructor has as the default of that name."""
+    """Whether a flag, function, dtype or None is the default that the constructor has for that name."""
     if name not in defaults:
         return False
     value, default = module.__dict__[name], defaults[name]

@@ -1,4 +1,4 @@
-"""ModuleDef: the static half of a Module, and how a Module is built from it and a State."""
+"""ModuleDef: the static half of a Module, and how it and a State are merged into a Module."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -62,9 +62,9 @@ class ModuleDef(Generic[M]):
         self._statics = statics
 
     def merge(self, *states: Any) -> M:
-        """A new Module from this structure and the States; values from later States win.
+        """Builds a Module from this structure and the States; values from later States win.
 
-        Variables the States have and the structure has not become attributes; those no State has are absent.
+        Variables that are not part of the structure become attributes. Variables that no State has are absent.
         """
         key = self._key
         if len(states) == 1 and type(states[0]) is State and states[0]._layout is key.layout:
@@ -83,7 +83,7 @@ class ModuleDef(Generic[M]):
         return root
 
     def canonical(self, state: State) -> State:
-        """The State with every path that leads to a shared cell replaced by the canonical one."""
+        """Returns the State with every path that leads to a shared cell replaced by the canonical one."""
         layout = self._key.layout
         if all(path in layout.index for path in state):
             return state
@@ -92,9 +92,9 @@ class ModuleDef(Generic[M]):
         return State({path if cell is None else layout.paths[cell]: leaf for cell, (path, leaf) in pairs})
 
     def apply(self, *states: Any) -> Access:
-        """A proxy of the Module these States make: any chain of `.attr` and `[key]`, then a call.
+        """Returns a proxy of the Module that these States make: any chain of `.attr` and `[key]`, then a call.
 
-        The call gives `(out, Pure)`, with one State.
+        The call returns `(out, Pure)`, with one State.
 
         >>> state, moduledef = nnx.Sequence([jnp.sin, jnp.cos]).partition()
         >>> out, pure = moduledef.apply(state)(0.0)
@@ -108,7 +108,7 @@ class ModuleDef(Generic[M]):
         return Access(run)
 
     def diff(self, other: "ModuleDef[Any]", prefixes: Sequence[str] = ("",)) -> list[Difference]:
-        """The paths that differ, and how; empty when the two are equal."""
+        """Returns the paths that differ, and how; an empty list if the two are equal."""
         if self == other:
             return []
         ours, theirs = self.describe(prefixes), other.describe(prefixes)
@@ -170,7 +170,7 @@ class ModuleDef(Generic[M]):
 
 
 def _told_apart(text: str, key: Any, other: Any) -> tuple[str, str]:
-    """Texts for two static values that print alike: where their keys part."""
+    """Returns texts for two static values that print alike: the first part in which their keys differ."""
     while type(key) is tuple and type(other) is tuple and len(key) == len(other):
         pair = next(((a, b) for a, b in zip(key, other) if a != b), None)
         if pair is None:
@@ -204,7 +204,7 @@ jax.tree_util.register_static(ModuleDef)
 
 
 def _assemble(key: GraphKey, states: Iterable[State]) -> tuple[list[Any], dict[str, Any]]:
-    """The leaf of every cell, later States first; and the leaves at paths the structure does not know."""
+    """Returns the leaf of every cell, where later States win, and the leaves at paths that are not in the structure."""
     index = key.layout.index
     leaves = [MISSING] * len(index)
     extra: dict[str, Any] = {}
@@ -232,7 +232,7 @@ def _as_states(states: Iterable[Any]) -> Iterator[State]:
 
 
 def _unbox(key: GraphKey, leaves: Sequence[Any]) -> tuple[list[Any], list[tuple[int, Spec]]]:
-    """The raw values of State leaves, copied if they can change, and the cells whose container has another spec."""
+    """Returns the raw values of State leaves, copied if they can change, and the cells whose spec is different."""
     values, changed, copies = [], [], {}
     for i, (expected, leaf) in enumerate(zip(key.specs, leaves, strict=True)):
         if isinstance(leaf, Container):

@@ -22,9 +22,9 @@ copyreg.pickle(OnDemandType, _reduce_on_demand)
 
 
 def variable_type(name: str) -> type[Variable[Any]]:
-    """The Variable type of a collection, made on demand if no class has that name."""
+    """Returns the Variable type of a collection; makes one if no class has that name."""
     if not isinstance(name, str) or not name:
-        raise TypeError(f"A collection is named by a non-empty string, got {name!r}.")
+        raise TypeError(f"The name of a collection must be a non-empty string, got {name!r}.")
     cls = collection_type(name)
     if cls is None:
         title = "".join(part.capitalize() for part in re.split(r"\W|_", name)) or name
@@ -33,11 +33,11 @@ def variable_type(name: str) -> type[Variable[Any]]:
     return cls
 
 
-_on_demand: dict[str, type[Variable[Any]]] = {}  # keeps them alive: a name means one type for the life of the process
+_on_demand: dict[str, type[Variable[Any]]] = {}  # keeps the types alive: a name means one type for the whole process
 
 
 def var(collection: str, value: T, sharding: Any = None, **metadata: Any) -> T:
-    """A Variable of the collection with this name, whose type is made on demand.
+    """Makes a Variable of the collection with this name; its type is made on demand.
 
     >>> count = nnx.var("counts", 0)
     >>> type(count).collection
@@ -48,15 +48,15 @@ def var(collection: str, value: T, sharding: Any = None, **metadata: Any) -> T:
 
 
 def param(value: T, sharding: Any = None, **metadata: Any) -> T:
-    """A Param: `nnx.Param(value, sharding, **metadata)`."""
+    """Makes a Param: `nnx.Param(value, sharding, **metadata)`."""
     return Param(value, sharding, **metadata)
 
 
 def node(value: T, **metadata: Any) -> T:
-    """A Node: `nnx.Node(value, **metadata)`."""
+    """Makes a Node: `nnx.Node(value, **metadata)`."""
     return Node(value, **metadata)
 
 
 def static(value: T) -> T:
-    """A Static: `nnx.Static(value)`."""
+    """Makes a Static: `nnx.Static(value)`."""
     return Static(value)

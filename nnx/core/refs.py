@@ -1,7 +1,8 @@
 """Shared Variables: a `Ref` is one cell that several attributes, of one Module or of many, have in common.
 
-The value sits in the `__dict__` of every owner (and in the Ref's own), so that reading stays Python's attribute lookup;
-a write goes to all of them. Owners are held weakly: `(weak reference to the Module, attribute name)`.
+The value is stored in the `__dict__` of every *owner* (and in that of the Ref), so reading an attribute is still
+Python's own lookup; a write goes to all of them. An owner is a Module and an attribute name. The reference to the
+Module is weak: tying its weights must not keep a model alive.
 """
 
 import weakref
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, REF_AT_OTHER_LEVEL, TraceContextError
 from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.repr import short
-from nnx.core.ties import is_container
+from nnx.core.ties import is_mutable_tree
 from nnx.core.trace import current_level, same_level
 from nnx.core.trees import fresh
 from nnx.core.variables import Container, Node, Spec, refuse_modules, spec_of
@@ -38,7 +39,7 @@ class Ref:
 
     version: Version
 
-    if TYPE_CHECKING:  # to a type checker `Ref(Param(x))` has the type of `x`, as `Param(x)` itself
+    if TYPE_CHECKING:  # to a type checker, `Ref(Param(x))` has the type of `x`, just like `Param(x)`
 
         def __new__(cls, container: T) -> T: ...
 
@@ -48,7 +49,7 @@ class Ref:
             raise TypeError(text)
         if not isinstance(container, Node):
             raise TypeError(
-                f"nnx.Ref shares a Variable or Node, got {short(container)}. Say what it is: nnx.Ref(nnx.Param(x))."
+                f"nnx.Ref takes a Variable or Node, got {short(container)}. Wrap the value: nnx.Ref(nnx.Param(x))."
             )
         self._bind(spec_of(container), fresh(container.value), current_level())
 
@@ -80,7 +81,7 @@ class Ref:
         owner.__dict__[name] = self.__dict__["value"]
 
     def owners(self) -> list[tuple[Any, str]]:
-        """The Modules that hold this Ref now, each with the attribute name."""
+        """Returns the Modules that hold this Ref now, each with the attribute name."""
         found = [(owner(), name) for owner, name in self._owners]
         return [(owner, name) for owner, name in found if owner is not None]
 
@@ -125,8 +126,9 @@ class Ref:
         refuse_modules(spec.type, value)
         if spec.on_set is not None:
             value = spec.on_set(value, spec.metadata)
-        if is_container(value) and not is_container(self.__dict__["value"]):
-            self.version.changed()  # flat forms compare the containers they know of; see ties
+        if is_mutable_tree(value) and not is_mutable_tree(self.__dict__["value"]):
+            # A flat form keeps track of the cells that hold mutable trees. This one is about to be the first here.
+            self.version.changed()
         for owner, name in self.owners():
             owner.__dict__[name] = value
         self.__dict__["value"] = value

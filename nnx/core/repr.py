@@ -1,4 +1,4 @@
-"""How values read in reprs and error texts: arrays as dtype and shape, everything else short."""
+"""How values appear in reprs and error messages: arrays as dtype and shape, everything else in one short line."""
 
 from typing import Any
 
@@ -13,19 +13,20 @@ MAX_WIDTH = 80
 
 
 def short(value: Any) -> str:
-    """One line for any value; arrays never print their numbers."""
+    """Returns one line for any value; arrays never print their numbers."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return f"ShapeDtypeStruct({_array(value)})"
     if isinstance(value, (jax.Array, np.ndarray)):
-        kind = "np." if isinstance(value, np.ndarray) else ("traced " if isinstance(value, jax.core.Tracer) else "")
-        return f"{kind}{_array(value)}"
+        prefix = "np." if isinstance(value, np.ndarray) else ("traced " if isinstance(value, jax.core.Tracer) else "")
+        return f"{prefix}{_array(value)}"
     if isinstance(value, (list, tuple)) and _holds_arrays(value):
         return _sequence(value, short)
     if isinstance(value, dict) and _holds_arrays(value):
         return "{" + ", ".join(f"{k!r}: {short(v)}" for k, v in value.items()) + "}"
     if callable(value) and hasattr(value, "__qualname__"):
         home = getattr(value, "__module__", None) or "?"
-        return value.__qualname__ if "._" in home else f"{home}.{value.__qualname__}"  # private homes say little
+        is_private = "._" in home  # then the name of the module would not help the reader
+        return value.__qualname__ if is_private else f"{home}.{value.__qualname__}"
     text = repr(value)
     return text if len(text) <= MAX_WIDTH else f"{text[: MAX_WIDTH - 3]}..."
 
@@ -64,5 +65,5 @@ def type_text(value: Any) -> str:
 
 
 def article(word: str) -> str:
-    """The word after "a" or "an"."""
+    """Returns the word with "a" or "an" in front."""
     return f"an {word}" if word[:1].lower() in "aeiou" else f"a {word}"

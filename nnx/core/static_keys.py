@@ -34,11 +34,11 @@ ATOMS: frozenset[type] = frozenset({int, bool, str, bytes, type(None), type(...)
 class ById:
     """A key that is equal only to the key of the same object. It does not keep the object alive."""
 
-    __slots__ = ("hash", "get", "kind")
+    __slots__ = ("hash", "get", "type_name")
 
     def __init__(self, value: Any):
         self.hash: int = id(value)
-        self.kind: str = type(value).__name__
+        self.type_name: str = type(value).__name__
         try:
             self.get: Callable[[], Any] = weakref.ref(value)
         except TypeError:
@@ -56,11 +56,11 @@ class ById:
         return self.hash
 
     def __repr__(self) -> str:
-        return f"<{self.kind} at {self.hash:#x}>"
+        return f"<{self.type_name} at {self.hash:#x}>"
 
 
 class BoundMethod:
-    """A bound method of the Module with this index, while the graph it belongs to is taken apart."""
+    """A bound method of the Module with this number, while the graph it belongs to is taken apart."""
 
     __slots__ = ("index", "function")
 
@@ -73,7 +73,7 @@ class BoundMethod:
 
 
 class HoldsState(Exception):
-    """A static value holds a Module or array; `route` says where."""
+    """Raised when a static value holds a Module or array; `route` leads to it."""
 
     def __init__(self, value: Any, route: str):
         self.what: str = f"a Module ({type(value).__name__})" if isinstance(value, ModuleBase) else short(value)
@@ -81,7 +81,7 @@ class HoldsState(Exception):
 
 
 class ForeignMethod(Exception):
-    """A static value is, or holds, a bound method of a Module outside the graph."""
+    """Raised when a static value is or holds a bound method of a Module outside the graph."""
 
     def __init__(self, method: Any, route: str):
         self.what: str = short(method.__func__)
@@ -95,10 +95,10 @@ class Freezer:
     """Makes the keys of the static values of one graph.
 
     Args:
-      index_of: returns the index in the graph of the Module a bound method belongs to, or None if it is not in there.
-      arrays_inside: whether arrays may be inside a value, where they are compared by identity.
-      in_function: whether the values were captured by a function. Bound methods of Modules are refused there, since a
-        rebuilt graph has no way to replace them.
+      index_of: a function that returns the number of a Module in the graph, or None if it is not part of it.
+      arrays_inside: whether values can contain arrays, which are compared by identity.
+      in_function: whether the values were captured by a function. Bound methods of Modules are refused there, because
+        a rebuilt graph cannot replace them.
     """
 
     def __init__(self, index_of: Callable[[Any], int | None], arrays_inside: bool = False, in_function: bool = False):
@@ -114,8 +114,8 @@ class Freezer:
         """Returns the key of one value.
 
         Raises:
-          HoldsState: it is or holds a Module or an array; `route` leads there.
-          ForeignMethod: it is or holds a bound method of a Module that is not in the graph.
+          HoldsState: the value is or holds a Module or an array.
+          ForeignMethod: the value is or holds a bound method of a Module that is not in the graph.
         """
         cls = type(value)
         if cls in ATOMS:
@@ -143,7 +143,7 @@ class Freezer:
             self.numbers[id(value)] = len(self.mutables)
             self.mutables.append(value)
             self.watches.append([snapshot(*views) for views in content.views(value)])
-        elif id(value) in self._active:  # an immutable value can contain itself behind the back of its class
+        elif id(value) in self._active:  # an immutable value can come to contain itself, through object.__setattr__
             return ("the value around it", self._active[id(value)])
         self._active[id(value)] = len(self._active)
         try:
@@ -202,7 +202,7 @@ class Freezer:
 
 
 def _once(value: Any, route: str) -> Any:
-    """The key of a function or partial, computed the first time it is asked for."""
+    """Returns the key of a function or partial, which is computed once per object."""
     key = _function_keys.get(value)
     if key is None:
         key = _function_keys.setdefault(value, _function_key(value, route, {}))
@@ -214,7 +214,7 @@ _function_keys: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionar
 
 
 class _CaptureFreezer(Freezer):
-    """Keys what a function captured; a function that captures itself, directly or not, is named by its place."""
+    """Makes the keys of what a function captured. A function that captures itself is keyed by its depth of nesting."""
 
     def __init__(self, around: dict[int, int]):
         super().__init__(in_no_graph, arrays_inside=True, in_function=True)
@@ -243,7 +243,7 @@ def _function_key(value: Any, route: str, around: dict[int, int]) -> Any:
     return (
         types.FunctionType,
         value.__code__,
-        id(value.__globals__),  # unique: whoever keeps a key keeps the values as well, and so this dict
+        id(value.__globals__),  # unique: a key is kept together with the values, and they keep this dict alive
         freezer.key(value.__defaults__, f"a default of {route}"),
         freezer.key(value.__kwdefaults__, f"a default of {route}"),
         freezer.key(value.__dict__, f"attributes of {route}"),

@@ -26,18 +26,18 @@ Step = Callable[[], Any]
 
 
 class Copier:
-    """Copies static values so that they share no mutable value with the original. Sharing among them is kept.
+    """Copies static values so that they share no mutable value with the original. Sharing among them is preserved.
 
     Args:
-      leaf: returns what takes the place of a value that is not compared by content.
+      leaf: a function that returns the replacement of a value that is not compared by content.
     """
 
     def __init__(self, leaf: Callable[[Any], Any]):
         self.leaf = leaf
-        self.made: dict[int, Any] = {}  # the copies by the id of the original: what was one object stays one
+        self.made: dict[int, Any] = {}  # the copies by the id of the original, so that one object has one copy
 
     def copy(self, value: Any) -> Any:
-        """Returns the copy of a value: the value itself if nothing in it can change."""
+        """Returns a copy of a value, or the value itself if nothing in it can change."""
         cls = type(value)
         if cls in _SHARED_AS_IS:
             return value
@@ -69,7 +69,7 @@ class Copier:
         return method if owner is method.__self__ else types.MethodType(method.__func__, owner)
 
     def fill(self, target: Any, source: Any) -> list[Step]:
-        """The steps that make a mutable value hold copies of what another one holds."""
+        """Returns the steps that make a mutable value hold copies of what another one holds."""
         content: Any = content_of(type(source))
         return content.steps(target, *self._copies(content.base.items(source), content.attributes(source)))
 
@@ -78,9 +78,9 @@ class Copier:
 
 
 class Statics:
-    """The static values of a graph, detached from it: immutable to everyone, and shared by nobody.
+    """The static values of a graph, detached from it: copies that nobody else holds, and that nobody changes.
 
-    `values` has one entry per static attribute, `mutables` the mutable values among them and inside of them by number.
+    `values` has one entry per static attribute; `mutables` has the mutable values among and inside of them, by number.
     """
 
     __slots__ = ("values", "mutables", "_own")
@@ -99,7 +99,7 @@ class Statics:
         return bool(self.mutables)
 
     def attach(self, modules: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
-        """The values for a rebuilt graph with these Modules, and the mutable ones by number."""
+        """Returns the values for a rebuilt graph with these Modules, and the mutable ones by number."""
         if True not in self._own:
             return self.values, []
         copier = Copier(functools.partial(_attached, modules))
@@ -109,12 +109,12 @@ class Statics:
     def attach_onto(
         self, modules: Sequence[Any], existing: dict[int, Any], changed: Iterable[int]
     ) -> tuple[list[Any], list[Step]]:
-        """Like `attach`, but some mutable values are there already, by number: they keep their identity.
+        """Like `attach`, but for a graph in which some mutable values exist already: they keep their identity.
 
         Args:
           modules: the Modules that methods are bound to.
-          existing: the mutable values that are there.
-          changed: the numbers of those that have to be given the content they have here.
+          existing: the mutable values that exist, by number.
+          changed: the numbers of those whose content has to be replaced by the content here.
 
         Returns:
           The values, and the steps that refill the ones that changed.
@@ -133,7 +133,7 @@ NO_STATICS = Statics((), (), ())
 
 
 def detach(values: Sequence[Any], mutables: Sequence[Any], index_of: Callable[[Any], int | None]) -> Statics:
-    """The Statics of a graph, from its static values and the mutable ones that its Freezer has met."""
+    """Returns the Statics of a graph, from its static values and the mutable ones that its Freezer has met."""
     copier = Copier(functools.partial(_detached, index_of))
     copies = [copier.copy(value) for value in values]
     own = tuple([copy is not value for copy, value in zip(copies, values, strict=True)])
@@ -153,7 +153,7 @@ def _attached(modules: Sequence[Any], value: Any) -> Any:
 
 
 def own_copy(value: Any) -> Any:
-    """A copy of a static value outside any graph, such as metadata; the value itself if nothing in it can change."""
+    """Returns a copy of a static value outside any graph, such as metadata, or the value itself if it cannot change."""
     return Copier(lambda leaf: leaf).copy(value)
 
 
@@ -161,10 +161,10 @@ def own_copy(value: Any) -> Any:
 
 
 class Frozen:
-    """A static value as hashable auxiliary data, compared by its key; errors call it `name`.
+    """A static value as hashable auxiliary data, compared by its key; errors refer to it as `name`.
 
     Raises:
-      ValueError: it is or holds a Module, a Variable or a method of a Module.
+      ValueError: the value is or holds a Module, a Variable or a method of a Module.
     """
 
     __slots__ = ("value", "key", "_watch")
@@ -185,11 +185,11 @@ class Frozen:
 
     @property
     def watched(self) -> bool:
-        """Whether the value holds something mutable, which can change without anyone noticing."""
+        """Whether the value holds something mutable, which can change without notice."""
         return bool(self._watch)
 
     def is_current(self) -> bool:
-        """Whether the value still is what it was when it was frozen."""
+        """Whether the value is still what it was when it was frozen."""
         return watched_unchanged(self._watch)
 
     def __eq__(self, other: Any) -> bool:
@@ -206,10 +206,10 @@ class Frozen:
 
 
 class FrozenFields(Frozen):
-    """The static fields of one record by name, frozen together; errors call a field `name.field`.
+    """The static fields of one record by name, frozen together; errors refer to a field as `name.field`.
 
-    The fields go through one Freezer, so that a list held by two of them is one list in the key. The dict around them
-    belongs to this object alone and is not watched: fields that hold nothing mutable never have to be frozen again.
+    The fields go through one Freezer, so a list held by two of them is one list in the key. The dict around them is
+    private to this object and not watched, so fields that hold nothing mutable never have to be frozen again.
     """
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""Writing State into Modules, and taking it out of them: all or nothing."""
+"""Writing State into Modules and removing it from them: all or nothing."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from nnx.core.paths import join
 from nnx.core.refs import Ref
 from nnx.core.repr import short
 from nnx.core.state import State, parts_of
-from nnx.core.ties import is_container
+from nnx.core.ties import is_mutable_tree
 from nnx.core.trace import current_level, same_level
 from nnx.core.trees import fresh, leaf_types
 from nnx.core.variables import Container, Spec, spec_of
@@ -35,7 +35,7 @@ def check_levels(modules: Iterable[Any], action: str) -> None:
 
 
 def update(root: Any, *states: State) -> None:
-    """Writes the leaves of the States into the graph; later ones win. If any does not fit, nothing is changed."""
+    """Writes the leaves of the States into the graph; later ones win. If one does not fit, nothing is changed."""
     flat = flat_of(root)
     check_levels(_owners(flat), "update_state")
     writes: list[tuple[int, Any]] = []
@@ -48,7 +48,7 @@ def update(root: Any, *states: State) -> None:
                 writes.append((i, _fitting_value(kinds[i], leaf, path)))
             else:
                 additions.append(_addition(root, path, leaf))
-    note_containers(flat, [i for i, _ in writes], [value for _, value in writes])
+    note_mutable_trees(flat, [i for i, _ in writes], [value for _, value in writes])
     for i, value in writes:
         flat.write(i, value)
     for owner, name, kind, value in additions:
@@ -57,22 +57,22 @@ def update(root: Any, *states: State) -> None:
         info_of(owner).changed()
 
 
-def note_containers(flat: Flat, cells: Sequence[int], values: Sequence[Any]) -> None:
-    """Notes a change of structure where a cell is about to hold its first container.
+def note_mutable_trees(flat: Flat, cells: Sequence[int], values: Sequence[Any]) -> None:
+    """Notes a structural change where a cell is about to hold its first mutable tree.
 
-    A flat form compares the containers that its cells held when it was made, to see which of them are one object.
+    A flat form knows which of its cells hold mutable trees, because a call has to ask which of those are one object.
     """
     if all(map(leaf_types.get, set(map(type, values)))):
         return
     for i, value in zip(cells, values):
-        if is_container(value) and not is_container(flat.dicts[i][flat.names[i]]):
+        if is_mutable_tree(value) and not is_mutable_tree(flat.dicts[i][flat.names[i]]):
             module = flat.modules[flat.key.cells[i].module]()
             if module is not None:
                 info_of(module).changed()
 
 
 def to_states(updates: Iterable[Any]) -> list[State]:
-    """The States that updates stand for: States, tuples of them, Pures and Modules."""
+    """Returns the States of updates, which can be States, tuples of them, Pures and Modules."""
     states: list[State] = []
     for update in updates:
         if isinstance(update, State):
@@ -114,7 +114,7 @@ def _kind_text(kind: Any) -> str:
 
 
 def resolve(root: Any, path: str) -> tuple[Any, str]:
-    """The Module a path leads into, and the name of the attribute there (which need not exist)."""
+    """Returns the Module a path leads to, and the name of the attribute in it, which need not exist."""
     *parents, last = path.split("/")
     module, so_far = root, ""
     for segment in parents:
@@ -129,13 +129,13 @@ def resolve(root: Any, path: str) -> tuple[Any, str]:
 
 
 def stored_name(module: Any, segment: str) -> str:
-    """The name under which a Module stores what a path calls `segment`."""
+    """Returns the name under which a Module stores what a path calls `segment`."""
     mangled = f"/{segment}"
     return mangled if mangled in info_of(module).kinds else segment
 
 
 def _addition(root: Any, path: str, leaf: Any) -> tuple[Any, str, Any, Any]:
-    """The Module, name, kind and value with which a leaf enters at a path that leads to no cell yet."""
+    """Returns the Module, name, kind and value of a new variable, for a leaf at a path that leads to no cell yet."""
     owner, name = resolve(root, path)
     kind = info_of(owner).kinds.get(name)
     if kind is None:
@@ -146,7 +146,7 @@ def _addition(root: Any, path: str, leaf: Any) -> tuple[Any, str, Any, Any]:
         raise ValueError(UNKNOWN_PATH.format(path=path, reason=reason))
     if isinstance(leaf, Container):
         if is_static(spec_of(leaf)):
-            raise ValueError(UNKNOWN_PATH.format(path=path, reason="nnx.Static is no state"))
+            raise ValueError(UNKNOWN_PATH.format(path=path, reason="an nnx.Static is not state"))
         new = TREE if spec_of(leaf) is TREE_SPEC and type(kind) is Absent and kind.spec is TREE else spec_of(leaf)
     elif type(kind) is Absent:
         new = kind.spec
@@ -156,7 +156,7 @@ def _addition(root: Any, path: str, leaf: Any) -> tuple[Any, str, Any, Any]:
 
 
 def pop(root: Any, filters: Sequence[Any]) -> Any:
-    """Removes what matches the filters from the graph and returns it: one State, or one per filter."""
+    """Removes the entries that match the filters from the graph and returns them: one State, or one per filter."""
     if not filters:
         raise ValueError(
             "pop_state needs at least one filter that says what to remove, e.g. pop_state(nnx.Intermediate); "
@@ -185,7 +185,7 @@ def pop(root: Any, filters: Sequence[Any]) -> Any:
 
 
 def remove(module: Any, name: str) -> None:
-    """Takes an attribute away, whatever its kind; its Module's level has been checked."""
+    """Removes an attribute of any kind. The caller has checked the trace level."""
     info = info_of(module)
     kind = info.kinds.pop(name)
     module.__dict__.pop(name, None)

@@ -17,7 +17,7 @@ from nnx.core.module_info import info_of
 from nnx.core.refs import Ref
 from nnx.core.statics import Statics
 from nnx.core.structure import GraphKey
-from nnx.core.ties import NO_TIES, Ties, alias_groups, container_cells, own_values
+from nnx.core.ties import NO_TIES, Ties, alias_groups, mutable_tree_cells, own_values
 from nnx.core.trees import can_change, is_leaf
 from nnx.core.walk import traverse
 
@@ -79,7 +79,7 @@ class Entered:
         Returns:
           The groups of values that are one container, and the places of those whose group is not what it was.
         """
-        cells = container_cells(values)
+        cells = mutable_tree_cells(values)
         groups = alias_groups(cells, [values[i] for i in cells])
         if not groups and not self.ties.aliases:
             return (), []

@@ -23,7 +23,7 @@ from nnx.core.statics import NO_STATICS, Statics
 from nnx.core.structure import GraphKey
 from nnx.core.ties import NO_TIES, Ties
 from nnx.core.trace import current_level, same_level
-from nnx.core.updates import check_level, note_containers
+from nnx.core.updates import check_level, note_mutable_trees
 from nnx.core.walk import refuse_pytree
 from nnx.transforms.entered import Entered, enter
 from nnx.transforms.rewrite import Rewrite, find_rewrite
@@ -334,7 +334,7 @@ def write(flat: Flat, effects: Effects, values: Sequence[Any]) -> None:
     """Writes changed values into their cells in one step, which an interrupt cannot tear."""
     if flat.level is not current_level():
         check_writable(flat, effects.changed)
-    note_containers(flat, effects.changed, values)
+    note_mutable_trees(flat, effects.changed, values)
     if flat.refs and not flat.refs.keys().isdisjoint(effects.changed):
         _write_with_refs(flat, effects.changed, values)
         return
