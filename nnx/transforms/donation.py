@@ -199,7 +199,7 @@ def _cells_of_only(key: GraphKey | None, roots: set[int]) -> set[int]:
         return seen
 
     inside, outside = reach(roots), reach(set(range(len(key.roots))) - roots)
-    # Two sets of attributes can share a cell, through a Ref.
+    # By attribute, not by Module: a Ref can tie an attribute inside to one outside.
     inner, outer = (
         {cell for (module, _), cell in key.cell_numbers.items() if module in reached} for reached in (inside, outside)
     )
