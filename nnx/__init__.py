@@ -3,12 +3,12 @@
 # core: what a Module is
 from nnx.core.attributes import is_node as is_node
 from nnx.core.attributes import register_node_type as register_node_type
-from nnx.core.containers import Dict as Dict
-from nnx.core.containers import Sequence as Sequence
 from nnx.core.context import Context as Context
 from nnx.core.context import ContextDef as ContextDef
 from nnx.core.context import PureContext as PureContext
 from nnx.core.context import context as context
+from nnx.core.dict_sequence import Dict as Dict
+from nnx.core.dict_sequence import Sequence as Sequence
 from nnx.core.errors import TraceContextError as TraceContextError
 from nnx.core.fields import dataclass as dataclass
 from nnx.core.fields import field as field
@@ -26,6 +26,10 @@ from nnx.core.filters import buffers as buffers
 from nnx.core.modes import set_mode as set_mode
 from nnx.core.module import Module as Module
 from nnx.core.moduledef import ModuleDef as ModuleDef
+from nnx.core.on_demand import node as node
+from nnx.core.on_demand import param as param
+from nnx.core.on_demand import static as static
+from nnx.core.on_demand import var as var
 from nnx.core.pure import Pure as Pure
 from nnx.core.pure import PureModule as PureModule
 from nnx.core.pytree import Pytree as Pytree
@@ -41,10 +45,6 @@ from nnx.core.variables import Param as Param
 from nnx.core.variables import Static as Static
 from nnx.core.variables import TreeNode as TreeNode
 from nnx.core.variables import Variable as Variable
-from nnx.core.variables import node as node
-from nnx.core.variables import param as param
-from nnx.core.variables import static as static
-from nnx.core.variables import var as var
 from nnx.core.variables import with_metadata as with_metadata
 from nnx.core.variables import with_partitioning as with_partitioning
 

@@ -113,6 +113,88 @@ def test_private_jax_is_used_in_one_file_only(file: Path):
     assert not private
 
 
+NAMED_TUPLE_METHODS = {
+    "_replace",
+    "_fields",
+    "_asdict",
+    "_make",
+    "_field_defaults",
+}  # documented, despite the underscore
+BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in NAMED_TUPLE_METHODS
+
+
+def private_attributes_defined(file: Path) -> set[str]:
+    """The private attributes of the classes in a file: methods, class variables, slots, and what is set on `self`."""
+    names: set[str] = set()
+    for cls in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(cls, ast.ClassDef):
+            continue
+        for node in ast.walk(cls):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                    names.add(node.attr)
+            elif isinstance(node, ast.Assign) and any(ast.unparse(target) == "__slots__" for target in node.targets):
+                names |= {part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)}
+    return {name for name in names if is_private(name)}
+
+
+def private_attributes_used(file: Path) -> Iterator[tuple[int, str, bool]]:
+    """Every private attribute that a file uses: line, name, and whether it is that of `self` or `cls`.
+
+    Uses by name count as well, as in `getattr(x, "_name")`.
+    """
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.lineno, node.attr, ast.unparse(node.value) in ("self", "cls", "super()")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in BY_NAME:
+            texts = [part.value for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+            is_own = bool(node.args) and ast.unparse(node.args[0]) in ("self", "cls")
+            yield from ((node.lineno, name, is_own) for text in texts for name in text.split(".") if is_private(name))
+
+
+def test_no_file_uses_a_private_attribute_of_another_room():
+    # A name that another room defines must be defined here, too: in this room if it is used on `self`, and in this very
+    # file if it is used on any other object, whose class cannot be seen.
+    defined = {file: private_attributes_defined(file) for file in FILES}
+    by_room: dict[str | None, set[str]] = {}
+    for file, names in defined.items():
+        by_room.setdefault(room_of(file), set()).update(names)
+    strays = []
+    for file in FILES:
+        room = room_of(file)
+        elsewhere = set().union(*(names for other, names in by_room.items() if other != room))
+        for line, name, is_own in private_attributes_used(file):
+            if name in elsewhere and name not in (by_room[room] if is_own else defined[file]):
+                strays.append(f"{name_of(file)} line {line}: {name}")
+    assert not strays
+
+
+def test_no_file_imports_a_private_name_from_another():
+    strays = [
+        f"{name_of(file)} line {line}: {target}"
+        for file in FILES
+        for line, target in imported_modules(file)
+        if target.startswith("nnx.") and any(map(is_private, target.split(".")))
+    ]
+    assert not strays
+
+
+def test_the_search_for_private_attributes_finds_them_however_they_are_spelled(tmp_path: Path):
+    file = tmp_path / "stray.py"
+    file.write_text("x._spec\ngetattr(self, '_spec')\nattrgetter('_nnx_info.flat')\nx._replace()\nx.__dict__\n")
+    assert list(private_attributes_used(file)) == [(1, "_spec", False), (2, "_spec", True), (3, "_nnx_info", False)]
+    file.write_text("class A:\n    __slots__ = ('_a',)\n    def _b(self):\n        self._c = 1\n    _d: int\n")
+    assert private_attributes_defined(file) == {"_a", "_b", "_c", "_d"}
+
+
 def names_imported_by_the_root() -> set[str]:
     """Every name that `nnx/__init__.py` imports for its users."""
     body = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")).body

@@ -1,4 +1,7 @@
-"""What assigning to an attribute means: which kind it becomes, and which changes are structural."""
+"""What assigning to an attribute means: which kind the attribute gets, and which changes are structural.
+
+A value falls into a *category* by its type alone; the kind also depends on what is there already and on the content.
+"""
 
 import types
 from collections.abc import Callable
@@ -8,42 +11,44 @@ import jax
 import jax.core
 import numpy as np
 
+from nnx.core.caches import outlives_caches
 from nnx.core.captures import find_captured_module
 from nnx.core.errors import BAD_NAME, CAPTURES_MODULE, INCOMPATIBLE_CONTAINER, MODULE_INTO_VARIABLE, NOT_DATA
-from nnx.core.graph import TREE_SPEC
-from nnx.core.info import MODULE, NODE, STATIC, TREE, Absent, ModuleBase, forget_flat_forms, outlives_caches
+from nnx.core.kinds import NODE, STATIC, SUBMODULE, TREE, TREE_SPEC, Absent
+from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.refs import Ref
 from nnx.core.repr import short
-from nnx.core.ties import is_container
+from nnx.core.ties import is_mutable_tree
 from nnx.core.trees import contains_itself, find_module, fresh, items_of, leaf_types
-from nnx.core.variables import Container, ContainerMetadata, Node, Spec, Static
+from nnx.core.variables import Container, ContainerMetadata, Node, Spec, Static, spec_of
+from nnx.core.versions import forget_flat_forms
 
-# Sorts of value, by type; found once per type
+# Categories of value, found once per type
 _CONTAINER, _REF, _MODULE, _ARRAY, _ATOM, _PLAIN, _OTHER = range(7)
 
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), type, np.dtype, types.BuiltinFunctionType)
 _NUMBERS = (int, float, complex, np.generic)
-_sorts: dict[type, int] = {list: _PLAIN, tuple: _PLAIN, dict: _PLAIN}
+_categories: dict[type, int] = {list: _PLAIN, tuple: _PLAIN, dict: _PLAIN}
 _node_types: tuple[type, ...] = (jax.Array, jax.core.Tracer, jax.ShapeDtypeStruct, np.ndarray)
 
 wrappers: dict[type, Callable[[Any], Any]] = {}
-"""What a plain list, tuple or dict of Modules becomes; filled by containers."""
+"""What turns a plain list, tuple or dict of Modules into a Module; filled by dict_sequence."""
 
 
 def register_node_type(cls: type) -> None:
     """Makes values of a type nodes: assigned to a Module or Pytree attribute, they are data.
 
     Args:
-      cls: the type; JAX must be able to take its values, as arrays or as a registered pytree.
+      cls: the type. JAX must accept its values, as arrays or as a registered pytree.
 
     Raises:
-      TypeError: it is no class.
+      TypeError: `cls` is not a class.
     """
     global _node_types
     if not isinstance(cls, type):
         raise TypeError(f"nnx.register_node_type takes a class, got {short(cls)}.")
     _node_types = (*_node_types, cls)
-    _sorts.pop(cls, None)
+    _categories.pop(cls, None)
 
 
 def is_node(value: Any) -> bool:
@@ -52,40 +57,40 @@ def is_node(value: Any) -> bool:
     >>> nnx.is_node(jnp.ones(2)), nnx.is_node(nnx.Param(1)), nnx.is_node(1)
     (True, True, False)
     """
-    return _sort(value) == _ARRAY or isinstance(value, Node)
+    return _category(value) == _ARRAY or isinstance(value, Node)
 
 
-def _sort(value: Any) -> int:
+def _category(value: Any) -> int:
     cls = type(value)
-    sort = _sorts.get(cls)
-    if sort is None:
+    category = _categories.get(cls)
+    if category is None:
         if isinstance(value, ModuleBase):
             return _MODULE
         if isinstance(value, Container):
-            sort = _CONTAINER
+            category = _CONTAINER
         elif isinstance(value, Ref):
-            sort = _REF
+            category = _REF
         elif isinstance(value, _node_types):
-            sort = _ARRAY
+            category = _ARRAY
         elif cls in _ATOMS:
-            sort = _ATOM
+            category = _ATOM
         else:
-            sort = _OTHER
+            category = _OTHER
         if outlives_caches(cls):
-            _sorts[cls] = sort
-    return sort
+            _categories[cls] = category
+    return category
 
 
 def assign(module: Any, name: str, value: Any) -> None:
-    """Sets an attribute; the trace level has been checked.
+    """Sets an attribute. The caller has checked the trace level.
 
     Raises:
       ValueError: the value does not fit the attribute, or cannot be an attribute.
     """
     info = module._nnx_info
     old = info.kinds.get(name)
-    sort = _sort(value)
-    if old is None and sort == _CONTAINER and value._spec.is_plain:  # what a constructor does
+    category = _category(value)
+    if old is None and category == _CONTAINER and value._spec.is_plain:  # the fast path of constructors
         inner = value.value
         if leaf_types.get(type(inner)) and name.isidentifier():
             info.kinds[name] = value._spec
@@ -93,61 +98,63 @@ def assign(module: Any, name: str, value: Any) -> None:
             info.changed()
             return
     if type(old) is Spec:
-        if sort == _ARRAY and old.is_plain:  # what a training step does
+        if category == _ARRAY and old.is_plain:  # the fast path of training steps
             module.__dict__[name] = value
             return
-        _assign_to_variable(module, name, old, sort, value)
-    elif old is NODE and sort == _ARRAY:
+        _assign_to_variable(module, name, old, category, value)
+    elif old is NODE and category == _ARRAY:
         module.__dict__[name] = value
-    elif type(old) is Ref and sort != _REF:
-        _refuse_module(module, name, old._spec, sort, value)
+    elif type(old) is Ref and category != _REF:
+        _refuse_module(module, name, spec_of(old), category, value)
         old.write(value)
     else:
-        kind, value = decide(module, name, sort, value)
+        kind, value = decide(module, name, category, value)
         place(module, name, kind, value)
 
 
-def _assign_to_variable(module: Any, name: str, spec: Spec, sort: int, value: Any) -> None:
-    if sort == _REF:
+def _assign_to_variable(module: Any, name: str, spec: Spec, category: int, value: Any) -> None:
+    if category == _REF:
         place(module, name, value, value)
         return
-    if sort == _CONTAINER:
-        if value._spec is not spec:
-            where = f"attribute {name!r} of {type(module).__name__}"
-            raise ValueError(INCOMPATIBLE_CONTAINER.format(where=where, old=spec, new=value._spec))
+    if category == _CONTAINER:
+        if spec_of(value) is not spec:
+            target = f"attribute {name!r} of {type(module).__name__}"
+            raise ValueError(INCOMPATIBLE_CONTAINER.format(target=target, old=spec, new=spec_of(value)))
         value = value.value if spec.type is Static else fresh(value.value)
     else:
-        _refuse_module(module, name, spec, sort, value)
+        _refuse_module(module, name, spec, category, value)
     if spec.type is Static:
         _refuse_captured(module, name, value)
-        module._nnx_info.changed()
+        info_of(module).changed()
         module.__dict__[name] = value
         return
     if spec.on_set is not None:
         value = spec.on_set(value, spec.metadata)
-    if is_container(value) and not is_container(module.__dict__.get(name)):
-        module._nnx_info.changed()  # flat forms compare the containers they know of; see ties
+    if is_mutable_tree(value) and not is_mutable_tree(module.__dict__.get(name)):
+        # A flat form keeps track of the cells that hold mutable trees. This one is about to be the first in its cell.
+        info_of(module).changed()
     module.__dict__[name] = value
 
 
-def _refuse_module(module: Any, name: str, spec: Spec, sort: int, value: Any) -> None:
-    if sort == _MODULE or (sort == _PLAIN and holds_modules(value)) or (sort == _OTHER and find_module(value)):
+def _refuse_module(module: Any, name: str, spec: Spec, category: int, value: Any) -> None:
+    hidden = (category == _PLAIN and holds_modules(value)) or (category == _OTHER and find_module(value))
+    if category == _MODULE or hidden:
         owner, text = type(module).__name__, type(value).__name__
-        raise ValueError(MODULE_INTO_VARIABLE.format(value=text, name=name, owner=owner, kind=spec.type.__name__))
+        raise ValueError(MODULE_INTO_VARIABLE.format(value=text, name=name, owner=owner, type=spec.type.__name__))
 
 
-def decide(module: Any, name: str, sort: int, value: Any) -> tuple[Any, Any]:
-    """The kind an attribute gets from this value, and what is stored."""
-    if sort == _ATOM:
+def decide(module: Any, name: str, category: int, value: Any) -> tuple[Any, Any]:
+    """Returns the kind an attribute gets from this value, and what is stored."""
+    if category == _ATOM:
         return STATIC, value
-    if sort == _ARRAY:
+    if category == _ARRAY:
         return NODE, value
-    if sort == _MODULE:
-        return MODULE, value
-    if sort == _REF:
+    if category == _MODULE:
+        return SUBMODULE, value
+    if category == _REF:
         return value, value
-    if sort == _CONTAINER:
-        spec = value._spec
+    if category == _CONTAINER:
+        spec = spec_of(value)
         if spec.type is Static:
             _refuse_captured(module, name, value.value)
             return spec, value.value
@@ -155,11 +162,11 @@ def decide(module: Any, name: str, sort: int, value: Any) -> tuple[Any, Any]:
         return spec, inner if spec.on_set is None else spec.on_set(inner, spec.metadata)
     if isinstance(value, ContainerMetadata):
         raise ValueError(
-            f"Cannot assign attribute {name!r} of {type(module).__name__}: an initialiser with metadata gives a value "
-            f"to be wrapped. Say what it is: nnx.Param({name}_init(...))."
+            f"Cannot assign attribute {name!r} of {type(module).__name__}: the result of an initializer with metadata "
+            f"has to be wrapped in a container, e.g. nnx.Param({name}_init(...))."
         )
-    if sort == _PLAIN and holds_modules(value):
-        return MODULE, wrappers[type(value)](value)
+    if category == _PLAIN and holds_modules(value):
+        return SUBMODULE, wrappers[type(value)](value)
     if _is_data(module, name, value):
         return TREE, value
     _refuse_captured(module, name, value)
@@ -167,38 +174,40 @@ def decide(module: Any, name: str, sort: int, value: Any) -> tuple[Any, Any]:
 
 
 def place(module: Any, name: str, kind: Any, value: Any) -> None:
-    """Stores a value of a decided kind; notes a structural change if it is one."""
-    info, values = module._nnx_info, module.__dict__
+    """Stores a value whose kind has been decided, and notes the structural change if it is one."""
+    info, values = info_of(module), module.__dict__
     old = info.kinds.get(name)
     if old is None and not name.isidentifier():
         _refuse_bad_name(module, name)
     if old is kind and kind in (NODE, TREE):
         values[name] = value
         return
-    if old is kind and (kind is STATIC or kind is MODULE):
+    if old is kind and (kind is STATIC or kind is SUBMODULE):
         before = values[name]
         if before is value:
             return
-        if kind is STATIC and type(before) is type(value) and _sort(value) == _ATOM and _same_atom(before, value):
+        if kind is STATIC and type(before) is type(value) and _category(value) == _ATOM and _same_atom(before, value):
             return
+    # A Ref knows its owners, so that a write through one attribute reaches the others. Attaching comes first: it raises
+    # if the Ref is of another trace level, and then nothing has changed.
     if type(kind) is Ref:
         kind.attach(module, name)
         value = kind.__dict__["value"]
     if type(old) is Ref:
         old.detach(module, name)
-        if old is kind:
+        if old is kind:  # assigned to the attribute it was on: detaching has removed the new owner as well
             kind.attach(module, name)
     info.kinds[name] = kind
     values[name] = value
     if kind is STATIC and type(value) in wrappers:
         info.unsettled = True
     info.changed()
-    if old is MODULE:
+    if old is SUBMODULE:
         forget_flat_forms()
 
 
 def _refuse_bad_name(module: Any, name: str) -> None:
-    segment = name[1:] if name[:1] == "/" else name  # as a Dict stores a key that is also an attribute of its class
+    segment = name[1:] if name[:1] == "/" else name  # how a Dict stores a key that is also an attribute of its class
     if not segment or "/" in segment or module._nnx_attribute_name(segment) != name:
         raise ValueError(BAD_NAME.format(name=name, owner=type(module).__name__))
 
@@ -208,7 +217,7 @@ def _same_atom(before: Any, value: Any) -> bool:
 
 
 def holds_modules(value: Any) -> bool:
-    """Whether a plain list, tuple or dict holds Modules, containers or Refs, at any depth of plain containers."""
+    """Whether a plain list, tuple or dict holds Modules, containers or Refs, also inside of further ones."""
     stack, seen = [value], set()
     while stack:
         item = stack.pop()
@@ -216,10 +225,10 @@ def holds_modules(value: Any) -> bool:
             continue
         seen.add(id(item))
         for inner in items_of(item):
-            sort = _sort(inner)
-            if sort in (_MODULE, _CONTAINER, _REF):
+            category = _category(inner)
+            if category in (_MODULE, _CONTAINER, _REF):
                 return True
-            if sort == _PLAIN:
+            if category == _PLAIN:
                 stack.append(inner)
     return False
 
@@ -228,7 +237,7 @@ def _is_data(module: Any, name: str, value: Any) -> bool:
     """Whether a value is a pytree that holds arrays.
 
     Raises:
-      ValueError: it is, but holds something JAX cannot take.
+      ValueError: it is, but it also holds something that JAX does not accept.
     """
     if isinstance(value, (list, dict, tuple)) and contains_itself(value):
         return False
@@ -238,18 +247,18 @@ def _is_data(module: Any, name: str, value: Any) -> bool:
         return False
     if len(leaves) == 1 and leaves[0] is value:
         return False
-    if not any(_sort(leaf) == _ARRAY for leaf in leaves):
+    if not any(_category(leaf) == _ARRAY for leaf in leaves):
         return False
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-        if _sort(leaf) != _ARRAY and not isinstance(leaf, _NUMBERS):
+        if _category(leaf) != _ARRAY and not isinstance(leaf, _NUMBERS):
             route = f"{name}{jax.tree_util.keystr(path)}"
-            owner, kind = type(module).__name__, type(value).__name__
-            raise ValueError(NOT_DATA.format(name=name, owner=owner, kind=kind, route=route, leaf=short(leaf)))
+            text = {"name": name, "owner": type(module).__name__, "type": type(value).__name__}
+            raise ValueError(NOT_DATA.format(**text, route=route, leaf=short(leaf)))
     return True
 
 
 def _refuse_captured(module: Any, name: str, value: Any) -> None:
-    if _sort(value) == _ATOM:
+    if _category(value) == _ATOM:
         return
     found = find_captured_module(value)
     if found is not None:
@@ -261,9 +270,9 @@ def _refuse_captured(module: Any, name: str, value: Any) -> None:
 
 
 def settle(module: Any) -> None:
-    """After the constructor: lists and dicts that have come to hold Modules or arrays get the kind that fits."""
-    kinds, values = module._nnx_info.kinds, module.__dict__
-    module._nnx_info.unsettled = False
+    """Decides again about the static lists and dicts of a constructor: by now they may hold Modules or arrays."""
+    kinds, values = info_of(module).kinds, module.__dict__
+    info_of(module).unsettled = False
     filled = [name for name, kind in kinds.items() if kind is STATIC and type(values[name]) in wrappers]
     for name in filled:
         value = values[name]
@@ -273,14 +282,24 @@ def settle(module: Any) -> None:
                 place(module, name, kind, settled)
 
 
+def set_spec(module: Any, name: str, spec: Spec) -> None:
+    """Gives a variable another type or other metadata; its value stays."""
+    kinds = info_of(module).kinds
+    if type(kinds[name]) is Ref:
+        kinds[name].respecify(spec)
+    else:
+        kinds[name] = spec
+        info_of(module).changed()
+
+
 def variable_of(module: Any, name: str) -> Any:
-    """The container behind an attribute: its type and metadata with the current value.
+    """Returns the container behind an attribute: its type and metadata with the current value.
 
     Raises:
       AttributeError: there is no such attribute.
-      ValueError: it is a submodule or a static value.
+      ValueError: the attribute is a submodule or a static value.
     """
-    info = module._nnx_info
+    info = info_of(module)
     kind = info.kinds.get(name)
     if type(kind) is Ref:
         return kind.variable
@@ -290,5 +309,5 @@ def variable_of(module: Any, name: str) -> Any:
         return TREE_SPEC.box(module.__dict__[name])
     if kind is None or type(kind) is Absent:
         getattr(module, name)  # explains what is missing
-    what = "a submodule" if kind is MODULE else "a static attribute"
+    what = "a submodule" if kind is SUBMODULE else "a static attribute"
     raise ValueError(f"{name!r} of {type(module).__name__} is {what}, not a variable.")

@@ -1,4 +1,4 @@
-"""Finding a Module that a static value has captured: in a closure, a partial, or an attribute of some object."""
+"""Finding a Module that a static value has captured, in a closure, a partial or an attribute of any object."""
 
 import collections
 import functools
@@ -10,18 +10,18 @@ import jax
 import numpy as np
 
 from nnx.core.contents import member_names
-from nnx.core.info import ModuleBase
+from nnx.core.module_info import ModuleBase
 
 _LEAVES = (int, float, complex, str, bytes, bool, type(None), type, types.ModuleType, jax.Array, np.ndarray, np.generic)
 _plain: frozenset[type] = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
 
 def find_captured_module(value: Any) -> tuple[Any, str] | None:
-    """Returns the first Module that a function, partial or plain object holds, and the way to it, or None.
+    """Returns the first Module that a function, partial or plain object holds, with the route to it, or None.
 
-    Bound methods of Modules do not count at the top level or in plain containers, because a rebuilt graph binds them
-    to its own Modules. The search covers everything the value can reach: a Module behind a thousand other objects is
-    as much of a frozen constant as one in plain sight.
+    Bound methods of Modules do not count at the top level or in lists, tuples and dicts, because a rebuilt graph binds
+    them to its own Modules. The search covers everything the value can reach: a Module behind a thousand other objects
+    is as much of a frozen constant as one in plain sight.
     """
     seen: set[int] = set()
     stack: list[tuple[Any, str, bool]] = [(value, "it", False)]
@@ -37,7 +37,7 @@ def find_captured_module(value: Any) -> tuple[Any, str] | None:
 
 
 def _holds(item: Any, route: str, inside: bool) -> Iterable[tuple[Any, str, bool]]:
-    """What an object holds, each with the way to it and whether it is out of a rebuild's reach."""
+    """Yields what an object holds, each with the route to it and whether a rebuild cannot replace it there."""
     if isinstance(item, types.MethodType):
         if inside or not isinstance(item.__self__, ModuleBase):
             yield item.__self__, f"self of {route}", True
@@ -55,7 +55,7 @@ def _holds(item: Any, route: str, inside: bool) -> Iterable[tuple[Any, str, bool
 
 
 def _attributes(item: Any) -> Iterator[tuple[str, Any]]:
-    """The names and values of what an object holds in its `__dict__` and its slots."""
+    """Yields the names and values of what an object holds in its `__dict__` and its slots."""
     if isinstance(item, (types.FunctionType, types.MethodType)):
         return
     yield from list(getattr(item, "__dict__", {}).items())

@@ -31,7 +31,7 @@ class Base(NamedTuple):
     make: Callable[[type, Any], Any]
     fill: Callable[[Any, Sequence[Any]], list[Callable[[], Any]]] | None = None  # None: the type is immutable
     settings: tuple[str, ...] = ()  # attributes in C structures, such as a defaultdict's factory
-    constants: tuple[str, ...] = ()  # likewise, but set once and for all: a deque's maximum length
+    constants: tuple[str, ...] = ()  # likewise, but fixed at construction: a deque's maximum length
 
 
 def _dict_items(value: dict[Any, Any]) -> list[Any]:
@@ -103,7 +103,7 @@ _UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>", "__slots__"
 
 
 class Content:
-    """How values of one class are taken apart and put together. Holds names only, never the class itself."""
+    """How values of one class are taken apart and rebuilt. It holds names only, never the class itself."""
 
     __slots__ = ("base", "base_type", "slots", "derived", "has_dict", "is_mutable", "is_copied", "iterates_plainly")
 
@@ -138,7 +138,7 @@ class Content:
         self.is_mutable = self.base.fill is not None or (has_attributes and not is_frozen)
 
     def attributes(self, value: Any) -> dict[str, Any]:
-        """Everything a value holds under a name: its `__dict__` and the slots that are set."""
+        """Returns everything a value holds under a name: its `__dict__` and the slots that are set."""
         found = {}
         if self.has_dict:
             found = {name: item for name, item in vars(value).items() if name not in self.derived}
@@ -149,11 +149,11 @@ class Content:
         return found
 
     def make(self, cls: type, items: Any, like: Any) -> Any:
-        """A new instance that holds these items (none yet if the class is mutable) and no attributes."""
+        """Makes an instance with these items (none yet if the class is mutable) and no attributes."""
         return self.base.make(cls, like if self.base.fill is not None else items)
 
     def steps(self, value: Any, items: Sequence[Any], attributes: dict[str, Any]) -> list[Callable[[], Any]]:
-        """The calls that make a value hold exactly these items and attributes."""
+        """Returns the calls that make a value hold exactly these items and attributes."""
         steps = self.base.fill(value, items) if self.base.fill is not None else []
         rest = dict(attributes)
         for name in (*self.slots, *self.base.settings):
@@ -168,7 +168,7 @@ class Content:
         return steps
 
     def views(self, value: Any) -> list[tuple[Any, Any]]:
-        """Live views of what a value holds: `(keys, values)` of a dict, `(None, items)` of anything else."""
+        """Returns live views of what a value holds: `(keys, values)` of a dict, `(None, items)` of anything else."""
         found: list[tuple[Any, Any]] = []
         if issubclass(self.base_type, dict):
             found.append((self.base_type.keys(value), self.base_type.values(value)))
@@ -203,7 +203,7 @@ _members: "weakref.WeakKeyDictionary[type, tuple[str, ...]]" = weakref.WeakKeyDi
 
 
 def member_names(cls: type) -> tuple[str, ...]:
-    """The names of all `__slots__` of a class, and of what built-in types keep in the same way."""
+    """Returns the names of all `__slots__` of a class, and of what built-in types store the same way."""
     names = _members.get(cls)
     if names is None:
         found = (name for parent in cls.__mro__ for name, member in vars(parent).items() if _is_member(member))
@@ -216,7 +216,7 @@ def _is_member(member: Any) -> bool:
 
 
 def _slot_names(cls: type) -> Iterable[str]:
-    """The names in the `__slots__` of a class; what built-in types keep is covered by `Base.settings`."""
+    """Yields the names in the `__slots__` of a class; what built-in types store is covered by `Base.settings`."""
     for parent in cls.__mro__:
         if parent.__flags__ & _HEAP_TYPE:
             yield from (name for name, member in vars(parent).items() if _is_member(member))
@@ -226,7 +226,7 @@ _contents: "weakref.WeakKeyDictionary[type, Content | None]" = weakref.WeakKeyDi
 
 
 def content_of(cls: type) -> Content | None:
-    """The Content of a class, or None if its values are not compared by content."""
+    """Returns the Content of a class, or None if its values are not compared by content."""
     try:
         return _contents[cls]
     except KeyError:
@@ -242,6 +242,6 @@ def _find_content(cls: type) -> Content | None:
     if base is object:
         try:
             object.__new__(cls)
-        except TypeError:  # a dataclass over a type that keeps data in C, e.g. an exception
+        except TypeError:  # a dataclass derived from a type that keeps data in C, e.g. an exception
             return None
     return Content(cls, base)

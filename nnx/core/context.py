@@ -1,11 +1,12 @@
-"""Context: where randomness and run-time flags travel.
+"""Context: the object that carries randomness and run-time flags.
 
 A *stream* is a key and a counter: each `make_rng` folds the next count into the key. To *fork* a stream is to spend one
-count on the key of a new stream, so that parent and fork never produce the same key.
+count on the key of a new stream, so parent and fork never produce the same key.
 """
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -15,12 +16,12 @@ import numpy as np
 from nnx.core.errors import CONTEXT_AT_OTHER_LEVEL, TraceContextError
 from nnx.core.repr import short
 from nnx.core.statics import Frozen, own_copy
-from nnx.core.trace import current_level
+from nnx.core.trace import current_level, same_level
 
 RngFilter = Any
 """What selects streams: None, `...`, a name, `f(name) -> bool`, a sequence of these, or a mapping `{filter: bool}`."""
 
-BAD_SEED = """The stream {name!r} was given {value}: a stream is seeded by an int, a typed key (jax.random.key(0)) or \
+BAD_SEED = """The stream {name!r} was given the seed {value}. A seed is an int, a typed key (jax.random.key(0)) or \
 a legacy uint32 key (jax.random.PRNGKey(0))."""
 
 
@@ -43,9 +44,9 @@ class Stream:
 
 
 class Context:
-    """Named random streams and flags, for one trace level. Made by `nnx.context`.
+    """Named random streams and flags, for one trace level. `nnx.context` makes one.
 
-    Lifted transforms take it as an argument and give the function a fork of it. Under a raw JAX transform, pass
+    Lifted transforms take it as an argument and pass a fork of it to the function. Under a raw JAX transform, pass
     `ctx.partition()` and call `.merge()` on it inside.
 
     >>> ctx = nnx.context(0, flags={"deterministic": True})
@@ -64,7 +65,7 @@ class Context:
         self._live: Frozen | None = None  # the flags as they were when `_def` was made, if their values can change
 
     def make_rng(self, name: str) -> jax.Array:
-        """A new key from a stream, different every time.
+        """Returns a new key from a stream, different every time.
 
         Raises:
           ValueError: there is no such stream.
@@ -81,8 +82,8 @@ class Context:
         return stream.next()
 
     def check_level(self, name: str) -> None:
-        level = current_level()
-        if self._level is not level and self._level != level:
+        """Raises TraceContextError if the Context was made at another trace level; `name` is the stream asked for."""
+        if not same_level(self._level):
             raise TraceContextError(CONTEXT_AT_OTHER_LEVEL.format(name=name))
 
     def has_rng(self, name: str) -> bool:
@@ -90,11 +91,11 @@ class Context:
         return name in self._streams
 
     def has_flag(self, name: str) -> bool:
-        """Whether the flag is set, to whatever value."""
+        """Whether the flag is set, to any value."""
         return name in self._flags
 
     def get_flag(self, name: str, default: Any = None) -> Any:
-        """The value of a flag, or `default` where it is not set."""
+        """Returns the value of a flag, or `default` if it is not set."""
         return self._flags.get(name, default)
 
     @property
@@ -103,28 +104,28 @@ class Context:
         return dict(self._flags)
 
     def copy(self, *, flags: Mapping[str, Any] | None = None) -> "Context":
-        """A Context that shares the streams; `flags` are added to its own."""
+        """Returns a Context that shares the streams and has these flags in addition."""
         self.check_level("...")
         return Context(self._streams, {**self._flags, **(flags or {})})
 
     def fork(self) -> "Context":
-        """An independent Context at this level, with the same flags."""
+        """Returns an independent Context at this level, with the same flags."""
         return self.partition().merge()
 
     def partition(self) -> "PureContext":
-        """A fork as `(keys, ctxdef)`, which can pass through any JAX transform."""
+        """Returns a fork as `(keys, ctxdef)`, which can pass through any JAX transform."""
         self.check_level("...")
         return PureContext({name: stream.next() for name, stream in self._streams.items()}, self.definition())
 
     def definition(self) -> "ContextDef":
-        """The static half; made again only if the value of a flag was changed in place."""
+        """Returns the static half; it is made again only if the value of a flag was changed in place."""
         if self._def is None or (self._live is not None and not self._live.is_current()):
             self._def = ContextDef(self._flags, tuple(self._streams))
             self._live = Frozen(tuple(self._flags.values()), "flags") if self._def.is_watched else None
         return self._def
 
     def fork_data(self) -> list[tuple[Any, Any]]:
-        """A fork as data: key and count of each stream, to be folded later by `ContextDef.from_fork`."""
+        """Returns a fork as data: key and count of each stream, to be folded later by `ContextDef.from_fork`."""
         self.check_level("...")
         data = []
         for stream in self._streams.values():
@@ -133,14 +134,14 @@ class Context:
         return data
 
     def undo_fork(self) -> None:
-        """Takes back the last `fork_data`, whose keys nobody has used."""
+        """Undoes the last `fork_data`; its keys must not have been used."""
         for stream in self._streams.values():
             stream.count -= 1
 
     def split(self, n: int, filter: RngFilter = ...) -> "PureContext":
-        """A fork in which each stream the filter selects has `n` keys, stacked; for a manual vmap or scan."""
+        """Returns a fork in which each stream the filter selects has `n` stacked keys, for a manual vmap or scan."""
         if not isinstance(n, (int, np.integer)) or n < 1:
-            raise ValueError(f"ctx.split(n) makes n keys per stream, so n is a positive int; got {n!r}.")
+            raise ValueError(f"ctx.split(n) makes n keys per stream, so n must be a positive int; got {n!r}.")
         keys, ctxdef = self.partition()
         selects = rng_predicate(filter)
         return PureContext({k: jax.random.split(key, n) if selects(k) else key for k, key in keys.items()}, ctxdef)
@@ -154,6 +155,10 @@ class Context:
         return f"Context({', '.join([*streams, *flags])})"
 
 
+streams_of: Callable[[Any], dict[str, Stream]] = attrgetter("_streams")
+"""Returns the live streams of a Context, by name."""
+
+
 class ContextDef:
     """The static half of a Context: its flags and the names of its streams. Hashable, a pytree without leaves."""
 
@@ -162,7 +167,7 @@ class ContextDef:
     streams: tuple[str, ...]
 
     def __init__(self, flags: Mapping[str, Any], streams: tuple[str, ...]):
-        # a snapshot: the caller's values may change
+        # A snapshot, because the caller's values may change.
         self._flags = tuple([(name, Frozen(own_copy(value), f"flags[{name!r}]")) for name, value in flags.items()])
         self.streams = streams
 
@@ -172,18 +177,18 @@ class ContextDef:
         return any(flag.watched for _, flag in self._flags)
 
     def flags(self) -> dict[str, Any]:
-        """The flags; values that can change are copies."""
+        """Returns the flags; values that can change are copies."""
         return {name: own_copy(flag.value) for name, flag in self._flags}
 
     def merge(self, keys: Mapping[str, Any]) -> Context:
-        """A Context with these keys as its streams."""
+        """Returns a Context with these keys as its streams."""
         ctx = Context({name: Stream(key) for name, key in keys.items()}, self.flags())
         if tuple(keys) == self.streams and not self.is_watched:
             ctx._def = self
         return ctx
 
     def from_fork(self, data: Sequence[tuple[Any, Any]]) -> Context:
-        """The Context that `Context.fork_data` described."""
+        """Returns the Context that `Context.fork_data` described."""
         return self.merge({name: _fold_in(*pair) for name, pair in zip(self.streams, data, strict=True)})
 
     def __eq__(self, other: object) -> bool:
@@ -211,18 +216,18 @@ class PureContext(NamedTuple):
     ctxdef: ContextDef
 
     def merge(self) -> Context:
-        """A Context with these keys as its streams."""
+        """Returns a Context with these keys as its streams."""
         return self.ctxdef.merge(self.keys)
 
 
 def context(params: Any = None, *, flags: Mapping[str, Any] | None = None, **rngs: Any) -> Context:
-    """Makes a Context.
+    """Makes a Context: named random streams and run-time flags.
 
     Args:
       params: the seed of the stream "params".
       flags: run-time flags, e.g. `{"deterministic": True}`.
-      **rngs: the seeds of further streams. A seed is an int, a typed key, or a legacy uint32 key; streams given equal
-        ints are independent, keys are taken as they are.
+      **rngs: the seeds of further streams. A seed is an int, a typed key, or a legacy uint32 key. Streams with equal
+        ints are independent; keys are used unchanged.
 
     >>> ctx = nnx.context(0, dropout=1, flags={"deterministic": False})
     >>> key = ctx.make_rng("dropout")
@@ -246,16 +251,16 @@ def _to_key(name: str, seed: Any) -> Any:
 
 
 def _named_key(name: str, seed: Any) -> Any:
-    """The key of a stream seeded by an int; the name counts, so that streams of equal seeds are independent."""
+    """Returns the key of a stream seeded by an int; it depends on the name, so equal seeds make independent streams."""
     key = jax.random.key(seed)
     return key if name == "params" else jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def rng_predicate(filter: RngFilter) -> Callable[[str], bool]:
-    """The predicate on stream names an RNG filter stands for.
+    """Returns the predicate on stream names that an RNG filter stands for.
 
     Raises:
-      TypeError: it is no RNG filter.
+      TypeError: `filter` is not an RNG filter.
     """
     if filter is None:
         return lambda name: False
@@ -272,6 +277,6 @@ def rng_predicate(filter: RngFilter) -> Callable[[str], bool]:
     if callable(filter):
         return cast(Callable[[str], bool], filter)
     raise TypeError(
-        f"Invalid RNG filter {short(filter)}: it is None, `...`, a stream's name, a function f(name) -> bool, a "
-        "sequence of these, or a mapping {filter: bool}."
+        f"Invalid RNG filter {short(filter)}. An RNG filter is None, `...`, the name of a stream, a function "
+        "f(name) -> bool, a sequence of these, or a mapping {filter: bool}."
     )

@@ -1,13 +1,13 @@
-"""The errors of the module system, and the texts that more than one place raises.
+"""The errors of the module system, and the messages that are raised in more than one place.
 
-A text says what was passed, where, why it fails and what to write instead.
+A message says what was passed and where, why it fails, and what to write instead.
 """
 
 
 class TraceContextError(Exception):
-    """A Module, Ref or Context was used at another trace level than the one it was made in.
+    """A Module, Ref or Context was used at a different trace level from the one it was made in.
 
-    A trace level is one run of a JAX transform. The message says what to write instead: mostly, to pass the object to
+    A trace level is one run of a JAX transform. The message says what to write instead: usually, to pass the object to
     the lifted transform as an argument.
 
     >>> counter = nnx.Dict(n=nnx.Variable(0))
@@ -49,70 +49,70 @@ it by hand: `state, moduledef = module.partition()`, pass `state`, and `modulede
 RESERVED_NAME = """Cannot assign attribute {name!r} of {owner}: it is the name of a method of nnx.Module, which it \
 would hide. Choose another name (or keep the value in an nnx.Dict, where any key is an item)."""
 
-DICT_REPLACED = """Cannot assign `__dict__` of {owner}: the library keeps the kinds of a Module's attributes next to \
-its `__dict__`, and replacing one would leave the other behind. Set the attributes one by one, or replace the state \
+DICT_REPLACED = """Cannot assign `__dict__` of {owner}: the library records the kind of every attribute outside \
+`__dict__`, and the two would no longer match. Set the attributes one by one, or replace the state \
 with update_state()."""
 
-NOT_A_MODULE_CLASS = """Cannot assign `__class__` of {owner}: a Module can only become another kind of Module, got \
+NOT_A_MODULE_CLASS = """Cannot assign `__class__` of {owner}: the new class must be a subclass of nnx.Module, got \
 {value}."""
 
 REGISTERED_AS_PYTREE = """The Module class {name} is registered with JAX as a pytree. JAX would take its instances \
-apart and put copies together, so updates made inside a transform would be lost. Remove the registration \
-(jax.tree_util.register_dataclass, register_pytree_node_class, ...): the lifted transforms take Modules as they are, \
+apart and rebuild copies of them, so updates made inside a transform would be lost. Remove the registration \
+(jax.tree_util.register_dataclass, register_pytree_node_class, ...): the lifted transforms take Modules directly, \
 and `module.partition()` turns one into pytrees. For an immutable record that is a pytree, subclass nnx.Pytree \
 instead."""
 
 CAPTURES_MODULE = """Cannot assign attribute {name!r} of {owner}: the value, {value}, holds a Module ({route}).
-As a static value it would be a copy frozen into compiled functions, out of reach of partition, updates and gradients. \
-Assign the Module itself to an attribute, or pass it as an argument when you call; a bound method of a Module in the \
-same graph may be stored as it is."""
+As part of a static value, it would be frozen into compiled functions as a constant, and partition, updates and \
+gradients would not reach it. Assign the Module itself to an attribute, or pass it as an argument when you call. A \
+bound method of a Module in the same graph can be stored directly."""
 
 STATIC_HOLDS_STATE = """The static attribute {path!r} has come to hold {what} ({route}).
-A list or dict is looked at when it is assigned (and when __init__ returns); what is put into it later is not seen by \
-partition, updates and gradients. Assign the filled container again (`module.{name} = [...]`), or use nnx.Sequence / \
+A list or dict is examined when it is assigned (and when __init__ returns); partition, updates and gradients do not \
+see what is put into it later. Assign the filled container again (`module.{name} = [...]`), or use nnx.Sequence / \
 nnx.Dict from the start."""
 
-FOREIGN_METHOD = """The static attribute {path!r} is a bound method of a Module ({method}) that is not part of this \
-graph. Its state could not be split or updated with the rest. Make that Module an attribute (a submodule) as well, or \
-store the plain function."""
+FOREIGN_METHOD = """The static attribute {path!r} is a bound method ({method}) of a Module that is not part of this \
+graph, so its state would not be split off or updated with the rest. Make that Module an attribute (a submodule) as \
+well, or store the plain function."""
 
-NOT_DATA = """Cannot assign attribute {name!r} of {owner}: the {kind} holds arrays, so it is data, but the leaf at \
-{route} is {leaf}, which JAX cannot take.
-Keep that part in an attribute of its own (as a static value), or wrap the whole in nnx.Static if no array in it ever \
+NOT_DATA = """Cannot assign attribute {name!r} of {owner}: the {type} holds arrays, so it is data, but the leaf at \
+{route} is {leaf}, which JAX does not accept.
+Keep that part in a separate attribute (as a static value), or wrap the whole in nnx.Static if no array in it ever \
 changes."""
 
-BAD_NAME = """Cannot assign attribute {name!r} of {owner}: the names of attributes are segments of paths such as \
+BAD_NAME = """Cannot assign attribute {name!r} of {owner}: attribute names are segments of paths such as \
 'encoder/kernel', so they must not be empty or contain '/'. Choose another name, or nest nnx.Dicts."""
 
-MODULE_IN_CONTAINER = """{kind} cannot hold {what}: a container holds an array or a pytree of arrays, and a Module in \
-it would be out of reach of partition, updates and gradients.
-Assign the Module itself to an attribute; a list or dict of Modules may be assigned as it is."""
+MODULE_IN_CONTAINER = """{type} cannot hold {what}: a container holds an array or a pytree of arrays, and partition, \
+updates and gradients would not reach a Module in it.
+Assign the Module itself to an attribute; a list or dict of Modules can be assigned directly."""
 
 STATE_IN_STATIC_VALUE = """The static value {route} is {what}.
-Metadata, flags and static fields are compared and hashed, and become constants of compiled functions; in them a \
-Module or Variable would be out of reach of partition, updates and gradients. Make it an attribute of a Module, or \
-pass it as an argument."""
+Metadata, flags and static fields are compared and hashed, and become constants of compiled functions; partition, \
+updates and gradients would not reach a Module or Variable in them. Make it an attribute of a Module, or pass it as an \
+argument."""
 
-MUTABLE_DEFAULT = """A field's default is the {kind} {default}, which all instances would share. Make one for each: \
-`default_factory=lambda: {default}`."""
+MUTABLE_DEFAULT = """The default of a field is the {type} {default}, which all instances would share. Make a new one \
+for each: `default_factory=lambda: {default}`."""
 
 MODULE_INTO_VARIABLE = """Cannot assign a Module ({value}) to attribute {name!r} of {owner}: it is a variable of type \
-{kind}. Delete the attribute first, or use another name."""
+{type}. Delete the attribute first, or use another name."""
 
-INCOMPATIBLE_CONTAINER = """Cannot replace value from incompatible container: {where} is {old}, got {new}. The type \
+INCOMPATIBLE_CONTAINER = """Cannot replace value from incompatible container: {target} is {old}, got {new}. The type \
 and the metadata must agree; pass the bare value to keep them, or delete the attribute first to change them."""
 
-NO_STATE_GIVEN = """{owner} has no value for {name!r}: no state was given for it when the Module was merged or rebuilt \
-(it is a {kind}). Merge with a State that has the path, or add it with update_state()."""
+NO_STATE_GIVEN = """{owner} has no value for {name!r} ({kind}): no state was given for it when the Module was merged \
+or rebuilt. Merge with a State that has the path, or add it with update_state()."""
 
 UNKNOWN_PATH = """Cannot update {path!r}: {reason}. Nothing was changed.
 The paths of this Module are those of `module.get_state()`; a new variable can be added to any existing Module."""
 
-HOLE_IN_SEQUENCE = """Cannot set item {index} of {owner}, which has {length} items: those between would be missing. \
-Use append() or insert()."""
+HOLE_IN_SEQUENCE = """Cannot set item {index} of {owner}, which has {length} items: the items in between would be \
+missing. Use append() or insert()."""
 
-MISSING_ITEM = """Item {index} of {owner} is missing: it was taken out, by pop_state() or as an attribute. Put it back \
-with update_state(), or assign to it."""
+MISSING_ITEM = """Item {index} of {owner} is missing: it was removed by pop_state() or deleted as an attribute. Put it \
+back with update_state(), or assign to it."""
 
 BAD_KEY = """{key!r} cannot be a key of nnx.Dict: keys are path segments, so they must be non-empty strings \
 without '/'."""

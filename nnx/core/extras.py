@@ -1,4 +1,4 @@
-"""Optional dependencies: imported where they are used; a missing one is named with the extra that brings it."""
+"""Optional dependencies: imported where they are used, with an error that names the extra to install."""
 
 import importlib
 from typing import Any
@@ -11,17 +11,17 @@ def require(module: str, extra: str, use: str = "This") -> Any:
     """Imports an optional module.
 
     Args:
-        module: its dotted name, e.g. `"orbax.checkpoint"`.
+        module: the dotted name, e.g. `"orbax.checkpoint"`.
         extra: the extra of this package that installs it.
-        use: what needs it, the subject of the error message.
+        use: what needs it; the subject of the error message.
 
     Raises:
-        ImportError: it is not installed; the message says which extra brings it.
+        ImportError: the module is not installed; the message names the extra.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = module.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != package:
-            raise  # it is installed, and misses something itself
+            raise  # it is installed, but something it needs is not
         raise ImportError(MISSING_EXTRA.format(use=use, package=package, extra=extra), name=module) from error

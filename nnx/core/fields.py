@@ -1,4 +1,4 @@
-"""Dataclass Modules: fields that say how what the constructor received is kept."""
+"""Dataclass Modules: fields that say how to store what the constructor received."""
 
 import dataclasses
 import inspect
@@ -18,12 +18,12 @@ NO_DEFAULT: Any = dataclasses.MISSING
 
 
 def field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, **kwargs: Any) -> Any:
-    """A dataclass field; like `dataclasses.field`, but a default may be an array or a container."""
+    """A dataclass field like `dataclasses.field`, except that the default can be an array or a container."""
     return _field(None, default, default_factory, kwargs)
 
 
 def node_field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, **kwargs: Any) -> Any:
-    """A field kept as data, no matter which type its value has.
+    """A field stored as data, regardless of the type of its value.
 
     >>> @nnx.dataclass
     ... class Scale(nnx.Module):
@@ -35,7 +35,7 @@ def node_field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, 
 
 
 def static_field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, **kwargs: Any) -> Any:
-    """A field kept as a static value, no matter which type it has.
+    """A field stored as a static value, regardless of its type.
 
     >>> @nnx.dataclass
     ... class Table(nnx.Pytree):
@@ -49,13 +49,13 @@ def static_field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT
 def param_field(
     default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, sharding: Any = None, **kwargs: Any
 ) -> Any:
-    """A field kept as an `nnx.Param`.
+    """A field stored as an `nnx.Param`.
 
     Args:
-      default: used where the constructor is given nothing.
-      default_factory: called for a default, once per instance.
-      sharding: the Param's logical axis names.
-      **kwargs: those of `dataclasses.field`.
+      default: the value if the constructor receives none.
+      default_factory: a function that makes the default, called once per instance.
+      sharding: the logical axis names of the Param.
+      **kwargs: further arguments of `dataclasses.field`.
 
     >>> @nnx.dataclass
     ... class Scale(nnx.Module):
@@ -75,15 +75,15 @@ def var_field(
     metadata: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A field kept as a Variable of the given type.
+    """A field stored as a Variable of the given type.
 
     Args:
-      variable_type: the type.
-      default: used where the constructor is given nothing.
-      default_factory: called for a default, once per instance.
-      sharding: the Variable's logical axis names.
-      metadata: the Variable's further metadata.
-      **kwargs: those of `dataclasses.field`.
+      variable_type: the type of the Variable.
+      default: the value if the constructor receives none.
+      default_factory: a function that makes the default, called once per instance.
+      sharding: the logical axis names of the Variable.
+      metadata: further metadata of the Variable.
+      **kwargs: further arguments of `dataclasses.field`.
 
     >>> @nnx.dataclass
     ... class Counter(nnx.Module):
@@ -101,8 +101,8 @@ def _wrapper(cls: type[Container], **metadata: Any) -> Callable[[Any], Any]:
 
 def _field(wrap: Any, default: Any, default_factory: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(default, (list, dict, set)):
-        raise ValueError(MUTABLE_DEFAULT.format(kind=type(default).__name__, default=short(default)))
-    # a default by a factory as well, so that the class keeps no attribute that a missing value would fall back to
+        raise ValueError(MUTABLE_DEFAULT.format(type=type(default).__name__, default=short(default)))
+    # Defaults become factories, too, so that the class has no attribute that a missing value would fall back to.
     factory = default_factory if default is NO_DEFAULT else (lambda: default)
     return dataclasses.field(default_factory=factory, metadata={_WRAP: wrap}, **kwargs)
 
@@ -121,10 +121,10 @@ def dataclass(
 
     Args:
       cls: the class. Without it, a decorator is returned.
-      init: make a constructor of the fields, as in `dataclasses.dataclass`.
-      repr: make a `__repr__` of the fields, in place of the tree that a Module prints.
-      kw_only: all fields are keyword arguments.
-      frozen: forbid assignment to fields after construction; `update_state` and transforms still write.
+      init: whether to generate a constructor from the fields, as in `dataclasses.dataclass`.
+      repr: whether to generate a `__repr__` from the fields, in place of the tree that a Module prints.
+      kw_only: whether all fields are keyword arguments.
+      frozen: whether to forbid assignment to fields after construction; `update_state` and transforms can still write.
 
     >>> @nnx.dataclass
     ... class Linear(nnx.Module):
@@ -146,9 +146,10 @@ def dataclass(
 
 
 def prepare_dataclass(cls: Any) -> None:
-    """Once per class, before its first instance: how its fields wrap, and no containers left on the class.
+    """Prepares a dataclass for its first instance: records how its fields wrap values, and cleans up their defaults.
 
-    A container or Ref on the class, a field's default, would be found where an instance has no value.
+    A container or Ref that is the default of a field stays on the class as an attribute, where an instance without a
+    value would find it. It is removed.
     """
     if "_nnx_fields" in cls.__dict__ or not dataclasses.is_dataclass(cls):
         return
@@ -162,6 +163,6 @@ def prepare_dataclass(cls: Any) -> None:
 
 
 def constructor_signature(cls: type) -> inspect.Signature:
-    """The signature of a class according to its `__init__`, for any metaclass."""
+    """Returns the signature of a class according to its `__init__`, for any metaclass."""
     signature = inspect.signature(cls.__init__)
     return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -1,9 +1,9 @@
-"""Files that are complete or not there: exclusive temporary files, syncing, atomic replacement, and paths kept inside.
+"""Files that are either complete or absent: exclusive temporary files, syncing, atomic replacement, safe paths.
 
 A *temporary file* is created next to the file it will replace, under a name nobody can guess, and never through a
-symbolic link. When its bytes are on the disk it is renamed over the old file, so a reader, a killed process or a power
-cut sees the old file or the new one. A *leftover* is a temporary file whose writer was killed; the next writer that
-holds the lock of the path (see `writer_lock`) removes it.
+symbolic link. When its bytes are on the disk, it is renamed over the old file, so a reader sees either the old file or
+the new one, even after a crash or a power failure. A *leftover* is a temporary file whose writer was killed; the next
+writer that holds the lock of the path (see `writer_lock`) removes it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def open_exclusive(path: Path) -> BinaryIO:
     """Creates a file for reading and writing that did not exist before.
 
     Raises:
-        FileExistsError: there is something at the path, be it a symbolic link to nowhere.
+        FileExistsError: there is something at the path, even if it is a dangling symbolic link.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _O_NOFOLLOW | _O_BINARY
     return os.fdopen(os.open(path, flags, 0o666), "w+b")
@@ -42,9 +42,9 @@ def open_exclusive(path: Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a file that takes the place of `path` when the block ends, complete and on the disk.
+    """Opens a file that replaces `path` when the block ends, complete and on the disk.
 
-    If the block raises, the old file stays and the temporary one is removed.
+    If the block raises, the old file is kept and the temporary one is removed.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/notes"
@@ -68,14 +68,14 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def sync_file(file: BinaryIO) -> None:
-    """Forces what was written to an open file onto the disk."""
+    """Flushes an open file to the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:
-    """Forces the names in a directory onto the disk: the files created, renamed and removed there."""
-    if os.name == "nt":  # Windows cannot open a directory, and writes its entries through
+    """Flushes a directory to the disk: the files created, renamed and removed in it."""
+    if os.name == "nt":  # Windows cannot open a directory, and writes its entries at once
         return
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
@@ -87,11 +87,11 @@ def sync_directory(path: Path) -> None:
 def remove_leftovers(directory: Path, name: str | re.Pattern[str] | None = None) -> list[Path]:
     """Removes the temporary files of killed writers and returns their paths.
 
-    Only the holder of the lock of that path may call it: to everyone else a temporary file may be one in use.
+    Only the holder of the lock of that path may call it: for anyone else, a temporary file might be in use.
 
     Args:
-        directory: the directory of the files they were to replace.
-        name: the file they were to replace, or a pattern that its whole name matches; None for any.
+        directory: the directory of the files that the temporary files would have replaced.
+        name: the name of the file, or a pattern for the whole name; None for any.
     """
     pattern = name if isinstance(name, re.Pattern) else re.compile(".*" if name is None else re.escape(name), re.DOTALL)
     found = []
@@ -107,14 +107,14 @@ def remove_leftovers(directory: Path, name: str | re.Pattern[str] | None = None)
 
 
 def inside(directory: Path, name: str) -> Path:
-    """Returns the path of a file that another file names, if it is inside the directory.
+    """Returns the path of a file named in another file, after checking that it is inside the directory.
 
     Args:
         directory: the directory.
         name: a relative path with `/`, as found in a manifest or an index.
 
     Raises:
-        ValueError: it is absolute, leads out of the directory, or passes through a symbolic link.
+        ValueError: the path is absolute, leads out of the directory, or passes through a symbolic link.
     """
     parts = PurePosixPath(name).parts if isinstance(name, str) else ()
     reason = ""
@@ -135,12 +135,12 @@ def inside(directory: Path, name: str) -> Path:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a regular file for reading, unbuffered, and does not follow a symbolic link.
+    """Opens a regular file for reading, unbuffered, without following a symbolic link.
 
     Raises:
-        OSError: there is none, or it is a link, a directory, a pipe or a device.
+        OSError: the file does not exist, or is a link, a directory, a pipe or a device.
     """
-    # without O_NONBLOCK, opening a pipe that somebody planted would wait for a writer
+    # Without O_NONBLOCK, opening a pipe that somebody planted would wait for a writer.
     handle = os.open(path, os.O_RDONLY | _O_NOFOLLOW | _O_BINARY | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)

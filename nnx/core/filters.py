@@ -1,4 +1,4 @@
-"""Filters: small descriptions of which part of a State is meant, and the predicates they stand for.
+"""Filters: short descriptions of a part of a State, and the predicates they stand for.
 
 A *predicate* is `f(path, value) -> bool`, where `value` is the container or the bare array at that path.
 """
@@ -13,22 +13,24 @@ from typing import TypeVar, cast
 import jax
 import numpy as np
 
+from nnx.core.collection_names import known_collections
+from nnx.core.module_info import ModuleBase
+from nnx.core.paths import listing
 from nnx.core.repr import short
-from nnx.core.variables import Variable, known_collections
+from nnx.core.variables import Variable
 
 Predicate = Callable[[str, AnyValue], bool]
 Filter = type | str | EllipsisType | None | Predicate | Sequence["Filter"]
-"""What may stand for a part of a State: a type, a collection name, `...`, None, a predicate, or several of these."""
+"""What selects a part of a State: a type, a collection name, `...`, None, a predicate, or several of these."""
 
 S = TypeVar("S")
 
 NON_EXHAUSTIVE = """Non-exhaustive filters, got a non-empty remainder: {paths}.
-Every node must match one of the filters {filters}. Add a filter for these, or `...` as the last one for all \
-the rest."""
+Every node must match one of the filters {filters}. Add a filter for these, or `...` at the end to match the rest."""
 
 ELLIPSIS_NOT_LAST = "Ellipsis `...` can only be used as the last filter, got it at position {at} of {filters}."
 
-NOT_A_FILTER = """Invalid filter {value}: a filter is a type (nnx.Param), a collection name ("params"), `...`, None, a \
+NOT_A_FILTER = """Invalid filter {value}. A filter is a type (nnx.Param), a collection name ("params"), `...`, None, a \
 function f(path, value) -> bool, a tuple or list of filters, or one of nnx.Not, nnx.All, nnx.Any, nnx.OfType, \
 nnx.PathMatches, nnx.buffers."""
 
@@ -36,12 +38,12 @@ UNKNOWN_COLLECTION = """Unknown collection {name!r} as a filter.{hint} No Variab
 are: {known}. To filter by path, use nnx.PathMatches({name!r})."""
 
 MANY_TYPES = """{name}: wrt={wrt} names no Variable type, and it selects Variables of {count} types: {listing}.
-A path or a function rarely means all of them. Name the type as well, nnx.All(nnx.Param, {wrt}), or list every type \
-you mean: nnx.All(({types}), {wrt})."""
+That is rarely what a path or a function is meant to select. Name the type as well, nnx.All(nnx.Param, {wrt}), or list \
+all the types you mean: nnx.All(({types}), {wrt})."""
 
 
 class Matcher:
-    """Base of the filters that are objects: equal when they were made alike, so that they may be static values."""
+    """The base of filters that are objects. They compare by their arguments, so they can be static values."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
@@ -53,7 +55,7 @@ class Matcher:
 class OfType(Matcher):
     """Matches nodes that are instances of a type.
 
-    The long form of the type itself, for use where a type would be misread.
+    This is the explicit form of the type itself, for places where a type would be misread.
 
     >>> model = nnx.Linear(2, 3, ctx=nnx.context(0))
     >>> list(model.filter(nnx.OfType(nnx.Param)))
@@ -71,7 +73,7 @@ class OfType(Matcher):
 
 
 class InCollection(Matcher):
-    """Matches Variables of the collection with this name, and of its subclasses."""
+    """Matches Variables whose type, or a base of it, has this collection name."""
 
     def __init__(self, name: str):
         self.name = name
@@ -86,7 +88,7 @@ class InCollection(Matcher):
 
 
 class PathMatches(Matcher):
-    """Matches paths by glob: `*` within a segment, `**` for any number of segments, none included.
+    """Matches paths by glob: `*` within a segment, `**` for any number of segments, including none.
 
     >>> match = nnx.PathMatches("encoder/**/kernel")
     >>> match("encoder/kernel", None), match("encoder/a/b/kernel", None), match("decoder/kernel", None)
@@ -107,7 +109,7 @@ class PathMatches(Matcher):
 
 
 class Not(Matcher):
-    """Matches what its filter does not.
+    """Matches everything that its filter does not match.
 
     >>> model = nnx.BatchNorm(3, ctx=nnx.context(0))
     >>> list(model.filter(nnx.Not(nnx.Param)))
@@ -126,7 +128,7 @@ class Not(Matcher):
 
 
 class All(Matcher):
-    """Matches what all of its filters match.
+    """Matches entries that match all of its filters.
 
     >>> model = nnx.Linear(2, 3, ctx=nnx.context(0))
     >>> list(model.filter(nnx.All(nnx.Param, nnx.PathMatches("**/kernel"))))
@@ -145,7 +147,7 @@ class All(Matcher):
 
 
 class Any(Matcher):
-    """Matches what any of its filters matches; the same as a tuple of them.
+    """Matches entries that match any of its filters; a tuple of filters means the same.
 
     >>> model = nnx.BatchNorm(3, ctx=nnx.context(0))
     >>> list(model.filter(nnx.Any(nnx.BatchStat, nnx.PathMatches("bias"))))
@@ -164,7 +166,7 @@ class Any(Matcher):
 
 
 def buffers(path: str, value: AnyValue) -> bool:
-    """The filter of bare arrays: nodes that are a `jax.Array` or `np.ndarray` and in no container.
+    """Matches bare arrays: nodes that are a `jax.Array` or `np.ndarray` without a container.
 
     >>> model = nnx.Dict(w=nnx.Param(jnp.ones(2)), table=jnp.zeros(3))
     >>> list(model.filter(nnx.buffers))
@@ -184,11 +186,11 @@ def nothing(path: str, value: AnyValue) -> bool:
 
 
 def to_predicate(filter: AnyValue) -> Predicate:
-    """The predicate a filter stands for.
+    """Returns the predicate that a filter stands for.
 
     Raises:
-      TypeError: it is no filter.
-      ValueError: it is a string, but no Variable type has that collection name.
+      TypeError: `filter` is not a filter.
+      ValueError: `filter` is a string, but no Variable type has that collection name.
     """
     if filter is ...:
         return everything
@@ -201,16 +203,16 @@ def to_predicate(filter: AnyValue) -> Predicate:
         return OfType(filter)
     if isinstance(filter, (tuple, list)):
         return Any(*filter)
-    if callable(filter) and not hasattr(filter, "_nnx_info"):
+    if callable(filter) and not isinstance(filter, ModuleBase):
         return cast(Predicate, filter)
     raise TypeError(NOT_A_FILTER.format(value=f"{short(filter)} of type {type(filter).__name__}"))
 
 
 def to_predicates(filters: Sequence[AnyValue]) -> list[Predicate]:
-    """The predicate of each filter.
+    """Returns the predicate of each filter.
 
     Raises:
-      ValueError: `...` stands before the last.
+      ValueError: `...` is not the last filter.
     """
     for at, filter in enumerate(filters[:-1]):
         if filter is ...:
@@ -219,10 +221,10 @@ def to_predicates(filters: Sequence[AnyValue]) -> list[Predicate]:
 
 
 def classify(items: Iterable[tuple[str, AnyValue]], filters: Sequence[AnyValue], exhaustive: bool) -> list[int]:
-    """For each item the index of the first filter that matches, or -1.
+    """Returns for each item the index of the first filter that matches, or -1.
 
     Raises:
-      ValueError: `exhaustive`, and something matches no filter.
+      ValueError: `exhaustive` is set and an item matches no filter.
     """
     predicates = list(enumerate(to_predicates(filters)))
     found, rest = [], []
@@ -235,16 +237,15 @@ def classify(items: Iterable[tuple[str, AnyValue]], filters: Sequence[AnyValue],
             found.append(-1)
             rest.append(path)
     if rest and exhaustive:
-        shown = ", ".join(rest[:10]) + (f" and {len(rest) - 10} more" if len(rest) > 10 else "")
-        raise ValueError(NON_EXHAUSTIVE.format(paths=shown, filters=describe(filters)))
+        raise ValueError(NON_EXHAUSTIVE.format(paths=listing(rest), filters=describe(filters)))
     return found
 
 
 def check_wrt(wrt: AnyValue, entries: Iterable[tuple[str, AnyValue]], name: str) -> None:
-    """Checks that a `wrt` which selects several types of Variable says so.
+    """Checks that a `wrt` that selects several types of Variable does so explicitly.
 
-    `nnx.PathMatches("head/**")` reads like "train the head", yet it also selects the head's batch statistics. A filter
-    that names types or collections, and `...`, which asks for everything, are taken at their word.
+    `nnx.PathMatches("head/**")` reads like "train the head", yet it also selects the head's batch statistics. Filters
+    that name types or collections, and `...`, which asks for everything, are accepted.
 
     Args:
       wrt: the filter.
@@ -272,7 +273,7 @@ def check_wrt(wrt: AnyValue, entries: Iterable[tuple[str, AnyValue]], name: str)
 
 
 def untyped_parts(filter: AnyValue) -> Iterator[AnyValue]:
-    """The alternatives of a filter that name no type or collection."""
+    """Yields the alternatives of a filter that name no type or collection."""
     if isinstance(filter, (tuple, list)):
         for part in filter:
             yield from untyped_parts(part)
@@ -293,7 +294,7 @@ def _names_type(filter: AnyValue) -> bool:
 
 
 def describe(filter: AnyValue) -> str:
-    """A filter as it was written."""
+    """Returns a filter as the user would write it."""
     if filter is ...:
         return "..."
     if isinstance(filter, type):

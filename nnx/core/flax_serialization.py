@@ -1,7 +1,7 @@
 """Serialization with `flax.serialization`, for programs that use it.
 
-Flax turns values into *state dicts*, nested dicts with string keys, by one pair of functions per type. This file has
-those of Pytrees (one entry per data field), States (one entry per path, without the containers) and ModuleDefs (which
+Flax turns values into *state dicts*, nested dicts with string keys, with one pair of functions per type. This file has
+those for Pytrees (one entry per data field), States (one entry per path, without the containers) and ModuleDefs (which
 are structure, and have no entries). Flax is not imported here: types are registered once the program itself has
 imported it.
 """
@@ -14,7 +14,7 @@ from nnx.core.moduledef import ModuleDef
 from nnx.core.state import State
 from nnx.core.variables import Container
 
-MISSING_FIELD = "Missing field {name!r} in the state dict of {owner}; the fields there are {given}."
+MISSING_FIELD = "Missing field {name!r} in the state dict of {owner}; its fields are: {given}."
 UNKNOWN_FIELD = "Unknown field {name!r} in the state dict of {owner}, which has the fields {fields}."
 
 _registered: set[type] = set()
@@ -27,11 +27,11 @@ def register_with_flax(record_type: type, base: type, data_fields: Callable[[Any
 
     Args:
       record_type: the class.
-      base: Pytree itself.
-      data_fields: returns the names of the fields of a record that are data.
+      base: the class Pytree itself.
+      data_fields: a function that returns the names of the data fields of a record.
     """
     serialization = sys.modules.get("flax.serialization")
-    # while flax is still being imported, the function is not there yet
+    # The function is missing while flax is still being imported.
     register = getattr(serialization, "register_serialization_state", None)
     if register is None or record_type in _registered:
         return

@@ -1,25 +1,26 @@
-"""Modes: telling every layer of a model at once whether it is trained or used.
+"""Modes: switching every layer of a model between training and evaluation at once.
 
-A layer takes its mode from the call, else from its own attribute, else from the Context's flag. What is set here is the
-attribute, so that a call may still say otherwise, and `None` hands the decision back to the Context.
+A layer takes its mode from the call, else from its own attribute, else from the Context's flag. Functions here set the
+attribute, so a call can still override it, and `None` leaves the decision to the Context.
 """
 
 from typing import Any
 
-from nnx.core.graph import number_modules
-from nnx.core.info import STATIC, ModuleBase
+from nnx.core.kinds import STATIC
+from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.updates import check_levels
+from nnx.core.walk import number_modules
 
 MODES = {"deterministic": False, "use_running_average": False, "update_stats": True}
-"""The attributes that are a mode, with their values in training; in use they have the opposite ones."""
+"""The attributes that are a mode, with their values in training; in evaluation they have the opposite ones."""
 
 
 def set_mode(model: Any, training: bool | None) -> None:
     """Sets the mode of every layer in a Module that has one.
 
     Args:
-        model: the Module; layers reached twice are set once.
-        training: true for training, false for use; `None` leaves the mode to the Context's flags again.
+        model: the Module.
+        training: True for training, False for evaluation, None to leave the mode to the Context's flags again.
 
     Raises:
         TypeError: `model` is not a Module.
@@ -30,8 +31,8 @@ def set_mode(model: Any, training: bool | None) -> None:
     True
     """
     if not isinstance(model, ModuleBase):
-        raise TypeError(f"The mode of a Module can be set, got {type(model).__name__}.")
-    layers = [module for module in number_modules((model,))[0] if _modes_of(module)]
+        raise TypeError(f"nnx.set_mode takes a Module, got {type(model).__name__}.")
+    layers = [module for module in number_modules((model,)).modules if _modes_of(module)]
     check_levels(layers, "setting the mode")
     for layer in layers:
         for name in _modes_of(layer):
@@ -39,7 +40,7 @@ def set_mode(model: Any, training: bool | None) -> None:
 
 
 def _modes_of(module: Any) -> list[str]:
-    kinds, values = module._nnx_info.kinds, module.__dict__
+    kinds, values = info_of(module).kinds, module.__dict__
     return [
         name for name in MODES if kinds.get(name) is STATIC and (values[name] is None or type(values[name]) is bool)
     ]

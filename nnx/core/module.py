@@ -1,7 +1,7 @@
-"""Module: a plain mutable Python object whose state can be split off and put back.
+"""Module: a plain mutable Python object whose state can be split off and merged back.
 
-Values sit raw in the instance `__dict__`; see info for what is kept beside them, attributes for what an assignment
-means, graph for how a Module is walked.
+Values are stored raw in the instance `__dict__`. See module_info for what is kept next to them, attributes for what an
+assignment means, walk and flat for how the data of a Module is found.
 """
 
 import abc
@@ -13,23 +13,29 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, overload
 
 from nnx.core.attributes import assign, settle, variable_of
+from nnx.core.build import build
 from nnx.core.errors import DICT_REPLACED, MODULE_TO_RAW_JAX, NOT_A_MODULE_CLASS, RESERVED_NAME
 from nnx.core.fields import constructor_signature, prepare_dataclass
 from nnx.core.filters import Filter, classify
-from nnx.core.graph import build, depth_first, flat_of, number_modules, refuse_pytree
-from nnx.core.info import MODULE, Absent, ModuleBase, absent, join, new_module, segment_of
+from nnx.core.flat import flat_of
+from nnx.core.kinds import SUBMODULE, Absent, absent, is_variable
 from nnx.core.modes import set_mode
+from nnx.core.module_info import ModuleBase, info_of, new_module
+from nnx.core.module_repr import module_repr
 from nnx.core.moduledef import ModuleDef
 from nnx.core.mutable_leaf import MutableLeaf
+from nnx.core.paths import join, segment_of
 from nnx.core.proxies import Access
 from nnx.core.pure import Pure
 from nnx.core.refs import Ref
-from nnx.core.repr import article, module_repr, short
+from nnx.core.repr import article, short
 from nnx.core.state import Layout, State
+from nnx.core.structure import ROOT
 from nnx.core.ties import own_values
 from nnx.core.trace import current_level
 from nnx.core.updates import check_level, pop, remove, resolve, stored_name, to_states, update
-from nnx.core.variables import Spec, Variable
+from nnx.core.variables import Variable, spec_of
+from nnx.core.walk import depth_first, number_modules, refuse_pytree
 
 M = TypeVar("M", bound="Module")
 
@@ -37,11 +43,11 @@ M = TypeVar("M", bound="Module")
 if TYPE_CHECKING:
     _ProtocolType = abc.ABCMeta
 else:
-    _ProtocolType = type(Protocol)  # an ABCMeta, so that a Module may also implement abstract classes and Protocols
+    _ProtocolType = type(Protocol)  # an ABCMeta, so that a Module can also implement abstract classes and Protocols
 
 
 class ModuleType(_ProtocolType):
-    """The metaclass of Modules: looks over the attributes once the constructor has returned."""
+    """The metaclass of Modules: completes the attributes once the constructor has returned."""
 
     if not TYPE_CHECKING:  # a checker sees an ABCMeta already
         __instancecheck__ = abc.ABCMeta.__instancecheck__
@@ -49,7 +55,7 @@ class ModuleType(_ProtocolType):
 
     def __call__(cls: type[M], *args: Any, **kwargs: Any) -> M:  # pyright: ignore[reportGeneralTypeIssues]
         is_dataclass = cls._nnx_is_dataclass
-        if is_dataclass is None:  # decided at the first instance: decorators have run by then
+        if is_dataclass is None:  # decided at the first instance, when decorators have run
             prepare_dataclass(cls)
             is_dataclass = dataclasses.is_dataclass(cls)
         module = type.__call__(cls, *args, **kwargs)
@@ -59,7 +65,7 @@ class ModuleType(_ProtocolType):
         if type(module) is cls or isinstance(module, Module):
             if is_dataclass:
                 _adopt_fields(module)
-            info = module._nnx_info
+            info = info_of(module)
             if info.unsettled:
                 settle(module)
             info.constructing = False
@@ -67,11 +73,11 @@ class ModuleType(_ProtocolType):
 
     def __setattr__(cls, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        stack: list[Any] = [cls]  # the name is no longer free, here and below
+        stack: list[Any] = [cls]  # the name is no longer free, in this class and its subclasses
         while stack:
-            below = stack.pop()
-            below._nnx_free_names.discard(name)
-            stack.extend(type.__subclasses__(below))
+            affected = stack.pop()
+            affected._nnx_free_names.discard(name)
+            stack.extend(type.__subclasses__(affected))
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -82,8 +88,8 @@ class Module(ModuleBase, metaclass=ModuleType):
     """The base of all Modules.
 
     Assigning to an attribute decides its kind: a container makes a variable, which reads back as the raw value; an
-    array is a node; a Module is a submodule; lists and dicts of Modules become `nnx.Sequence` and `nnx.Dict`; pytrees
-    of arrays are data; anything else is static.
+    array is a node; a Module is a submodule; lists and dicts of Modules become `nnx.Sequence` and `nnx.Dict`; other
+    pytrees of arrays are data; anything else is static.
 
     >>> class Scale(nnx.Module):
     ...     def __init__(self, features):
@@ -100,10 +106,10 @@ class Module(ModuleBase, metaclass=ModuleType):
     """
 
     __slots__ = ()
-    _nnx_fields: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # how a dataclass wraps what a field received
+    _nnx_fields: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # how a dataclass wraps the values of its fields
     _nnx_frozen: ClassVar[bool] = False
     _nnx_is_dataclass: ClassVar[bool | None] = None
-    _nnx_free_names: ClassVar[set[str]] = set()  # names that were looked for on the class, and are not there
+    _nnx_free_names: ClassVar[set[str]] = set()  # names known not to be on the class: the next assignment does not look
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -160,7 +166,7 @@ class Module(ModuleBase, metaclass=ModuleType):
 
     @classmethod
     def _nnx_attribute_name(cls, segment: str) -> str:
-        """The name under which what a path calls `segment` is stored in the instance dict."""
+        """Returns the name under which the instance dict stores what a path calls `segment`."""
         if segment in _RESERVED:
             raise ValueError(RESERVED_NAME.format(name=segment, owner=cls.__name__))
         return segment
@@ -176,10 +182,10 @@ class Module(ModuleBase, metaclass=ModuleType):
     # Splitting
 
     def partition(self, *filters: Filter) -> Pure[Self]:
-        """`(state, moduledef)`; with several filters `((state1, state2, ...), moduledef)`.
+        """Splits the Module into `(state, moduledef)`; with several filters `((state1, state2, ...), moduledef)`.
 
         Args:
-          *filters: the first that matches takes a node, and every node must match one.
+          *filters: the filters. A node goes to the first one it matches, and every node must match one.
 
         Raises:
           ValueError: a node matches no filter.
@@ -191,11 +197,11 @@ class Module(ModuleBase, metaclass=ModuleType):
         return Pure(flat.state().partition(*filters), moduledef)
 
     def get_state(self) -> State:
-        """All state, as one State."""
+        """Returns all state, as one State."""
         return flat_of(self).state()
 
     def get_module_def(self) -> ModuleDef[Self]:
-        """The static half, as one ModuleDef."""
+        """Returns the static half, as a ModuleDef."""
         flat = flat_of(self)
         return ModuleDef(flat.key, flat.statics)
 
@@ -232,7 +238,7 @@ class Module(ModuleBase, metaclass=ModuleType):
     @overload
     def pop_state(self, first: Filter, second: Filter, /, *more: Filter) -> tuple[State, ...]: ...
     def pop_state(self, *filters: Filter) -> State | tuple[State, ...]:
-        """Removes what matches from the Module and returns it; one State per filter.
+        """Removes the entries that match from the Module and returns them, as one State per filter.
 
         Raises:
           ValueError: no filter was given.
@@ -242,29 +248,29 @@ class Module(ModuleBase, metaclass=ModuleType):
     def update_state(self, *updates: Any) -> None:
         """Writes States (or tuples of them, a Pure, or a Module of the same type) into this Module.
 
-        Values are updated, new variables added. If anything does not fit, nothing is changed.
+        Values are updated and new variables are added. If anything does not fit, nothing is changed.
         """
         for u in updates:
             if isinstance(u, Module) and type(u) is not type(self):
                 raise ValueError(
                     f"update_state takes a Module of the same type, {type(self).__name__}, got {type(u).__name__}. "
-                    "To copy what fits, pass the part of its state that does: other.filter(...)."
+                    "To copy only the part of its state that fits, pass that part: other.filter(...)."
                 )
         update(self, *to_states(updates))
 
     def clone(self, copy_arrays: bool = False) -> Self:
-        """An independent copy with the same sharing.
+        """Returns an independent copy with the same sharing.
 
         Args:
-          copy_arrays: also copy the buffers of jax Arrays, so that one copy may be donated.
+          copy_arrays: whether to copy the buffers of JAX arrays as well, so that one copy can be donated.
         """
         flat = flat_of(self)
         graph = build(flat.key, flat.statics, own_values(flat.values(), flat.ties, copy_arrays))
-        return graph.modules[flat.key.table[0][0]]
+        return graph.modules[flat.key.roots[0]]
 
     @property
     def apply(self) -> Access:
-        """Runs on a copy: `out, new_module = model.apply(x)`, `model.apply.encoder.layers[0](x)`."""
+        """Runs the Module on a copy: `out, new_module = model.apply(x)`, `model.apply.encoder.layers[0](x)`."""
 
         def run(find: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
             module = self.clone()
@@ -275,39 +281,39 @@ class Module(ModuleBase, metaclass=ModuleType):
     # Looking around
 
     def modules(self) -> Iterator["Module"]:
-        """Every distinct Module, this one included, depth first."""
-        modules, parents, _, _ = number_modules((self,))
+        """Yields every distinct Module, including this one, depth first."""
+        modules, parents, *_ = number_modules((self,))
         for i in depth_first(parents):
             yield modules[i]
 
     def named_modules(self) -> Iterator[tuple[str, "Module"]]:
-        """Like `modules`, with the canonical path of each; the root's is `""`."""
-        modules, parents, _, _ = number_modules((self,))
+        """Yields every distinct Module with its canonical path, depth first; the path of this one is `""`."""
+        modules, parents, *_ = number_modules((self,))
         paths = [""] * len(modules)
         for i in depth_first(parents):
             parent, name = parents[i]
-            if parent >= 0:
+            if parents[i] is not ROOT:
                 paths[i] = join(paths[parent], name)
             yield paths[i], modules[i]
 
     def for_each(self, module_type: type, fn: Callable[[Any], Any]) -> None:
-        """Calls `fn` on every distinct instance of a type in this Module, itself included; cycles are no matter."""
+        """Calls `fn` on every distinct instance of a type in this Module, including itself. Cycles are allowed."""
         for module in list(self.modules()):
             if isinstance(module, module_type):
                 fn(module)
 
     def train(self: Self) -> Self:
-        """Puts every layer that has a mode (dropout, batch statistics) into training; a call may say otherwise."""
+        """Switches every layer that has a mode (dropout, batch statistics) to training; a call can override it."""
         set_mode(self, True)
         return self
 
     def eval(self: Self) -> Self:
-        """Puts every layer that has a mode into use; a call may still say otherwise."""
+        """Switches every layer that has a mode to evaluation; a call can override it."""
         set_mode(self, False)
         return self
 
     def variable(self, name: str) -> Any:
-        """The container behind an attribute: its Variable type and metadata, with the current value.
+        """Returns the container behind an attribute: its Variable type and metadata, with the current value.
 
         >>> model = nnx.Dict(w=nnx.Param(jnp.ones(3), ("embed",)))
         >>> model.variable("w")
@@ -316,15 +322,15 @@ class Module(ModuleBase, metaclass=ModuleType):
         return variable_of(self, stored_name(self, name))
 
     def collections(self) -> set[str]:
-        """The names of the collections present."""
-        return {kind.type.collection for kind in flat_of(self).key.kinds if _is_variable(kind)}
+        """Returns the names of the collections present."""
+        return {kind.type.collection for kind in flat_of(self).key.kinds if is_variable(kind)}
 
     def mutable_state_dict(self) -> dict[str, MutableLeaf]:
-        """`{path: leaf}`, where `leaf.value` reads and writes the Module and other attributes read the metadata."""
+        """Returns `{path: leaf}`; `leaf.value` reads and writes the Module, other attributes read the metadata."""
         return {path: MutableLeaf(self, path) for path in flat_of(self).key.layout.paths}
 
     def get_path(self, path: str) -> Any:
-        """What is at a path: a Module, the value of a variable, or a static value. `""` is the Module itself.
+        """Returns what is at a path: a Module, the value of a variable, or a static value. `""` is the Module itself.
 
         Raises:
           ValueError: there is nothing at the path.
@@ -332,7 +338,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         if path == "":
             return self
         owner, name = resolve(self, path)
-        if name not in owner._nnx_info.kinds:
+        if name not in info_of(owner).kinds:
             raise ValueError(f"There is nothing at {path!r}: {type(owner).__name__} has no attribute {name!r}.")
         return owner.__dict__[name] if name in owner.__dict__ else getattr(owner, name)
 
@@ -345,7 +351,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         Identity()
         """
         if path == "":
-            raise ValueError("The path '' is the Module itself, which cannot be replaced from inside.")
+            raise ValueError("set_path() cannot replace the Module itself, which is what the path '' means.")
         owner, name = resolve(self, path)
         owner._nnx_set_item(segment_of(name), value)
 
@@ -353,10 +359,10 @@ class Module(ModuleBase, metaclass=ModuleType):
         setattr(self, segment, value)
 
     def sow(self, variable_type: type[Variable[Any]], name: str, value: Any) -> None:
-        """Appends a value to the tuple held in a variable of that type, making it on first use.
+        """Appends a value to the tuple in a variable of that type; the first use creates the variable.
 
         Raises:
-          ValueError: the attribute exists and is no variable, of another type, or no tuple.
+          ValueError: the attribute exists but is not a variable, has another type, or does not hold a tuple.
 
         >>> model = nnx.Dict()
         >>> model.sow(nnx.Intermediate, "norm", 0.5)
@@ -368,12 +374,12 @@ class Module(ModuleBase, metaclass=ModuleType):
         kind = info.kinds.get(name)
         if kind is None or type(kind) is Absent:
             setattr(self, name, variable_type((value,)))
-            info.sown = {*(info.sown or ()), name}
+            info.mark_sown(name)
             return
-        spec = kind._spec if isinstance(kind, Ref) else kind
+        spec = spec_of(kind) if isinstance(kind, Ref) else kind
         owner = type(self).__name__
         before = self.__dict__[name]
-        if not _is_variable(spec):
+        if not is_variable(spec):
             raise ValueError(f"Expected {name!r} of {owner} to be a Variable, got {short(before)}.")
         if spec.type is not variable_type:
             raise ValueError(
@@ -383,7 +389,7 @@ class Module(ModuleBase, metaclass=ModuleType):
             text = f"Expected {name!r} of {owner} to be a tuple, got {short(before)}: sow() appends to tuples."
             raise ValueError(text)
         setattr(self, name, (*before, value))
-        info.sown = {*(info.sown or ()), name}
+        info.mark_sown(name)
 
     def __repr__(self) -> str:
         return module_repr(self)
@@ -422,13 +428,9 @@ def _unpickled(cls: type) -> Any:
     return new_module(cls, {})
 
 
-def _is_variable(kind: Any) -> bool:
-    return type(kind) is Spec and issubclass(kind.type, Variable)
-
-
 def _adopt_fields(module: Any) -> None:
-    """Gives fields their kinds where a frozen dataclass's constructor wrote behind `__setattr__`."""
-    kinds, values = module._nnx_info.kinds, module.__dict__
+    """Gives fields their kinds if the constructor of a frozen dataclass bypassed `__setattr__`."""
+    kinds, values = info_of(module).kinds, module.__dict__
     for field in dataclasses.fields(module):
         if field.name in values and field.name not in kinds:
             value = values.pop(field.name)
@@ -439,10 +441,10 @@ def _adopt_fields(module: Any) -> None:
 
 def _shallow_copy(module: Any) -> Any:
     copied = new_module(type(module), {})
-    for name, kind in module._nnx_info.kinds.items():
+    for name, kind in info_of(module).kinds.items():
         if type(kind) is Ref:
             kind.attach(copied, name)
-        copied._nnx_info.kinds[name] = kind
+        info_of(copied).kinds[name] = kind
         if name in module.__dict__:
             value = module.__dict__[name]
             own_method = isinstance(value, types.MethodType) and value.__self__ is module
@@ -451,16 +453,16 @@ def _shallow_copy(module: Any) -> Any:
 
 
 def _deep_copy(root: Any, memo: dict[int, Any]) -> Any:
-    """Copies the whole graph at once, so that depth does not matter; `memo` keeps sharing with what lies outside."""
-    modules, _, _, _ = number_modules((root,))
+    """Copies the whole graph at once, so that depth does not matter; `memo` preserves sharing with other objects."""
+    modules = number_modules((root,)).modules
     new = [module for module in modules if id(module) not in memo]
     for module in new:
         memo[id(module)] = new_module(type(module), {})
     for module in new:
         copied = memo[id(module)]
-        for name, kind in module._nnx_info.kinds.items():
+        for name, kind in info_of(module).kinds.items():
             value = module.__dict__.get(name)
-            if kind is MODULE:
+            if kind is SUBMODULE:
                 value = memo[id(value)]
             elif type(kind) is Ref:
                 kind = copy.deepcopy(kind, memo)
@@ -468,7 +470,7 @@ def _deep_copy(root: Any, memo: dict[int, Any]) -> Any:
                 value = kind.__dict__["value"]
             else:
                 value = copy.deepcopy(value, memo)
-            copied._nnx_info.kinds[name] = kind
+            info_of(copied).kinds[name] = kind
             if type(kind) is not Absent:
                 copied.__dict__[name] = value
     return memo[id(root)]

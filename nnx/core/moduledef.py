@@ -1,18 +1,30 @@
-"""ModuleDef: the static half of a Module, and how a Module is built from it and a State."""
+"""ModuleDef: the static half of a Module, and how it and a State are merged into a Module."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
-from nnx.core.graph import ABSENT, MISSING, SHARED, TREE_SPEC, GraphKey, build, is_static
-from nnx.core.info import MODULE, STATIC, TREE, join
+from nnx.core.attributes import set_spec
+from nnx.core.build import MISSING, build
+from nnx.core.kinds import STATIC
+from nnx.core.paths import join
 from nnx.core.proxies import Access
 from nnx.core.pure import Pure
-from nnx.core.refs import Ref
 from nnx.core.repr import short
-from nnx.core.state import State
-from nnx.core.statics import Freezer, Statics
+from nnx.core.state import State, parts_of
+from nnx.core.static_keys import Freezer
+from nnx.core.statics import Statics
+from nnx.core.structure import (
+    AbsentAttribute,
+    Attribute,
+    ChildAttribute,
+    DataAttribute,
+    GraphKey,
+    GraphStructure,
+    StaticAttribute,
+)
 from nnx.core.trees import can_change, own
 from nnx.core.updates import update
 from nnx.core.variables import Container, Spec
@@ -50,9 +62,9 @@ class ModuleDef(Generic[M]):
         self._statics = statics
 
     def merge(self, *states: Any) -> M:
-        """A new Module from this structure and the States; values from later States win.
+        """Builds a Module from this structure and the States; values from later States win.
 
-        Variables the States have and the structure has not become attributes; those no State has are absent.
+        Variables that are not part of the structure become attributes. Variables that no State has are absent.
         """
         key = self._key
         if len(states) == 1 and type(states[0]) is State and states[0]._layout is key.layout:
@@ -62,20 +74,16 @@ class ModuleDef(Generic[M]):
             leaves, extra = _assemble(key, _as_states(states))
         values, changed = _unbox(key, leaves)
         graph = build(key, self._statics, values)
-        root = graph.modules[key.table[0][0]]
-        for i, spec in changed:
-            at, name, _ = key.cells[i]
-            info = graph.modules[at]._nnx_info
-            if type(info.kinds[name]) is Ref:
-                info.kinds[name]._spec = spec
-            else:
-                info.kinds[name] = spec
+        root = graph.modules[key.roots[0]]
+        for cell, spec in changed:
+            module, name, _ = key.cells[cell]
+            set_spec(graph.modules[module], name, spec)
         if extra:
             update(root, State(extra))
         return root
 
     def canonical(self, state: State) -> State:
-        """The State with every path that leads to a shared cell replaced by the canonical one."""
+        """Returns the State with every path that leads to a shared cell replaced by the canonical one."""
         layout = self._key.layout
         if all(path in layout.index for path in state):
             return state
@@ -84,9 +92,9 @@ class ModuleDef(Generic[M]):
         return State({path if cell is None else layout.paths[cell]: leaf for cell, (path, leaf) in pairs})
 
     def apply(self, *states: Any) -> Access:
-        """A proxy of the Module these States make: any chain of `.attr` and `[key]`, then a call.
+        """Returns a proxy of the Module that these States make: any chain of `.attr` and `[key]`, then a call.
 
-        The call gives `(out, Pure)`, with one State.
+        The call returns `(out, Pure)`, with one State.
 
         >>> state, moduledef = nnx.Sequence([jnp.sin, jnp.cos]).partition()
         >>> out, pure = moduledef.apply(state)(0.0)
@@ -100,7 +108,7 @@ class ModuleDef(Generic[M]):
         return Access(run)
 
     def diff(self, other: "ModuleDef[Any]", prefixes: Sequence[str] = ("",)) -> list[Difference]:
-        """The paths that differ, and how; empty when the two are equal."""
+        """Returns the paths that differ, and how; an empty list if the two are equal."""
         if self == other:
             return []
         ours, theirs = self.describe(prefixes), other.describe(prefixes)
@@ -116,37 +124,34 @@ class ModuleDef(Generic[M]):
         return differences
 
     def describe(self, prefixes: Sequence[str] = ("",)) -> dict[str, tuple[Any, str]]:
-        """For every path of the structure something to compare and a text."""
-        roots, table, ref_cells = self._key.table
-        parents = self._key.parents()
-        paths = [""] * len(table)
-        for number, root in enumerate(dict.fromkeys(roots)):
-            paths[root] = prefixes[number]
+        """Returns for every path of the structure something to compare and a text; there is one prefix per root."""
+        key, parents, paths = self._key, self._key.parents(), self._key.module_paths(prefixes)
         lines: dict[str, tuple[Any, str]] = {}
         mutables = set(map(id, self._statics.mutables))
         homes: dict[int, str] = {}  # the first path to a mutable value, by its id
-        for at, (cls, attrs) in enumerate(table):
-            parent, parent_name = parents[at]
-            if parent >= 0:
-                paths[at] = join(paths[parent], parent_name)
-            lines[paths[at]] = (cls, cls.__name__)
-            for name, kind, *rest in attrs:
-                path = join(paths[at], name)
-                if is_static(kind):
-                    value = self._statics.values[rest[1]]
+        for module, module_path in enumerate(paths):
+            cls = key.class_of(module)
+            lines[module_path] = (cls, cls.__name__)
+            for attribute in key.attributes(module):
+                path = join(module_path, attribute.name)
+                if type(attribute) is StaticAttribute:
+                    value = self._statics.values[attribute.number]
                     home = homes.setdefault(id(value), path) if id(value) in mutables else path
                     again = f", the same value as {home!r}" if home != path else ""
-                    lines[path] = ((STATIC, rest[0]), f"static {short(value)}{again}")
-                elif kind is MODULE:
-                    if parents[rest[0]] != (at, name):
-                        lines[path] = ((MODULE, rest[0]), f"the same Module as {paths[rest[0]] or 'the root'!r}")
-                elif kind is SHARED:
-                    home, home_name, _ = self._key.cells[ref_cells[rest[1]]]
-                    lines[path] = ((SHARED, *rest), f"{rest[0]}, shared as {join(paths[home], home_name)!r}")
-                elif kind is ABSENT:
-                    lines[path] = ((ABSENT, rest[0]), f"{rest[0]} without state")
-                else:
+                    lines[path] = ((STATIC, attribute.key), f"static {short(value)}{again}")
+                elif type(attribute) is ChildAttribute:
+                    if parents[attribute.module] != (module, attribute.name):
+                        home = paths[attribute.module]
+                        lines[path] = ((attribute.kind, home), f"the same Module as {home or 'the root'!r}")
+                elif type(attribute) is DataAttribute:
+                    kind = attribute.kind
                     lines[path] = (kind, repr(kind))
+                    if attribute.cell in key.shared:
+                        cell = key.cells[attribute.cell]
+                        home = join(paths[cell.module], cell.name)
+                        lines[path] = ((kind, home), f"{kind}, shared as {home!r}")
+                elif type(attribute) is AbsentAttribute:
+                    lines[path] = (attribute, f"{attribute.spec} without state")
         return lines
 
     def __eq__(self, other: object) -> bool:
@@ -160,11 +165,12 @@ class ModuleDef(Generic[M]):
         return "\n".join(["ModuleDef(", *lines, ")"])
 
     def __reduce__(self) -> Any:
-        return (_unpickle_def, (_strip_keys(self._key.table), self._statics))
+        # The keys of static values hold identities of this process, so they are computed again on the other side.
+        return (_unpickle_def, (_with_static_keys(self._key.structure, {}), self._statics))
 
 
 def _told_apart(text: str, key: Any, other: Any) -> tuple[str, str]:
-    """Texts for two static values that print alike: where their keys part."""
+    """Returns texts for two static values that print alike: the first part in which their keys differ."""
     while type(key) is tuple and type(other) is tuple and len(key) == len(other):
         pair = next(((a, b) for a, b in zip(key, other) if a != b), None)
         if pair is None:
@@ -175,37 +181,36 @@ def _told_apart(text: str, key: Any, other: Any) -> tuple[str, str]:
     return f"{text} with {short(key)}", f"{text} with {short(other)}"
 
 
-def _strip_keys(table: tuple[Any, ...]) -> tuple[Any, ...]:
-    roots, modules, ref_cells = table
-    stripped = tuple(
-        (cls, tuple((entry[0], entry[1], None, entry[3]) if is_static(entry[1]) else entry for entry in attrs))
-        for cls, attrs in modules
-    )
-    return roots, stripped, ref_cells
+def _with_static_keys(structure: GraphStructure, keys: Mapping[int, Any]) -> GraphStructure:
+    """Returns the structure with these keys for its static values, by number; None for the others."""
+
+    def change(attribute: Attribute) -> Attribute:
+        return attribute._replace(key=keys.get(attribute.number)) if type(attribute) is StaticAttribute else attribute
+
+    return structure.mapped(change)
 
 
-def _unpickle_def(table: tuple[Any, ...], statics: Statics) -> ModuleDef[Any]:
-    roots, modules, ref_cells = table
+def _unpickle_def(structure: GraphStructure, statics: Statics) -> ModuleDef[Any]:
     freezer = Freezer(lambda module: None, arrays_inside=True)  # what they hold was checked when they were frozen
-    keys = [freezer.key(value) for value in statics.values]  # in the order of the walk: mutable values are numbered
+    # In the order of their numbers: the freezer numbers the mutable values as it meets them.
+    keys = {number: freezer.key(value) for number, value in enumerate(statics.values)}
+    return ModuleDef(GraphKey.of(_with_static_keys(structure, keys)), statics)
 
-    def restore(entry: Any) -> Any:
-        return (entry[0], entry[1], keys[entry[3]], entry[3]) if is_static(entry[1]) else entry
 
-    restored = tuple((cls, tuple(restore(entry) for entry in attrs)) for cls, attrs in modules)
-    return ModuleDef(GraphKey.of((roots, restored, ref_cells)), statics)
-
+key_of: Callable[[Any], GraphKey] = attrgetter("_key")
+"""Returns the GraphKey of a ModuleDef."""
 
 jax.tree_util.register_static(ModuleDef)
 
 
 def _assemble(key: GraphKey, states: Iterable[State]) -> tuple[list[Any], dict[str, Any]]:
-    """The leaf of every cell, later States first; and the leaves at paths the structure does not know."""
+    """Returns the leaf of every cell, where later States win, and the leaves at paths that are not in the structure."""
     index = key.layout.index
     leaves = [MISSING] * len(index)
     extra: dict[str, Any] = {}
     for state in states:
-        for path, leaf in zip(state._layout.paths, state._leaves, strict=True):
+        layout, given = parts_of(state)
+        for path, leaf in zip(layout.paths, given, strict=True):
             cell = index.get(path)
             if cell is None:
                 cell = key.find(path)
@@ -227,12 +232,12 @@ def _as_states(states: Iterable[Any]) -> Iterator[State]:
 
 
 def _unbox(key: GraphKey, leaves: Sequence[Any]) -> tuple[list[Any], list[tuple[int, Spec]]]:
-    """The raw values of State leaves, copied if they can change, and the cells whose container has another spec."""
+    """Returns the raw values of State leaves, copied if they can change, and the cells whose spec is different."""
     values, changed, copies = [], [], {}
-    for i, (kind, leaf) in enumerate(zip(key.kinds, leaves, strict=True)):
+    for i, (expected, leaf) in enumerate(zip(key.specs, leaves, strict=True)):
         if isinstance(leaf, Container):
             spec, leaf = leaf._spec, leaf.value
-            if spec is not kind and not (kind is TREE and spec is TREE_SPEC):
+            if spec is not expected:
                 changed.append((i, spec))
         values.append(own(leaf, copies) if can_change(leaf) else leaf)
     return values, changed

@@ -7,7 +7,7 @@ from nnx.core.updates import resolve
 
 
 class MutableLeaf:
-    """One entry of `Module.mutable_state_dict()`: `value` reads and writes the Module, the rest are its metadata."""
+    """One entry of `Module.mutable_state_dict()`: `value` reads and writes the Module, the rest is metadata."""
 
     __slots__ = ("_root", "_path")
 
@@ -34,7 +34,7 @@ class MutableLeaf:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "value":
-            raise AttributeError(f"Metadata do not change: only `.value` of {self._path!r} can be set, not {name!r}.")
+            raise AttributeError(f"Cannot set {name!r} of {self._path!r}: only `.value` can be set, metadata cannot.")
         self._root.set_path(self._path, value)
 
     def __repr__(self) -> str:

@@ -1,10 +1,10 @@
-"""Working as several processes: one decides, all agree, and a process that has died is named.
+"""Running as several processes: one decides, all agree, and errors name a process that has died.
 
 A program on several hosts runs as several processes that must do the same things in the same order. An *exchange* is
 one thing they do together (a save, say), in *rounds*. In a round every process contributes a value, or the error it
-ran into, and gets the contributions of all; so no process leaves a round before all have come to it, and what fails
-on one fails on all of them. Exchanges use the key-value store of `jax.distributed`, not the devices, so they work in
-any thread and next to a running step.
+ran into, and receives the contributions of all. So no process leaves a round before all have reached it, and a failure
+on one process is a failure on all of them. Exchanges use the key-value store of `jax.distributed`, not the devices, so
+they work in any thread and while a step is running.
 
 With a single process everything here is a plain call.
 """
@@ -24,18 +24,18 @@ from nnx.core.trace import distributed_client
 T = TypeVar("T")
 
 BEAT = 2.0
-"""How many seconds pass between two signs of life of a process."""
+"""The number of seconds between two signs of life of a process."""
 PEER_TIMEOUT = 60.0
-"""After how many seconds without a sign of life a process counts as dead; less than JAX's own 100 s."""
+"""The number of seconds without a sign of life after which a process counts as dead; less than JAX's own 100 s."""
 
-NOT_CONNECTED = """{label} runs as one of {count} processes, which cannot talk to each other: call \
+NOT_CONNECTED = """{label} runs in one of {count} processes that cannot communicate: call \
 jax.distributed.initialize() at the start of the program."""
 PEER_DIED = """{label}: process {peer} of {count} showed no sign of life for {seconds:.0f} s and is probably dead. \
 Restart all processes."""
 PEER_FAILED = "{label} failed on process {peer}: {reason}"
-OUT_OF_STEP = """The processes are out of step: process 0 is at {label}, process {peer} at {other}. Every process must \
-make the same calls in the same order."""
-NO_STORE = "{label}: the other processes cannot be reached ({reason}). Probably process 0 is dead; restart them all."
+OUT_OF_STEP = """The processes are out of step: process 0 is at {label}, process {peer} is at {other}. Every process \
+must make the same calls in the same order."""
+NO_STORE = "{label}: cannot reach the other processes ({reason}). Process 0 is probably dead; restart all processes."
 
 
 class ProcessError(RuntimeError):
@@ -43,18 +43,18 @@ class ProcessError(RuntimeError):
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes what is written once, such as logs: process 0."""
+    """Whether this is process 0, which writes everything that is written only once, such as logs."""
     return jax.process_index() == 0
 
 
 class Exchange:
     """One thing that all processes do together.
 
-    Every process must make its exchanges in the same order, in its main thread; the rounds of one exchange may be
-    gone through in any thread.
+    Every process must create its exchanges in the same order, in its main thread. The rounds of one exchange can run in
+    any thread.
 
     Args:
-        label: what is being done, for the messages, e.g. `"nnx.save('run/3')"`; the same in all processes.
+        label: a description for the messages, e.g. `"nnx.save('run/3')"`; it must be the same in all processes.
     """
 
     def __init__(self, label: str):
@@ -72,10 +72,11 @@ class Exchange:
         """Runs `work` on every process and returns the results of all, in the order of the processes.
 
         Args:
-            work: what to do; its result must be something JSON knows.
+            work: the function to run; its result must be serializable as JSON.
 
         Raises:
-            ProcessError: `work` failed on another process, or one has died. An error here is raised unchanged.
+            ProcessError: `work` failed on another process, or a process has died. An error in this process is raised
+                unchanged.
         """
         if self._count == 1:
             return [work()]
@@ -101,11 +102,11 @@ class Exchange:
         return [post["result"] for post in posts]
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Runs `work` on process 0 alone and returns its result on every process; fails on all if it fails there."""
+        """Runs `work` on process 0 only and returns its result on every process; if it fails there, it fails on all."""
         return self.together(lambda: work() if self._index == 0 else None)[0]  # type: ignore[return-value]
 
     def meet(self) -> None:
-        """Waits until every process is here."""
+        """Waits until every process has reached this point."""
         self.together(lambda: None)
 
     def _share(self, post: Any) -> list[Any]:
@@ -120,7 +121,7 @@ class Exchange:
                 self._store.key_value_delete(f"{key}/{peer}")
             self._store.key_value_set(f"{key}/all", json.dumps(posts))
             _answers.append(f"{key}/all")
-            if len(_answers) > _ANSWERS_KEPT:  # everyone has read what is that old
+            if len(_answers) > _ANSWERS_KEPT:  # every process has read an answer that old
                 self._store.key_value_delete(_answers.popleft())
             return posts
         except jax.errors.JaxRuntimeError as error:
@@ -128,7 +129,7 @@ class Exchange:
             raise ProcessError(NO_STORE.format(label=self._label, reason=reason)) from error
 
     def _await(self, key: str, peer: int) -> str:
-        """Returns what a process posts under a key, however long that takes, as long as the process is alive."""
+        """Returns what a process posts under a key; waits for as long as the process is alive."""
         sign, since = None, time.monotonic()
         while True:
             try:
@@ -146,7 +147,7 @@ class Exchange:
 
 
 _ANSWERS_KEPT = 64
-_numbers = itertools.count()  # of the exchanges: the same in every process, which is how they find each other
+_numbers = itertools.count()  # numbers the exchanges the same way in every process, so that they find each other
 _answers: collections.deque[str] = collections.deque()
 
 
@@ -156,12 +157,12 @@ def together(label: str, work: Callable[[], T]) -> list[T]:
 
 
 def on_first(label: str, work: Callable[[], T]) -> T:
-    """Runs `work` on process 0 alone and returns its result everywhere: see `Exchange.on_first`."""
+    """Runs `work` on process 0 only and returns its result everywhere: see `Exchange.on_first`."""
     return Exchange(label).on_first(work)
 
 
 def meet(label: str) -> None:
-    """Waits until every process is here: see `Exchange.meet`."""
+    """Waits until every process has reached this point: see `Exchange.meet`."""
     Exchange(label).meet()
 
 
@@ -173,7 +174,7 @@ _beats: list[threading.Thread] = []
 
 
 def _show_signs_of_life() -> None:
-    """Starts the thread that tells the others that this process is alive, unless it runs."""
+    """Starts the thread that tells the others that this process is alive, unless it is already running."""
     with _beating:
         if not _beats or not _beats[0].is_alive():
             _beats[:] = [threading.Thread(target=_beat, name="nnx-alive", daemon=True)]

@@ -1,15 +1,16 @@
-"""Access proxies: follow any chain of attributes and items, then call what is there."""
+"""Access proxies: objects that record a chain of attributes and items, and a call at the end."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 class Access:
-    """A place in a Module that does not exist yet: `.attr` and `[key]` go further, a call runs.
+    """A place in a Module that does not exist yet: `.attr` and `[key]` extend the chain, a call runs it.
 
     Args:
-      run: receives `find`, which goes from a Module to what is to be called, and the arguments; it decides on which
-        Module to run and what to return.
+      run: a function that receives `find`, which leads from a Module to what is to be called, and the arguments. It
+        chooses the Module to run on and what to return.
+      steps: the chain so far, as pairs `(is_attribute, name or key)`.
     """
 
     __slots__ = ("_run", "_steps")

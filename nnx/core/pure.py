@@ -16,7 +16,7 @@ M = TypeVar("M")
 class Pure(NamedTuple, Generic[M]):
     """The `(states, moduledef)` tuple of a Module, as a pytree.
 
-    `states` is one State, or a tuple of them, as `partition` was asked.
+    `states` is one State, or a tuple of them if `partition` had several filters.
 
     >>> pure = nnx.Sequence([jnp.sin]).partition()
     >>> states, moduledef = pure
@@ -27,21 +27,21 @@ class Pure(NamedTuple, Generic[M]):
     moduledef: "ModuleDef[M]"
 
     def merge(self) -> M:
-        """A new Module from this structure and these States."""
+        """Builds a Module from this structure and these States."""
         return self.moduledef.merge(*_tuple(self.states))
 
     @property
     def apply(self) -> Access:
-        """A proxy of the Module; a call gives `(out, Pure)`, with one State."""
+        """A proxy of the Module; a call returns `(out, Pure)`, with one State."""
         return self.moduledef.apply(*_tuple(self.states))
 
     @property
     def call(self) -> Access:
-        """Like `apply`, but a call gives only the output."""
+        """Like `apply`, but a call returns only the output."""
         return Access(lambda find, args, kwargs: find(self.merge())(*args, **kwargs))
 
     def get_state(self) -> State:
-        """All States in one."""
+        """Returns all States merged into one."""
         return State.merge(*_tuple(self.states))
 
     @overload
@@ -53,7 +53,7 @@ class Pure(NamedTuple, Generic[M]):
         return self.get_state().filter(*filters)
 
     def partition(self, *filters: Filter) -> "Pure[M]":
-        """The same Module with its State split by the filters; everything must match."""
+        """Returns the same Module with its State split by the filters; every entry must match one."""
         return Pure(self.get_state().partition(*filters), self.moduledef)
 
     @overload
@@ -61,7 +61,7 @@ class Pure(NamedTuple, Generic[M]):
     @overload
     def pop_state(self, first: Filter, second: Filter, /, *more: Filter) -> "tuple[tuple[State, ...], Pure[M]]": ...
     def pop_state(self, *filters: Filter) -> "tuple[State | tuple[State, ...], Pure[M]]":
-        """`(states, rest)`: what matches the filters, and a Pure without it."""
+        """Returns `(states, rest)`: the entries that match the filters, and a Pure without them."""
         if not filters:
             raise ValueError(
                 "pop_state needs at least one filter that says what to take out, e.g. pop_state(nnx.Intermediate); "
@@ -72,7 +72,7 @@ class Pure(NamedTuple, Generic[M]):
         return taken, Pure(state - State.merge(*_tuple(taken)), self.moduledef)
 
     def update_state(self, *updates: Any) -> "Pure[M]":
-        """A new Pure in which the updates (States, tuples of them, a Pure or a Module) win."""
+        """Returns a new Pure in which the updates (States, tuples of them, a Pure or a Module) win."""
         updated = map(self.moduledef.canonical, to_states(updates))
         return Pure(State.merge(self.get_state(), *updated), self.moduledef)
 

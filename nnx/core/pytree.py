@@ -5,8 +5,8 @@ back the raw value. The other fields are static, and part of the tree's structur
 
 A *record type* is one whose values are data by their type: `State`, `Pure`, `Pytree`, and every state class that optax
 defines (`optax.EmptyState`, `optax.ScaleByAdamState`). A field that holds one, or a tuple, list or dict of them, is a
-child even if it is empty or contains nothing but Python numbers. State classes of your own transformations are treated
-like any other pytree: they are data if they hold arrays. `nnx.register_node_type(MyState)` makes them data in any case.
+child even if it is empty or contains nothing but Python numbers. State classes that you define are treated like any
+other pytree: they are data if they hold arrays. `nnx.register_node_type(MyState)` makes them data in any case.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from nnx.core.repr import short
 from nnx.core.state import State
 from nnx.core.statics import FrozenFields
 from nnx.core.trees import is_pytree_leaf
-from nnx.core.variables import Container, Spec, Static, TreeNode
+from nnx.core.variables import Container, Spec, Static, TreeNode, spec_of
 
 P = TypeVar("P", bound="Pytree")
 
@@ -42,7 +42,7 @@ _set_slot = object.__setattr__
 
 
 class PytreeType(type):
-    """The metaclass of Pytrees: closes an instance when its constructor has returned."""
+    """The metaclass of Pytrees: makes an instance immutable when its constructor has returned."""
 
     def __call__(cls: type[P], *args: Any, **kwargs: Any) -> P:  # pyright: ignore[reportGeneralTypeIssues]
         _prepare(cls)
@@ -101,7 +101,7 @@ class Pytree(metaclass=PytreeType):
             if cls._nnx_frozen or not cls._nnx_mutable:
                 raise dataclasses.FrozenInstanceError(IMMUTABLE.format(owner=cls.__name__, name=name))
             if name not in self.__dict__:
-                raise AttributeError(NEW_FIELD.format(owner=cls.__name__, name=name, fields=_listing(self)))
+                raise AttributeError(NEW_FIELD.format(owner=cls.__name__, name=name, fields=_field_names(self)))
         self._set_field(name, value)
 
     def _set_field(self, name: str, value: Any) -> None:
@@ -114,7 +114,7 @@ class Pytree(metaclass=PytreeType):
             if isinstance(value, Static):
                 self._nnx_specs.pop(name, None)
             else:
-                self._nnx_specs[name] = value._spec
+                self._nnx_specs[name] = spec_of(value)
             value = value.value
         elif spec is None and _is_data(value):
             self._nnx_specs[name] = _TREE_NODE
@@ -124,7 +124,7 @@ class Pytree(metaclass=PytreeType):
         vars(self)[name] = value
 
     def _adopt_fields(self) -> None:
-        """Decides what each field is that was written straight into `__dict__`, as frozen dataclasses do."""
+        """Decides what the fields are that were written directly into `__dict__`, as frozen dataclasses do."""
         values = vars(self)
         for name in [name for name in values if name not in self._nnx_specs]:
             self._set_field(name, values.pop(name))
@@ -140,7 +140,9 @@ class Pytree(metaclass=PytreeType):
         """
         unknown = sorted(set(changes) - set(self.__dict__))
         if unknown:
-            raise ValueError(UNKNOWN_FIELDS.format(unknown=unknown, owner=type(self).__name__, fields=_listing(self)))
+            raise ValueError(
+                UNKNOWN_FIELDS.format(unknown=unknown, owner=type(self).__name__, fields=_field_names(self))
+            )
         record = _open(type(self))
         record.__dict__.update(self.__dict__)
         record._nnx_specs = dict(self._nnx_specs)
@@ -175,13 +177,13 @@ class Pytree(metaclass=PytreeType):
 
 def _open(cls: type) -> Any:
     record = object.__new__(cls)
-    _set_slot(record, "_nnx_specs", {})  # past `__setattr__`, which a subclass may have
+    _set_slot(record, "_nnx_specs", {})  # bypasses `__setattr__`, which a subclass may define
     _set_slot(record, "_nnx_closed", False)
     _set_slot(record, "_nnx_statics", None)
     return record
 
 
-def _listing(record: Pytree) -> str:
+def _field_names(record: Pytree) -> str:
     return ", ".join(sorted(record.__dict__))
 
 
@@ -221,7 +223,7 @@ def _is_record(value: Any) -> bool:
     """Whether a value is a record by its type: a State, Pure, Pytree or optax state."""
     if isinstance(value, (State, Pure, Pytree)):
         return True
-    # optax's transformations are tuples from the same package, too, but of functions
+    # The transformations of optax are tuples from the same package, but they hold functions.
     from_optax = isinstance(value, tuple) and type(value).__module__.startswith("optax.")
     return from_optax and not isinstance(value, optax.GradientTransformation)
 
@@ -261,7 +263,7 @@ def _unflatten(statics: Any, children: Any) -> Any:
     values.update(frozen.value)
     for name, child in zip(data, children, strict=True):
         if isinstance(child, Container):
-            record._nnx_specs[name] = child._spec
+            record._nnx_specs[name] = spec_of(child)
             values[name] = child.value
         else:
             record._nnx_specs[name] = _TREE_NODE

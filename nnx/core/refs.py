@@ -1,19 +1,21 @@
 """Shared Variables: a `Ref` is one cell that several attributes, of one Module or of many, have in common.
 
-The value sits in the `__dict__` of every owner (and in the Ref's own), so that reading stays Python's attribute lookup;
-a write goes to all of them. Owners are held weakly: `(weak reference to the Module, attribute name)`.
+The value is stored in the `__dict__` of every *owner* (and in that of the Ref), so reading an attribute is still
+Python's own lookup; a write goes to all of them. An owner is a Module and an attribute name. The reference to the
+Module is weak: tying its weights must not keep a model alive.
 """
 
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, REF_AT_OTHER_LEVEL, TraceContextError
-from nnx.core.info import ModuleBase, Version
+from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.repr import short
-from nnx.core.ties import is_container
+from nnx.core.ties import is_mutable_tree
 from nnx.core.trace import current_level, same_level
 from nnx.core.trees import fresh
-from nnx.core.variables import Container, Node, Spec, refuse_modules
+from nnx.core.variables import Container, Node, Spec, refuse_modules, spec_of
+from nnx.core.versions import Version
 
 T = TypeVar("T")
 
@@ -37,7 +39,7 @@ class Ref:
 
     version: Version
 
-    if TYPE_CHECKING:  # to a type checker `Ref(Param(x))` has the type of `x`, as `Param(x)` itself
+    if TYPE_CHECKING:  # to a type checker, `Ref(Param(x))` has the type of `x`, just like `Param(x)`
 
         def __new__(cls, container: T) -> T: ...
 
@@ -47,9 +49,9 @@ class Ref:
             raise TypeError(text)
         if not isinstance(container, Node):
             raise TypeError(
-                f"nnx.Ref shares a Variable or Node, got {short(container)}. Say what it is: nnx.Ref(nnx.Param(x))."
+                f"nnx.Ref takes a Variable or Node, got {short(container)}. Wrap the value: nnx.Ref(nnx.Param(x))."
             )
-        self._bind(container._spec, fresh(container.value), current_level())
+        self._bind(spec_of(container), fresh(container.value), current_level())
 
     def _bind(self, spec: Spec, value: Any, level: Any) -> None:
         self._spec = spec
@@ -60,6 +62,7 @@ class Ref:
 
     @classmethod
     def rebuilt(cls, spec: Spec, value: Any, level: Any) -> "Ref":
+        """Makes a Ref around a value as it is, without owners."""
         ref = object.__new__(cls)
         ref._bind(spec, value, level)
         return ref
@@ -67,27 +70,48 @@ class Ref:
     @classmethod
     def around(cls, owner: ModuleBase, name: str, spec: Spec) -> "Ref":
         """Makes an attribute of a Module that was just built a Ref with this one owner."""
-        ref = cls.rebuilt(spec, owner.__dict__[name], owner._nnx_info.level)
-        ref._owners.append((weakref.ref(owner), name))
-        owner._nnx_info.kinds[name] = ref
+        ref = cls.rebuilt(spec, owner.__dict__[name], info_of(owner).level)
+        ref.adopt(owner, name)
         return ref
 
+    def adopt(self, owner: ModuleBase, name: str) -> None:
+        """Ties an attribute of a Module that was just built, and that nothing cached depends on yet."""
+        self._owners.append((weakref.ref(owner), name))
+        info_of(owner).kinds[name] = self
+        owner.__dict__[name] = self.__dict__["value"]
+
     def owners(self) -> list[tuple[Any, str]]:
-        """The Modules that hold this Ref now, each with the attribute name."""
+        """Returns the Modules that hold this Ref now, each with the attribute name."""
         found = [(owner(), name) for owner, name in self._owners]
         return [(owner, name) for owner, name in found if owner is not None]
 
+    def weak_owners(self) -> list[tuple[weakref.ref[Any], str]]:
+        """Returns the owners as they are kept: weak references, some of which may be dead."""
+        return list(self._owners)
+
+    def owner_steps(self, owners: list[tuple[weakref.ref[Any], str]]) -> list[tuple[Any, str, Any]]:
+        """Returns the assignments `(object, attribute, value)` that will give the Ref these owners."""
+        return [(self, "_owners", owners), *self.version.change_steps()]
+
+    def respecify(self, spec: Spec) -> None:
+        """Gives the shared Variable another type or other metadata."""
+        self._spec = spec
+        self.version.changed()
+
     def attach(self, owner: ModuleBase, name: str) -> None:
+        """Ties an attribute of a Module to this Ref; the caller stores its kind and value."""
         self.check_level(f"attaching it to {name!r} of {type(owner).__name__}")
         self._owners = [(o, n) for o, n in self._owners if o() is not None]
         self._owners.append((weakref.ref(owner), name))
         self.version.changed()
 
     def detach(self, owner: ModuleBase, name: str) -> None:
+        """Unties an attribute of a Module."""
         self._owners = [(o, n) for o, n in self._owners if o() is not None and not (o() is owner and n == name)]
         self.version.changed()
 
     def check_level(self, action: str) -> None:
+        """Raises TraceContextError if the Ref was made at another trace level."""
         if not same_level(self._level):
             raise TraceContextError(REF_AT_OTHER_LEVEL.format(action=action))
 
@@ -96,20 +120,21 @@ class Ref:
         self.check_level("writing to it")
         spec = self._spec
         if isinstance(value, Container):
-            if value._spec is not spec:
-                raise ValueError(INCOMPATIBLE_CONTAINER.format(where="the Ref", old=spec, new=value._spec))
+            if spec_of(value) is not spec:
+                raise ValueError(INCOMPATIBLE_CONTAINER.format(target="the Ref", old=spec, new=spec_of(value)))
             value = fresh(value.value)
         refuse_modules(spec.type, value)
         if spec.on_set is not None:
             value = spec.on_set(value, spec.metadata)
-        if is_container(value) and not is_container(self.__dict__["value"]):
-            self.version.changed()  # flat forms compare the containers they know of; see ties
+        if is_mutable_tree(value) and not is_mutable_tree(self.__dict__["value"]):
+            # A flat form keeps track of the cells that hold mutable trees. This one is about to be the first here.
+            self.version.changed()
         for owner, name in self.owners():
             owner.__dict__[name] = value
         self.__dict__["value"] = value
 
     def targets(self) -> list[tuple[dict[str, Any], str]]:
-        """Every `(dict, name)` a write must reach."""
+        """Returns every `(dict, name)` a write must reach."""
         return [(self.__dict__, "value"), *((owner.__dict__, name) for owner, name in self.owners())]
 
     @property

@@ -1,17 +1,19 @@
 """State: a flat, typed, immutable mapping from paths to leaves.
 
-A *path* joins attribute names by `/`. A *leaf* is a Variable or Node, or a bare array. A *layout* is the tuple of paths
-of a State, interned with what is computed from it once: a State is then a layout and a list of leaves.
+A *path* joins attribute names with `/`. A *leaf* is a Variable or Node, or a bare array. A *layout* is the tuple of
+paths of a State, interned together with everything that is computed from the paths. A State is a layout and a list of
+leaves.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, overload
 
 import jax
 
 from nnx.core.filters import Filter, classify
-from nnx.core.info import segment_order
+from nnx.core.paths import listing, path_order
 from nnx.core.repr import short
 from nnx.core.variables import values_equal
 
@@ -27,7 +29,7 @@ class Layout:
 
     @staticmethod
     def of(paths: tuple[str, ...]) -> "Layout":
-        """The layout of paths that are in order already."""
+        """Returns the layout of paths that are already in order."""
         layout = _layouts.get(paths)
         if layout is None:
             layout = Layout()
@@ -53,16 +55,11 @@ class Layout:
 _layouts: "weakref.WeakValueDictionary[tuple[str, ...], Layout]" = weakref.WeakValueDictionary()
 
 
-def path_order(path: str) -> list[tuple[int, int, str]]:
-    """Sorts paths by segments, all-digit segments as numbers."""
-    return [segment_order(segment) if segment else (-1, 0, "") for segment in path.split("/")]
-
-
 class State(Mapping[str, Any]):
     """An immutable mapping from path to leaf, sorted by path; a pytree.
 
     Args:
-      items: a mapping, or pairs, of path and leaf.
+      items: a mapping from path to leaf, or pairs of them.
 
     >>> state = nnx.State({"b": jnp.ones(2), "a/w": nnx.Param(jnp.zeros(3))})
     >>> list(state)
@@ -100,7 +97,7 @@ class State(Mapping[str, Any]):
         try:
             return self._leaves[self._layout.index[path]]
         except KeyError:
-            raise KeyError(f"{path!r} is not in the State; its paths are {_listing(self._layout.paths)}") from None
+            raise KeyError(f"{path!r} is not in the State; its paths are {listing(self._layout.paths)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layout.paths)
@@ -123,20 +120,20 @@ class State(Mapping[str, Any]):
     # Algebra
 
     def __or__(self, other: "State") -> "State":
-        """Both, and where a path is in both, the right one."""
+        """Returns the entries of both; for a path that is in both, the entry on the right wins."""
         if not isinstance(other, State):
             return NotImplemented
         return State({**dict(self.items()), **dict(other.items())})
 
     def __sub__(self, other: "State") -> "State":
-        """What is at paths that `other` does not have."""
+        """Returns the entries whose paths `other` does not have."""
         if not isinstance(other, State):
             return NotImplemented
         return self._select([i for i, path in enumerate(self._layout.paths) if path not in other])
 
     @staticmethod
     def merge(*states: "State") -> "State":
-        """All of the States in one; later ones win."""
+        """Returns all States merged into one; later ones win."""
         merged: dict[str, Any] = {}
         for state in states:
             if not isinstance(state, State):
@@ -149,10 +146,10 @@ class State(Mapping[str, Any]):
     @overload
     def partition(self, first: Filter, second: Filter, /, *more: Filter) -> "tuple[State, ...]": ...
     def partition(self, *filters: Filter) -> "State | tuple[State, ...]":
-        """One State per filter; the first match wins, and everything must match.
+        """Returns one State per filter; the first match wins, and every entry must match one.
 
         Raises:
-          ValueError: something matches no filter.
+          ValueError: an entry matches no filter.
         """
         return self._split(filters, exhaustive=True)
 
@@ -161,7 +158,7 @@ class State(Mapping[str, Any]):
     @overload
     def filter(self, first: Filter, second: Filter, /, *more: Filter) -> "tuple[State, ...]": ...
     def filter(self, *filters: Filter) -> "State | tuple[State, ...]":
-        """One State per filter; what matches none is left out."""
+        """Returns one State per filter; entries that match no filter are left out."""
         return self._split(filters, exhaustive=False)
 
     def _split(self, filters: tuple[Any, ...], exhaustive: bool) -> "State | tuple[State, ...]":
@@ -178,13 +175,13 @@ class State(Mapping[str, Any]):
         return State.from_layout(Layout.of(tuple([paths[i] for i in indices])), [self._leaves[i] for i in indices])
 
     def map(self, fn: Callable[[str, Any], Any]) -> "State":
-        """A State with `fn(path, leaf)` in the place of each leaf."""
+        """Returns a State with `fn(path, leaf)` in place of each leaf."""
         return State.from_layout(self._layout, list(map(fn, self._layout.paths, self._leaves)))
 
     # Nested dicts
 
     def to_nested(self) -> dict[str, Any]:
-        """The same leaves in plain nested dicts, one level per segment."""
+        """Returns the same leaves in plain nested dicts, one level per segment."""
         nested: dict[str, Any] = {}
         for path, leaf in self.items():
             *parents, last = path.split("/")
@@ -196,7 +193,7 @@ class State(Mapping[str, Any]):
 
     @staticmethod
     def from_nested(nested: Mapping[str, Any]) -> "State":
-        """A State from nested dicts; whatever is no dict is a leaf."""
+        """Makes a State from nested dicts; everything that is not a dict is a leaf."""
         leaves: dict[str, Any] = {}
         stack: list[tuple[str, Mapping[str, Any]]] = [("", nested)]
         while stack:
@@ -224,8 +221,8 @@ class State(Mapping[str, Any]):
 _new = object.__new__
 
 
-def _listing(paths: Sequence[str]) -> str:
-    return ", ".join(map(repr, paths[:12])) + (f" and {len(paths) - 12} more" if len(paths) > 12 else "")
+parts_of: Callable[[State], tuple[Layout, Sequence[Any]]] = attrgetter("_layout", "_leaves")
+"""Returns the layout and the leaves of a State."""
 
 
 def _flatten(state: State) -> tuple[Sequence[Any], Layout]:
@@ -246,4 +243,4 @@ def _unflatten(layout: Layout, leaves: Any) -> State:
 jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
 
 States = State | tuple[State, ...]
-"""What partition and filter give: one State, or one per filter."""
+"""What partition and filter return: one State, or one per filter."""

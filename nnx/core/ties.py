@@ -1,9 +1,11 @@
-"""Ties between cells: which of them are one object. A graph's key leaves this out; a call has to know it.
+"""Ties between cells: which of them are one object. The key of a graph leaves this out, but transforms need it.
 
-A `Ref` that one attribute of a graph holds may have other owners outside the graph. To the key it is an ordinary
-Variable, so that two models built by the same code stay equal; inside a transform it must be a Ref, or untying it could
-not be told from writing through it. And one list or dict may be the value of several cells: changed through one of
-them, it has changed for all.
+A `Ref` on one attribute of a graph may have other owners outside the graph. In the key it is an ordinary Variable, so
+that two models built by the same code are equal; inside a transform it must be a Ref, because otherwise untying the
+attribute would look the same as writing through the Ref.
+
+A *mutable tree* is a list, dict or other pytree whose identity matters. One of them can be the value of several cells:
+a change through one of the cells is then a change of all.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,32 +15,32 @@ from nnx.core.trees import can_change, constant_types, is_leaf, leaf_types, own
 
 
 class Ties(NamedTuple):
-    """What the cells of a graph have in common with each other, or with attributes outside of the graph."""
+    """What the cells of a graph share with each other, or with attributes outside the graph."""
 
     refs: tuple[int, ...]  # the cells of Refs that have one owner in the graph
-    aliases: tuple[tuple[int, ...], ...]  # groups of cells that hold one and the same container
+    aliases: tuple[tuple[int, ...], ...]  # groups of cells that hold the same mutable tree
 
 
 NO_TIES = Ties((), ())
 
 
-def is_container(value: Any) -> bool:
-    """Whether a value is a pytree whose identity matters. Tuples cannot change, and Python shares them at will."""
+def is_mutable_tree(value: Any) -> bool:
+    """Whether a value is a pytree whose identity matters. That of tuples does not: they cannot change."""
     return not is_leaf(value) and not isinstance(value, tuple)
 
 
-def container_cells(values: Sequence[Any]) -> list[int]:
-    """The numbers of the values that are containers."""
+def mutable_tree_cells(values: Sequence[Any]) -> list[int]:
+    """Returns the numbers of the values that are mutable trees."""
     if all(map(leaf_types.get, set(map(type, values)))):  # the usual case: nothing but arrays
         return []
-    return [i for i, value in enumerate(values) if is_container(value)]
+    return [i for i, value in enumerate(values) if is_mutable_tree(value)]
 
 
 def own_values(values: Sequence[Any], ties: Ties, buffers: bool = False) -> list[Any]:
-    """The values of cells with copies of all that can change in place; what was one container is one copy.
+    """Returns the values of cells with copies of everything that can change in place; one tree has one copy.
 
     Args:
-      values: one per cell.
+      values: the values, one per cell.
       ties: the ties of the graph.
       buffers: whether to copy JAX arrays as well.
     """
@@ -53,7 +55,7 @@ def own_values(values: Sequence[Any], ties: Ties, buffers: bool = False) -> list
 
 
 def alias_groups(cells: Sequence[int], values: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
-    """The groups of cells, two or more each, whose values are one object."""
+    """Returns the groups of cells, two or more each, whose values are the same object."""
     found: dict[int, list[int]] = {}
     for cell, value in zip(cells, values, strict=True):
         found.setdefault(id(value), []).append(cell)

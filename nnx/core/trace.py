@@ -1,8 +1,8 @@
-"""The private corners of JAX: which trace is running now, as a token that is cheap to compare, and the process store.
+"""Everything that uses private parts of JAX: a cheap token for the running trace, and the store shared by processes.
 
 The *level* of an object is the trace it was made in. A Module or Context of one level must not be changed at another,
-or tracers would leak out of (or stale values into) a transformed function. This file is the only one that looks into
-JAX's private modules; if they change, it falls back to the public, slower call.
+or tracers would leak out of a transformed function, or stale values into it. This is the only file that imports JAX's
+private modules; if they change, it falls back to the public, slower function.
 """
 
 import functools
@@ -28,24 +28,24 @@ def _level_by_equality() -> Any:
 current_level: Callable[[], Any] = (
     _level_by_equality if _trace_state is None else functools.partial(getattr, _trace_state, "value")
 )
-"""The running trace as a token: the same trace gives the same object (or, the slower way, an equal one)."""
+"""Returns a token for the running trace: the same object for the same trace (with the fallback, an equal one)."""
 
 
 def same_level(level: Any) -> bool:
-    """Whether `level` is the running one."""
+    """Whether `level` is that of the running trace."""
     current = current_level()
     return level is current or level == current
 
 
 def is_of_this_trace(value: Any) -> bool:
-    """Whether a value depends on the running trace: under a vmap, whether it differs from member to member."""
+    """Whether a value depends on the running trace; under a vmap, whether it differs from member to member."""
     level = current_level()
     trace = level() if callable(level) else None
     return isinstance(value, jax.core.Tracer) and (trace is None or value._trace is trace)
 
 
 def is_tracer(value: Any) -> bool:
-    """Whether a value stands for one that a running transform will compute."""
+    """Whether a value is a tracer: a placeholder for a value that a running transform computes."""
     return isinstance(value, jax.core.Tracer)
 
 

@@ -1,27 +1,27 @@
-"""Pytrees inside one attribute: leaves told from containers, containers made anew, Modules found that hide in them."""
+"""Pytrees in one attribute: telling leaves from trees, copying trees, and finding Modules that hide in them."""
 
 from typing import Any
 
 import jax
 import numpy as np
 
-from nnx.core.info import outlives_caches
+from nnx.core.caches import outlives_caches
 
 leaf_types: dict[type, bool] = {}
-"""Whether values of a type are leaves, and data; types are entered as they are met."""
+"""Whether values of a type are leaves that hold data; types are entered as they are met."""
 
 constant_types: dict[type, bool] = {}
 """Whether values of a type are leaves that cannot change in place; types are entered as they are met."""
 
 
 def is_pytree_leaf(value: Any) -> bool:
-    """Whether JAX takes the value as one leaf, and not as a tree of others."""
+    """Whether JAX treats the value as one leaf, not as a tree of others."""
     leaves = jax.tree.leaves(value)
     return len(leaves) == 1 and leaves[0] is value
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether values of this type are data without containers: `is_pytree_leaf`, decided once per type."""
+    """Whether a value is a leaf that holds data, not a tree: `is_pytree_leaf`, decided once per type."""
     cls = type(value)
     found = leaf_types.get(cls)
     if found is None:
@@ -32,14 +32,14 @@ def is_leaf(value: Any) -> bool:
 
 
 def fresh(value: Any) -> Any:
-    """The value with every container in it made anew; leaves stay."""
+    """Returns the value with new lists, dicts and other nodes around the same leaves."""
     if leaf_types.get(type(value)) or is_leaf(value):
         return value
     return jax.tree.map(lambda leaf: leaf, value)
 
 
 def can_change(value: Any) -> bool:
-    """Whether a value can change in place: a container, or a numpy array."""
+    """Whether a value can change in place: a tree or a numpy array."""
     cls = type(value)
     constant = constant_types.get(cls)
     if constant is None:
@@ -50,11 +50,11 @@ def can_change(value: Any) -> bool:
 
 
 def own(value: Any, copies: dict[int, Any], buffers: bool = False) -> Any:
-    """Returns a copy of everything in a value that can change in place: containers and numpy arrays.
+    """Returns a value with copies of everything in it that can change in place: trees and numpy arrays.
 
     Args:
-      value: the value; leaves of other types stay as they are.
-      copies: the copies of numpy arrays made so far, by the id of the original: what was one array stays one.
+      value: the value; leaves of other types are not copied.
+      copies: the copies of numpy arrays made so far, by the id of the original, so that one array has one copy.
       buffers: whether to copy JAX arrays as well.
     """
 
@@ -71,19 +71,19 @@ def own(value: Any, copies: dict[int, Any], buffers: bool = False) -> Any:
 
 
 def holds_state(value: Any) -> bool:
-    """Whether a value is a Module, Ref or container: something that must not hide in another value."""
+    """Whether a value is a Module, Ref or nnx container: something that must not hide in another value."""
     return getattr(type(value), "_nnx_holds_state", False)
 
 
 def find_module(tree: Any) -> Any:
-    """The first Module or Ref that is a leaf of a pytree, or None."""
+    """Returns the first Module or Ref that is a leaf of a pytree, or None."""
     if isinstance(tree, (list, dict, tuple)) and contains_itself(tree):
         return None
     return next(filter(holds_state, jax.tree.leaves(tree)), None)
 
 
 def contains_itself(value: Any) -> bool:
-    """Whether a container is inside itself. JAX must not see one: it overflows the stack and does not recover."""
+    """Whether a list, dict or tuple contains itself. JAX must not see one: it overflows the C stack."""
     active, stack = {id(value)}, [(value, iter(items_of(value)))]
     while stack:
         container, items = stack[-1]
@@ -101,5 +101,5 @@ def contains_itself(value: Any) -> bool:
 
 
 def items_of(container: Any) -> Any:
-    """The values of a dict, the items of a list or tuple."""
+    """Returns the values of a dict, or the items of a list or tuple."""
     return list(container.values()) if isinstance(container, dict) else container

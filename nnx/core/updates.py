@@ -1,25 +1,28 @@
-"""Writing State into Modules, and taking it out of them: all or nothing."""
+"""Writing State into Modules and removing it from them: all or nothing."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, MUTATE_AT_OTHER_LEVEL, UNKNOWN_PATH, TraceContextError
 from nnx.core.filters import classify
-from nnx.core.graph import TREE_SPEC, Flat, flat_of, is_static, number_modules
-from nnx.core.info import MODULE, NODE, TREE, Absent, ModuleBase, forget_flat_forms, join
+from nnx.core.flat import Flat, flat_of
+from nnx.core.kinds import NODE, SUBMODULE, TREE, TREE_SPEC, Absent, is_static
+from nnx.core.module_info import ModuleBase, info_of
+from nnx.core.paths import join
 from nnx.core.refs import Ref
 from nnx.core.repr import short
-from nnx.core.state import State
-from nnx.core.ties import is_container
-from nnx.core.trace import current_level
+from nnx.core.state import State, parts_of
+from nnx.core.ties import is_mutable_tree
+from nnx.core.trace import current_level, same_level
 from nnx.core.trees import fresh, leaf_types
-from nnx.core.variables import Container, Spec
+from nnx.core.variables import Container, Spec, spec_of
+from nnx.core.versions import forget_flat_forms
+from nnx.core.walk import number_modules
 
 
 def check_level(module: Any, action: str) -> None:
     """Raises TraceContextError if `module` was made at another trace level."""
-    level = current_level()
-    if module._nnx_info.level is not level and module._nnx_info.level != level:
+    if not same_level(info_of(module).level):
         raise TraceContextError(MUTATE_AT_OTHER_LEVEL.format(action=action, owner=type(module).__name__))
 
 
@@ -27,48 +30,49 @@ def check_levels(modules: Iterable[Any], action: str) -> None:
     """Raises TraceContextError if one of the Modules was made at another trace level."""
     level = current_level()
     for module in modules:
-        if module._nnx_info.level is not level:
+        if info_of(module).level is not level:
             check_level(module, action)
 
 
 def update(root: Any, *states: State) -> None:
-    """Writes the leaves of the States into the graph; later ones win. If any does not fit, nothing is changed."""
+    """Writes the leaves of the States into the graph; later ones win. If one does not fit, nothing is changed."""
     flat = flat_of(root)
     check_levels(_owners(flat), "update_state")
     writes: list[tuple[int, Any]] = []
     additions: list[tuple[Any, str, Any, Any]] = []
     kinds = flat.key.kinds
     for state in states:
-        for i, path, leaf in zip(flat.indices(state._layout), state._layout.paths, state._leaves, strict=True):
+        layout, leaves = parts_of(state)
+        for i, path, leaf in zip(flat.indices(layout), layout.paths, leaves, strict=True):
             if i >= 0:
                 writes.append((i, _fitting_value(kinds[i], leaf, path)))
             else:
                 additions.append(_addition(root, path, leaf))
-    note_containers(flat, [i for i, _ in writes], [value for _, value in writes])
+    note_mutable_trees(flat, [i for i, _ in writes], [value for _, value in writes])
     for i, value in writes:
         flat.write(i, value)
     for owner, name, kind, value in additions:
-        owner._nnx_info.kinds[name] = kind
+        info_of(owner).kinds[name] = kind
         owner.__dict__[name] = value
-        owner._nnx_info.changed()
+        info_of(owner).changed()
 
 
-def note_containers(flat: Flat, cells: Sequence[int], values: Sequence[Any]) -> None:
-    """Notes a change of structure where a cell is about to hold its first container.
+def note_mutable_trees(flat: Flat, cells: Sequence[int], values: Sequence[Any]) -> None:
+    """Notes a structural change where a cell is about to hold its first mutable tree.
 
-    A flat form compares the containers that its cells held when it was made, to see which of them are one object.
+    A flat form knows which of its cells hold mutable trees, because a call has to ask which of those are one object.
     """
     if all(map(leaf_types.get, set(map(type, values)))):
         return
     for i, value in zip(cells, values):
-        if is_container(value) and not is_container(flat.dicts[i][flat.names[i]]):
-            module = flat.modules[flat.key.cells[i][0]]()
+        if is_mutable_tree(value) and not is_mutable_tree(flat.dicts[i][flat.names[i]]):
+            module = flat.modules[flat.key.cells[i].module]()
             if module is not None:
-                module._nnx_info.changed()
+                info_of(module).changed()
 
 
 def to_states(updates: Iterable[Any]) -> list[State]:
-    """The States that updates stand for: States, tuples of them, Pures and Modules."""
+    """Returns the States of updates, which can be States, tuples of them, Pures and Modules."""
     states: list[State] = []
     for update in updates:
         if isinstance(update, State):
@@ -92,9 +96,9 @@ def _owners(flat: Flat) -> list[Any]:
 
 def _fitting_value(kind: Any, leaf: Any, path: str) -> Any:
     if isinstance(leaf, Container):
-        spec = leaf._spec
+        spec = spec_of(leaf)
         if spec is not kind and not (spec is TREE_SPEC and (kind is TREE or kind is NODE)):
-            raise ValueError(INCOMPATIBLE_CONTAINER.format(where=repr(path), old=_kind_text(kind), new=spec))
+            raise ValueError(INCOMPATIBLE_CONTAINER.format(target=repr(path), old=_kind_text(kind), new=spec))
         leaf = leaf.value
     elif isinstance(leaf, ModuleBase):
         reason = f"the new value is a Module ({type(leaf).__name__}), not data"
@@ -110,13 +114,13 @@ def _kind_text(kind: Any) -> str:
 
 
 def resolve(root: Any, path: str) -> tuple[Any, str]:
-    """The Module a path leads into, and the name of the attribute there (which need not exist)."""
+    """Returns the Module a path leads to, and the name of the attribute in it, which need not exist."""
     *parents, last = path.split("/")
     module, so_far = root, ""
     for segment in parents:
         name = stored_name(module, segment)
         so_far = join(so_far, segment)
-        if module._nnx_info.kinds.get(name) is not MODULE:
+        if info_of(module).kinds.get(name) is not SUBMODULE:
             raise ValueError(UNKNOWN_PATH.format(path=path, reason=f"there is no Module at {so_far!r}"))
         module = module.__dict__[name]
     if not last:
@@ -125,25 +129,25 @@ def resolve(root: Any, path: str) -> tuple[Any, str]:
 
 
 def stored_name(module: Any, segment: str) -> str:
-    """The name under which a Module stores what a path calls `segment`."""
+    """Returns the name under which a Module stores what a path calls `segment`."""
     mangled = f"/{segment}"
-    return mangled if mangled in module._nnx_info.kinds else segment
+    return mangled if mangled in info_of(module).kinds else segment
 
 
 def _addition(root: Any, path: str, leaf: Any) -> tuple[Any, str, Any, Any]:
-    """The Module, name, kind and value with which a leaf enters at a path that leads to no cell yet."""
+    """Returns the Module, name, kind and value of a new variable, for a leaf at a path that leads to no cell yet."""
     owner, name = resolve(root, path)
-    kind = owner._nnx_info.kinds.get(name)
+    kind = info_of(owner).kinds.get(name)
     if kind is None:
         name = owner._nnx_attribute_name(name)
     elif type(kind) is not Absent:
-        what = "a submodule" if kind is MODULE else "a static attribute"
+        what = "a submodule" if kind is SUBMODULE else "a static attribute"
         reason = f"it is {what} of {type(owner).__name__}, not a variable"
         raise ValueError(UNKNOWN_PATH.format(path=path, reason=reason))
     if isinstance(leaf, Container):
-        if is_static(leaf._spec):
-            raise ValueError(UNKNOWN_PATH.format(path=path, reason="nnx.Static is no state"))
-        new = TREE if leaf._spec is TREE_SPEC and type(kind) is Absent and kind.spec is TREE else leaf._spec
+        if is_static(spec_of(leaf)):
+            raise ValueError(UNKNOWN_PATH.format(path=path, reason="an nnx.Static is not state"))
+        new = TREE if spec_of(leaf) is TREE_SPEC and type(kind) is Absent and kind.spec is TREE else spec_of(leaf)
     elif type(kind) is Absent:
         new = kind.spec
     else:
@@ -152,7 +156,7 @@ def _addition(root: Any, path: str, leaf: Any) -> tuple[Any, str, Any, Any]:
 
 
 def pop(root: Any, filters: Sequence[Any]) -> Any:
-    """Removes what matches the filters from the graph and returns it: one State, or one per filter."""
+    """Removes the entries that match the filters from the graph and returns them: one State, or one per filter."""
     if not filters:
         raise ValueError(
             "pop_state needs at least one filter that says what to remove, e.g. pop_state(nnx.Intermediate); "
@@ -161,13 +165,13 @@ def pop(root: Any, filters: Sequence[Any]) -> Any:
     flat = flat_of(root)
     paths, leaves = flat.key.layout.paths, flat.leaves()
     found = classify(zip(paths, leaves, strict=True), filters, exhaustive=False)
-    modules, _, _, _ = number_modules((root,))
+    modules = number_modules((root,)).modules
     taken = [i for i, group in enumerate(found) if group >= 0]
-    check_levels([modules[flat.key.cells[i][0]] for i in taken] or [root], "pop_state")
+    check_levels([modules[flat.key.cells[i].module] for i in taken] or [root], "pop_state")
     refs = {}
     for i in taken:
         at, name, _ = flat.key.cells[i]
-        kind = modules[at]._nnx_info.kinds[name]
+        kind = info_of(modules[at]).kinds[name]
         if type(kind) is Ref:
             refs[id(kind)] = kind
         else:
@@ -181,8 +185,8 @@ def pop(root: Any, filters: Sequence[Any]) -> Any:
 
 
 def remove(module: Any, name: str) -> None:
-    """Takes an attribute away, whatever its kind; its Module's level has been checked."""
-    info = module._nnx_info
+    """Removes an attribute of any kind. The caller has checked the trace level."""
+    info = info_of(module)
     kind = info.kinds.pop(name)
     module.__dict__.pop(name, None)
     if info.sown is not None:
@@ -190,5 +194,5 @@ def remove(module: Any, name: str) -> None:
     if type(kind) is Ref:
         kind.detach(module, name)
     info.changed()
-    if kind is MODULE:
+    if kind is SUBMODULE:
         forget_flat_forms()

@@ -1,23 +1,24 @@
 """Containers: one value plus metadata. Variables are the containers that belong to a collection.
 
 A *spec* is the type and metadata of a container without its value. Specs are interned: two containers are equivalent
-exactly when their specs are one object. A Module stores the raw value in its `__dict__` and the spec beside it; a State
-holds containers. *Collections* are the names of Variable types, so that a string can stand for a type.
+exactly when they have the same spec object. A Module stores the raw value in its `__dict__` and the spec in its
+ModuleInfo; a State holds containers. To *box* a value is to make a container of a given spec around it, without the
+checks that a user's call to the class goes through.
 """
 
-import copyreg
-import re
 import types
 import weakref
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx.core.collection_names import register_collection, snake_case
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, MODULE_IN_CONTAINER
-from nnx.core.info import ModuleBase
+from nnx.core.module_info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.statics import Frozen, own_copy
 from nnx.core.trees import find_module, leaf_types
@@ -27,10 +28,10 @@ V = TypeVar("V")
 
 
 class Spec:
-    """Type and metadata of a container; equal specs are one object.
+    """The type and metadata of a container; equal specs are the same object.
 
-    A metadata entry `on_set` is called as `on_set(value, metadata)` on every value assigned to such a variable, and
-    when its Module is rebuilt inside a transform; what it returns is stored.
+    A metadata entry `on_set` is called as `on_set(value, metadata)` with every value assigned to such a variable, and
+    when its Module is rebuilt inside a transform; the result is stored.
     """
 
     __slots__ = ("type", "metadata", "on_set", "is_plain", "is_slotted", "has_mutable", "__weakref__")
@@ -38,13 +39,14 @@ class Spec:
     type: "type[Container[Any]]"
     metadata: Mapping[str, Any]
     on_set: Callable[[Any, Mapping[str, Any]], Any] | None
-    is_plain: bool  # whether an array can be stored as it is
+    is_plain: bool  # whether an array can be stored unchanged: there is no hook, and it is data
     is_slotted: bool  # whether its containers have the memory layout of `_Raw`
-    has_mutable: bool  # whether an entry of the metadata is a list or the like, which readers must not share
+    has_mutable: bool  # whether the metadata contain a list or the like, which readers must not share
 
     @staticmethod
     def of(container_type: "type[Container[Any]]", metadata: dict[str, Any]) -> "Spec":
-        plain = len(metadata) == 1 and metadata.get("sharding", 0) is None  # nearly all: remembered on the class
+        # Nearly all Variables have no metadata; their spec is cached on the class.
+        plain = len(metadata) == 1 and metadata.get("sharding", 0) is None
         if plain and "_nnx_plain" in container_type.__dict__:
             return container_type.__dict__["_nnx_plain"]
         frozen = {name: Frozen(metadata[name], name) for name in sorted(metadata)}
@@ -53,15 +55,15 @@ class Spec:
         if spec is None:
             spec = Spec()
             spec.type = container_type
-            # A spec serves every container of its kind, so it keeps its own copies and hands out further ones: what
-            # one user does to a list in the metadata must not show up in another user's Variable.
+            # A spec is shared by all equivalent containers, so it keeps its own copies and hands out further ones: a
+            # change to a list in the metadata of one Variable must not show up in another.
             spec.metadata = types.MappingProxyType({name: own_copy(value) for name, value in metadata.items()})
             spec.has_mutable = any(entry.watched for entry in frozen.values())
             spec.on_set = metadata.get("on_set")
             spec.is_plain = spec.on_set is None and issubclass(container_type, Node)
             spec.is_slotted = _is_slotted(container_type)
             if not metadata.keys() <= {"sharding"} and not hasattr(container_type, "__getattr__"):
-                # without metadata of their own containers have no __getattr__, which would slow down every read
+                # Types without such metadata have no __getattr__, which would slow down every read.
                 container_type.__getattr__ = _metadata_entry  # pyright: ignore[reportAttributeAccessIssue]
             spec = _specs.setdefault(key, spec)
         if plain:
@@ -69,12 +71,12 @@ class Spec:
         return spec
 
     def read(self, name: str) -> Any:
-        """One entry of the metadata, for users."""
+        """Returns one entry of the metadata, for users."""
         return own_copy(self.metadata[name]) if self.has_mutable else self.metadata[name]
 
     def box(self, value: Any) -> Any:
-        """A container of this spec around `value`, as it is."""
-        if self.is_slotted:
+        """Makes a container of this spec around `value`, without checks or copies."""
+        if self.is_slotted:  # three plain attribute writes and a change of class take a third of the time
             container: Any = _Raw()
             container.value = value
             container._spec = self
@@ -98,7 +100,7 @@ _new = object.__new__
 
 
 class _Raw(Generic[T]):
-    """The layout of a Container, without its rules: made, filled and turned into one, in a third of the time."""
+    """An object with the memory layout of a Container but without its rules, to be filled and turned into one."""
 
     __slots__ = ("value", "_spec")
 
@@ -112,9 +114,9 @@ def _is_slotted(cls: type) -> bool:
 
 
 class ContainerMetadata(Generic[T]):
-    """What an initialiser returns to attach metadata to the Variable its value goes into.
+    """What an initializer returns to attach metadata to the Variable made from its value.
 
-    `nnx.with_metadata` makes initialisers that return it.
+    `nnx.with_metadata` makes initializers that return it.
 
     >>> nnx.Param(nnx.ContainerMetadata(jnp.ones(3), {"sharding": ("embed",)})).sharding
     ('embed',)
@@ -134,10 +136,10 @@ class ContainerMetadata(Generic[T]):
 
 
 class Container(Generic[T]):
-    """Base of everything that wraps one value plus metadata.
+    """The base of everything that wraps one value plus metadata.
 
-    Metadata are attributes of the container. Two containers are equivalent when their type and metadata agree, and
-    equal when their values agree as well. Containers do not change; `replace` gives a changed copy.
+    Metadata are attributes of the container. Two containers are equivalent if their type and metadata agree, and equal
+    if their values agree as well. Containers are immutable; `replace` returns a changed copy.
 
     >>> container = nnx.Param(jnp.ones(3), name="scale")
     >>> container.name, container.replace(name="shift").name
@@ -150,7 +152,7 @@ class Container(Generic[T]):
     value: T
     _spec: Spec
 
-    if TYPE_CHECKING:  # to a type checker `Param(x)` has the type of `x`: that is what the attribute reads back as
+    if TYPE_CHECKING:  # to a type checker, `Param(x)` has the type of `x`, which is what the attribute reads back as
         # Its own type variable, so that a subclass without parameters (`class Count(nnx.Variable)`) works the same.
         def __new__(cls, value: V, *args: Any, **metadata: Any) -> V: ...
         def __getattr__(self, name: str) -> Any: ...
@@ -174,7 +176,7 @@ class Container(Generic[T]):
         return types.MappingProxyType(own_copy(dict(spec.metadata))) if spec.has_mutable else spec.metadata
 
     def replace(self, value: Any = ..., **metadata: Any) -> Any:
-        """A copy with another value, other metadata, or both.
+        """Returns a copy with another value, other metadata, or both.
 
         Raises:
           ValueError: `value` is a container that is not equivalent, or a key is not among the metadata.
@@ -186,7 +188,7 @@ class Container(Generic[T]):
             raise ValueError(f"Unknown metadata key {unknown[0]!r} for {spec!r}. Its metadata are: {known}.")
         if isinstance(value, Container):
             if value._spec is not spec:
-                raise ValueError(INCOMPATIBLE_CONTAINER.format(where="the container", old=spec, new=value._spec))
+                raise ValueError(INCOMPATIBLE_CONTAINER.format(target="the container", old=spec, new=value._spec))
             value = value.value
         refuse_modules(spec.type, value)
         if metadata:
@@ -198,10 +200,10 @@ class Container(Generic[T]):
         return isinstance(other, Container) and other._spec is self._spec
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{type(self).__name__} does not change: use `.replace({name}=...)` for a changed copy.")
+        raise AttributeError(f"{type(self).__name__} is immutable: use `.replace({name}=...)` to make a changed copy.")
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"{type(self).__name__} does not change: {name!r} cannot be deleted.")
+        raise AttributeError(f"{type(self).__name__} is immutable: {name!r} cannot be deleted.")
 
     def __eq__(self, other: Any) -> bool:
         if self is other:
@@ -220,6 +222,10 @@ class Container(Generic[T]):
 
     def __copy__(self) -> Any:
         return self._spec.box(self.value)
+
+
+spec_of: Callable[[Any], Spec] = attrgetter("_spec")
+"""Returns the spec of a container, or of the Variable that a Ref shares."""
 
 
 def _metadata_entry(container: Container, name: str) -> Any:
@@ -246,7 +252,7 @@ def refuse_modules(cls: type[Container[Any]], value: Any) -> None:
     found = find_module(value)
     if found is not None:
         what = f"a Module ({type(found).__name__})" if isinstance(found, ModuleBase) else short(found)
-        raise ValueError(MODULE_IN_CONTAINER.format(kind=cls.__name__, what=what))
+        raise ValueError(MODULE_IN_CONTAINER.format(type=cls.__name__, what=what))
 
 
 def _wrong_wrap(container: Container, cls: type) -> str:
@@ -257,7 +263,7 @@ def _wrong_wrap(container: Container, cls: type) -> str:
 
 
 def values_equal(a: Any, b: Any) -> bool:
-    """Whether two pytrees have the same structure and equal leaves, arrays compared with shape and dtype."""
+    """Whether two pytrees have the same structure and equal leaves; arrays must also agree in shape and dtype."""
     if a is b:
         return True
     a_leaves, a_def = jax.tree.flatten(a)
@@ -303,7 +309,7 @@ def register_container(cls: type) -> None:
 class Node(Container[T]):
     """A container whose value is pytree data.
 
-    As an attribute of a Module it makes data of what would be static.
+    Assigned to an attribute of a Module, it makes a value data that would otherwise be static.
 
     >>> model = nnx.Dict(lr=nnx.Node(0.1), name="sgd")
     >>> model.get_state()
@@ -326,14 +332,14 @@ class TreeNode(Node[T]):
 
 
 class Variable(Node[T]):
-    """A Node that belongs to a collection. Subclass it freely to make collections of your own.
+    """A Node that belongs to a collection. Subclass it freely to define your own collections.
 
     Args:
-      value: an array or any pytree of arrays, or what an initialiser wrapped by `with_metadata` returned.
+      value: an array, a pytree of arrays, or the result of an initializer wrapped by `with_metadata`.
       sharding: logical axis names, one per dimension, or a `PartitionSpec`.
-      **metadata: anything else; each is an attribute of the container.
+      **metadata: further metadata; each entry is an attribute of the container.
 
-    A subclass may set `collection`, its name as a filter; else it is the class name in snake_case.
+    A subclass can set `collection`, its name as a filter; the default is the class name in snake_case.
 
     >>> class Count(nnx.Variable): pass
     >>> Count.collection
@@ -345,7 +351,7 @@ class Variable(Node[T]):
 
     @property
     def sharding(self) -> Any:
-        """The logical axis names, one per dimension, or a `PartitionSpec`; None if there are none."""
+        """The logical axis names, one per dimension, or a `PartitionSpec`; None if it has no names."""
         return self._spec.metadata["sharding"]
 
     def __init__(self, value: T, sharding: Any = None, **metadata: Any):
@@ -361,28 +367,16 @@ class Variable(Node[T]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "collection" not in cls.__dict__:
-            cls.collection = _snake_case(cls.__name__)
-        _register_collection(cls)
+            cls.collection = snake_case(cls.__name__)
+        register_collection(cls)
 
 
-_collections: "dict[str, list[weakref.ref[type[Variable[Any]]]]]" = {}
-
-
-def _register_collection(cls: type[Variable[Any]]) -> None:
-    _collections.setdefault(cls.collection, []).append(weakref.ref(cls))
-
-
-def collection_type(name: str) -> type[Variable[Any]] | None:
-    """The first Variable type of this collection name that is still alive."""
-    return next((cls for cls in (weak() for weak in _collections.get(name, ())) if cls is not None), None)
-
-
-_register_collection(Variable)
+register_collection(Variable)
 register_container(Node)
 
 
 class Param(Variable[T]):
-    """A parameter: what an optimizer trains. The collection "params".
+    """A parameter, which an optimizer trains. Its collection is "params".
 
     >>> model = nnx.Dict(w=nnx.Param(jnp.ones((2, 3)), ("embed", "mlp")))
     >>> model.w.shape, model.variable("w").sharding
@@ -394,21 +388,21 @@ class Param(Variable[T]):
 
 
 class BatchStat(Variable[T]):
-    """Running statistics of normalisation layers. The collection "batch_stats"."""
+    """Running statistics of a normalization layer. Its collection is "batch_stats"."""
 
     __slots__ = ()
     collection = "batch_stats"
 
 
 class Cache(Variable[T]):
-    """What a layer remembers between calls, e.g. keys and values while decoding. The collection "cache"."""
+    """A value that a layer keeps between calls, e.g. keys and values while decoding. Its collection is "cache"."""
 
     __slots__ = ()
     collection = "cache"
 
 
 class Intermediate(Variable[T]):
-    """A value a layer lets out on the side; see `Module.sow`. The collection "intermediates".
+    """A value recorded with `Module.sow`. Its collection is "intermediates".
 
     >>> model = nnx.Dict()
     >>> model.sow(nnx.Intermediate, "activation", 1.0)
@@ -421,9 +415,9 @@ class Intermediate(Variable[T]):
 
 
 class Static(Container[T]):
-    """A container that is no data: a pytree without leaves, hashed by its value.
+    """A container that is not data: a pytree without leaves, hashed by its value.
 
-    As an attribute of a Module it makes static what would be data.
+    Assigned to an attribute of a Module, it makes a value static that would otherwise be data.
 
     >>> model = nnx.Dict(table=nnx.Static((1, 2)))
     >>> len(model.get_state())
@@ -446,7 +440,7 @@ jax.tree_util.register_pytree_node(
 
 
 def with_metadata(initializer: Callable[..., Any], **metadata: Any) -> Callable[..., Any]:
-    """Wraps an initialiser so that its result carries metadata into the Variable.
+    """Wraps an initializer so that its result carries metadata into the Variable.
 
     >>> init = nnx.with_metadata(jax.nn.initializers.zeros, sharding=("din", "dout"))
     >>> nnx.Param(init(jax.random.key(0), (2, 3))).sharding
@@ -463,7 +457,7 @@ def with_metadata(initializer: Callable[..., Any], **metadata: Any) -> Callable[
 
 
 def with_partitioning(initializer: Callable[..., Any], sharding: Any, **metadata: Any) -> Callable[..., Any]:
-    """Wraps an initialiser so that its Variable has these axis names: `with_metadata(initializer, sharding=...)`.
+    """Wraps an initializer so that its Variable has these axis names: `with_metadata(initializer, sharding=...)`.
 
     >>> init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
     >>> layer = nnx.Linear(2, 4, kernel_init=init, ctx=nnx.context(0))
@@ -471,67 +465,3 @@ def with_partitioning(initializer: Callable[..., Any], sharding: Any, **metadata
     ('embed', 'mlp')
     """
     return with_metadata(initializer, sharding=sharding, **metadata)
-
-
-# Collections by name
-
-
-class OnDemandType(type):
-    """The metaclass of Variable types made from a name alone; they pickle as that name."""
-
-
-def _reduce_on_demand(cls: Any) -> Any:
-    return variable_type, (cls.collection,)
-
-
-copyreg.pickle(OnDemandType, _reduce_on_demand)
-
-
-def variable_type(name: str) -> type[Variable[Any]]:
-    """The Variable type of a collection, made on demand if no class has that name."""
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"A collection is named by a non-empty string, got {name!r}.")
-    cls = collection_type(name)
-    if cls is None:
-        title = "".join(part.capitalize() for part in re.split(r"\W|_", name)) or name
-        cls = OnDemandType(title, (Variable,), {"collection": name, "__module__": __name__, "__slots__": ()})
-        _on_demand[name] = cls
-    return cls
-
-
-_on_demand: dict[str, type[Variable[Any]]] = {}  # keeps them alive: a name means one type for the life of the process
-
-
-def known_collections() -> list[str]:
-    """The collection names there are, in order."""
-    return sorted(name for name in _collections if collection_type(name) is not None)
-
-
-def _snake_case(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-
-
-def var(collection: str, value: T, sharding: Any = None, **metadata: Any) -> T:
-    """A Variable of the collection with this name, whose type is made on demand.
-
-    >>> count = nnx.var("counts", 0)
-    >>> type(count).collection
-    'counts'
-    """
-    cls: Any = variable_type(collection)
-    return cls(value, sharding, **metadata)
-
-
-def param(value: T, sharding: Any = None, **metadata: Any) -> T:
-    """A Param: `nnx.Param(value, sharding, **metadata)`."""
-    return Param(value, sharding, **metadata)
-
-
-def node(value: T, **metadata: Any) -> T:
-    """A Node: `nnx.Node(value, **metadata)`."""
-    return Node(value, **metadata)
-
-
-def static(value: T) -> T:
-    """A Static: `nnx.Static(value)`."""
-    return Static(value)

@@ -1,9 +1,10 @@
-"""The lock of a path: one writer at a time, also when the other is on another host or has been killed.
+"""The lock of a path: one writer at a time, even if the other one is on another host or has been killed.
 
 The lock is a small file that names its *holder*: host, process, when that process started, and a token. Creating it
-exclusively takes the lock, removing it gives it back; a thread of the holder touches it every few seconds, which is
+exclusively acquires the lock, removing it releases it; a thread of the holder touches it every few seconds, which is
 its *heartbeat*. A lock is *stale* when its holder is a process of this host that has ended, or when nobody has touched
-it for `STALE_AFTER` seconds of watching (the clocks of two hosts are never compared). A stale lock is taken over.
+it while a waiter watched it for `STALE_AFTER` seconds (the clocks of two hosts are never compared). A stale lock is
+taken over.
 
 A holder that was stopped for so long that its lock was taken over finds out before it commits: `check` raises.
 """
@@ -21,16 +22,16 @@ from typing import Any
 from nnx.core.files import open_exclusive, open_regular, unique_token
 
 HEARTBEAT = 5.0
-"""How many seconds pass between two touches of a lock that is held."""
+"""The number of seconds between two touches of a lock that is held."""
 STALE_AFTER = 30.0
-"""After how many seconds without a touch a lock of another host counts as abandoned."""
+"""The number of seconds without a touch after which a lock of another host counts as abandoned."""
 WAIT = 60.0
-"""How many seconds a second writer waits before it is refused."""
+"""The number of seconds a second writer waits before it gives up."""
 
 LOCKED = """{path} is being written by another job: {holder}. Waited {waited:.0f} s for it to finish. \
 Give each job its own path; if that job is gone for good, remove {file}."""
 LOST = """The lock on {path} was taken over by another job: {holder}. This process showed no sign of life for \
-{stale:.0f} s (it was stopped, or its disk was). Nothing was replaced."""
+{stale:.0f} s (it or its disk was suspended). Nothing was replaced."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Holder:
         token: the unique mark of this acquisition.
         host: the name of the host, and of the process namespace on it.
         process: the process id there.
-        started: when that process started, in clock ticks since boot; 0 where the system does not tell.
-        since: when the lock was taken, for people.
+        started: when that process started, in clock ticks since boot; 0 if the system does not say.
+        since: when the lock was acquired, in readable form.
     """
 
     token: str
@@ -60,12 +61,12 @@ class WriterLock:
 
     Args:
         file: the lock file. Everyone who writes the path must use the same one.
-        path: what it protects, for the messages.
-        wait: how many seconds to wait for another holder; 0 refuses at once.
-        stale_after: after how many seconds without a heartbeat another host's lock is taken over.
+        path: the path it protects, for the messages.
+        wait: the number of seconds to wait for another holder; 0 gives up at once.
+        stale_after: the number of seconds without a heartbeat after which a lock of another host is taken over.
 
     Raises:
-        TimeoutError: (when entered) somebody else holds it; the message says who.
+        TimeoutError: (on entering) another process holds the lock; the message names it.
 
     >>> import tempfile
     >>> directory = Path(tempfile.mkdtemp())
@@ -88,22 +89,22 @@ class WriterLock:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
 
     def acquire(self) -> None:
-        """Takes the lock, waiting for another holder and taking over from one that is gone.
+        """Acquires the lock; waits for another holder, and takes over from one that is gone.
 
         Raises:
-            TimeoutError: somebody else holds it; the message says who.
+            TimeoutError: another process holds the lock; the message names it.
         """
         begun = time.monotonic()
         touched, watched_since = None, begun
         while not self._create():
             found = _read(self.file)
             if found is None:
-                continue  # just given back
+                continue  # just released
             holder, touch = found
             now = time.monotonic()
             if touch != touched:
@@ -127,14 +128,14 @@ class WriterLock:
         return True
 
     def check(self) -> None:
-        """Raises if the lock is not ours any more; to be called before the step that cannot be undone.
+        """Raises if the lock is no longer ours; to be called before the step that cannot be undone.
 
         Raises:
             TimeoutError: another writer took it over.
         """
         found = _read(self.file)
         if found is None or found[0] != self._holder:
-            holder = "it has given it back since" if found is None else found[0]
+            holder = "it has released it since" if found is None else found[0]
             raise TimeoutError(LOST.format(path=self._path, holder=holder, stale=self._stale_after))
 
     def release(self) -> None:
@@ -148,8 +149,8 @@ class WriterLock:
 
 
 def _create_whole(file: Path, content: bytes) -> bool:
-    """Creates a file with its content, and says whether it did not exist before."""
-    # Linked rather than written in place: a process killed between the two would leave a lock that names nobody.
+    """Creates a file with its content; returns whether it did so, which it does only if there was none."""
+    # Linked rather than written in place: a process killed halfway would leave a lock that names no holder.
     temporary = file.with_name(f".{file.name}.{unique_token()}.tmp")
     with open_exclusive(temporary) as opened:
         opened.write(content)
@@ -157,7 +158,7 @@ def _create_whole(file: Path, content: bytes) -> bool:
         os.link(temporary, file)
     except (FileExistsError, FileNotFoundError):  # the holder of the lock also removes temporary files
         return False
-    except OSError:  # a disk without links
+    except OSError:  # a file system without hard links
         return _create_in_place(file, content)
     finally:
         temporary.unlink(missing_ok=True)
@@ -182,14 +183,14 @@ def _beat(file: Path, released: threading.Event) -> None:
 
 
 def _read(file: Path) -> tuple[Holder | None, Any] | None:
-    """Returns the holder a lock file names (None if it cannot be read) and its last touch; None without a lock."""
+    """Returns the holder named in a lock file (None if unreadable) and its last touch; None if there is no lock."""
     try:
         with open_regular(file) as opened:
             touched = os.fstat(opened.fileno()).st_mtime_ns
             text = opened.read(4096)
     except FileNotFoundError:
         return None
-    except OSError:  # a link or a directory of that name is nobody's lock, and is never stale
+    except OSError:  # a link or a directory with that name is not a lock, and never becomes stale
         return None if not os.path.lexists(file) else (None, time.monotonic())
     try:
         holder = Holder(**json.loads(text))
@@ -200,7 +201,7 @@ def _read(file: Path) -> tuple[Holder | None, Any] | None:
 
 
 def _take_away(file: Path, stale: Holder | None) -> None:
-    """Removes a stale lock, and only that one: another waiter may have taken it over a moment ago."""
+    """Removes a stale lock, but no other: another waiter may have taken it over a moment ago."""
     aside = file.with_name(f".{file.name}.{unique_token()}.tmp")
     try:
         os.rename(file, aside)
@@ -209,7 +210,7 @@ def _take_away(file: Path, stale: Holder | None) -> None:
     found = _read(aside)
     try:
         if found is not None and found[0] != stale:
-            os.link(aside, file)  # a live one: back in its place, unless somebody was faster, which `check` will find
+            os.link(aside, file)  # it is live: put it back, unless another was faster, which `check` will notice
     except OSError:
         pass
     finally:
@@ -223,10 +224,10 @@ def _has_ended(holder: Holder | None) -> bool:
         os.kill(holder.process, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # it is there, and belongs to another user
+    except OSError:  # the process exists, and belongs to another user
         pass
     state, started = _status(holder.process)
-    reused = 0 not in (started, holder.started) and started != holder.started  # another process has its number now
+    reused = 0 not in (started, holder.started) and started != holder.started  # another process has its id now
     return state == "Z" or reused
 
 
@@ -239,7 +240,7 @@ def _host() -> str:
 
 
 def _status(process: int) -> tuple[str, int]:
-    """Returns the state of a process (Z: it has ended) and when it started; ("", 0) where the system does not tell."""
+    """Returns the state of a process (Z: it has ended) and when it started; ("", 0) if the system does not say."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             # the second field is the name of the program in parentheses, which may contain anything

@@ -13,10 +13,12 @@ import warnings
 from typing import Any
 
 from nnx.core.attributes import variable_of
-from nnx.core.containers import Dict, Sequence
+from nnx.core.dict_sequence import Dict, Sequence
 from nnx.core.extras import require
-from nnx.core.info import Absent, segment_of
+from nnx.core.kinds import Absent
 from nnx.core.module import Module
+from nnx.core.module_info import info_of
+from nnx.core.paths import segment_of
 from nnx.core.refs import Ref
 from nnx.core.repr import short
 from nnx.core.state import State
@@ -128,10 +130,10 @@ def _render_container(node: Any, path: str | None, subtree_renderer: Any) -> Any
 
 def _attributes(module: Any) -> dict[str, Any]:
     """Returns the attributes of a Module to show: variables in their containers, everything else unchanged."""
-    kinds, values = module._nnx_info.kinds, vars(module)
+    info, values = info_of(module), vars(module)
     shown = {}
-    for name in module._nnx_info.sorted_names():
-        kind = kinds[name]
+    for name in info.sorted_names():
+        kind = info.kinds[name]
         if type(kind) is not Absent:
             is_variable = isinstance(kind, (Spec, Ref))
             shown[segment_of(name)] = variable_of(module, name) if is_variable else _plain(values[name])

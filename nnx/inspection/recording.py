@@ -20,8 +20,8 @@ import jax
 import numpy as np
 
 from nnx.core.attributes import assign
-from nnx.core.containers import Dict
 from nnx.core.context import Context, PureContext
+from nnx.core.dict_sequence import Dict
 from nnx.core.module import Module
 from nnx.core.pure import Pure
 from nnx.inspection.flops import count_by_scope, scope

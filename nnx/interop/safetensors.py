@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.files import sync_directory
-from nnx.core.info import ModuleBase
+from nnx.core.module_info import ModuleBase
 from nnx.core.processes import Exchange, ProcessError, is_first
 from nnx.core.repr import short
 from nnx.core.state import State

@@ -17,6 +17,7 @@ from nnx.interop.safetensors_header import INVALID, Tensor
 from nnx.training.entries import Entries, resolve_alias
 from nnx.training.manifest import CheckpointError
 from nnx.training.matching import LoadReport
+from nnx.training.places import bound_sharding
 from nnx.training.renaming import renamed
 
 TWO_VALUES = "two different values, {path!r} and {alias!r}, for an entry that is shared in the target"
@@ -199,7 +200,7 @@ def place(source: Source, name: str, old: Any, *, verify: bool) -> Any:
     contiguous in the file, the whole rows around it are read temporarily.
     """
     impl = source.notes.keys.get(name)
-    sharding = _sharding(old)
+    sharding = bound_sharding(old)
     if impl is not None:
         key = jax.random.wrap_key_data(jax.device_put(source.read(name, verify=verify)), impl=impl)
         return key if sharding is None else jax.device_put(key, sharding)
@@ -241,9 +242,3 @@ def _place_parts(source: Source, name: str, sharding: Any, dtype: Any, verify: b
 
 def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
-
-
-def _sharding(old: Any) -> Any:
-    if isinstance(old, jax.ShapeDtypeStruct):
-        return old.sharding
-    return old.sharding if isinstance(old, jax.Array) and old.committed else None

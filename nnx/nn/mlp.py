@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
-from nnx.core.containers import Sequence as Layers
 from nnx.core.context import Context
+from nnx.core.dict_sequence import Sequence as Layers
 from nnx.core.module import Module
 from nnx.nn.activations import relu
 from nnx.nn.checks import as_tuple, check_last_axis

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nnx.core.containers import accepts_ctx
 from nnx.core.context import Context
+from nnx.core.dict_sequence import accepts_ctx
 from nnx.core.module import Module
 from nnx.core.variables import Param
 from nnx.nn.cell_base import RNNCellBase

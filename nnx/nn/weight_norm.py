@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from nnx.core.containers import Dict
 from nnx.core.context import Context
+from nnx.core.dict_sequence import Dict
 from nnx.core.filters import Filter, PathMatches
 from nnx.core.module import Module
 from nnx.core.state import State

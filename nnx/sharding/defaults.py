@@ -14,12 +14,14 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from nnx.core.graph import GraphKey, flat_of, number_modules
+from nnx.core.attributes import set_spec
+from nnx.core.flat import flat_of
 from nnx.core.module import Module
-from nnx.core.moduledef import ModuleDef
-from nnx.core.refs import Ref
+from nnx.core.moduledef import ModuleDef, key_of
+from nnx.core.structure import GraphKey
 from nnx.core.updates import check_levels
 from nnx.core.variables import Spec
+from nnx.core.walk import number_modules
 from nnx.sharding.axes import DefaultAxes, aligned_names, axis_names, taken_over
 
 M = TypeVar("M", bound=Module)
@@ -45,7 +47,7 @@ def default_axes(model: Any) -> dict[str, DefaultAxes]:
     Explicit names are not among them, but a Variable that follows one with explicit names takes those.
     """
     if isinstance(model, ModuleDef):
-        module, key = model.merge(), model._key
+        module, key = model.merge(), key_of(model)
     else:
         module, key = model, flat_of(model).key
     paths = key.layout.paths
@@ -107,7 +109,7 @@ def name_axes(module: M) -> M:
     ('embed',)
     """
     for owner, name, spec, names in _unnamed(module):
-        _set_spec(owner, name, Spec.of(spec.type, {**spec.metadata, "sharding": names}))
+        set_spec(owner, name, Spec.of(spec.type, {**spec.metadata, "sharding": names}))
     return module
 
 
@@ -127,14 +129,14 @@ def name_whole_axes(roots: Iterable[Module], known: Iterable[tuple[Any, str]]) -
             rank = getattr(owner.__dict__[name], "ndim", None)
             if rank is not None and (id(owner), name) not in skipped:
                 whole = tuple(aligned_names(names, rank))
-                _set_spec(owner, name, Spec.of(spec.type, {**spec.metadata, "sharding": whole}))
+                set_spec(owner, name, Spec.of(spec.type, {**spec.metadata, "sharding": whole}))
 
 
 def _unnamed(module: Any) -> list[tuple[Any, str, Spec, DefaultAxes]]:
     """Returns the Variables whose metadata lack their default names, as `(owner, attribute, spec, names)`."""
     key: GraphKey = flat_of(module).key
     defaults = default_axes(module)
-    modules, _, _, _ = number_modules((module,))
+    modules = number_modules((module,)).modules
     check_levels(modules, "naming the axes")
     found = []
     for path, (at, name, spec) in zip(key.layout.paths, key.cells, strict=True):
@@ -144,13 +146,3 @@ def _unnamed(module: Any) -> list[tuple[Any, str, Spec, DefaultAxes]]:
             if names is not sharding and names != sharding:
                 found.append((modules[at], name, spec, names))
     return found
-
-
-def _set_spec(owner: Any, name: str, spec: Spec) -> None:
-    kind = owner._nnx_info.kinds[name]
-    if type(kind) is Ref:
-        kind._spec = spec
-        kind.version.changed()
-    else:
-        owner._nnx_info.kinds[name] = spec
-        owner._nnx_info.changed()

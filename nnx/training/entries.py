@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from nnx.core.context import Context
-from nnx.core.graph import SHARED, Traversal, traverse
-from nnx.core.info import MODULE, ModuleBase, join
+from nnx.core.context import Context, streams_of
+from nnx.core.module_info import ModuleBase
+from nnx.core.paths import join
 from nnx.core.state import State
+from nnx.core.structure import ROOT, ChildAttribute, DataAttribute
 from nnx.core.updates import check_levels, update
-from nnx.core.variables import Node, Spec
+from nnx.core.variables import Node, Spec, spec_of
+from nnx.core.walk import Traversal, traverse
 from nnx.training.hyperparameters import hyperparameters_of
 from nnx.training.variable_tree import key_segments
 
@@ -73,13 +75,13 @@ class Entries:
                 parts.append(_constant(leaf))
             elif isinstance(leaf, Context):
                 self._contexts.append((path, leaf))
-                for name, stream in leaf._streams.items():
+                for name, stream in streams_of(leaf).items():
                     self._add(_under(path, f"{name}/key"), stream.key, "Context")
                     self._add(_under(path, f"{name}/count"), stream.count, "Context")
                 parts.append(_constant(leaf))
             elif isinstance(leaf, Node):
                 inner = self._collect(path, leaf.value, type(leaf).__name__)
-                parts.append(_boxed(leaf._spec, inner))
+                parts.append(_boxed(spec_of(leaf), inner))
             else:
                 self._add(path, leaf, type_name)
                 parts.append(_leaf(path, leaf))
@@ -99,7 +101,7 @@ class Entries:
         roots: list[tuple[Any, str]] = []  # by Module, its root and the path from there
         for i, module in enumerate(walk.modules):
             parent, name = walk.parents[i]
-            if parent < 0:
+            if walk.parents[i] is ROOT:
                 paths.append(prefixes[id(module)])
                 roots.append((module, ""))
             else:
@@ -107,7 +109,7 @@ class Entries:
                 roots.append((roots[parent][0], join(roots[parent][1], name)))
             self.modules[paths[i]] = type(module).__name__
             self.hyperparameters[paths[i]] = hyperparameters_of(module)
-        for at, name, kind in walk.cells:
+        for at, name, kind in walk.key.cells:
             path = join(paths[at], name)
             type_name = kind.type.__name__ if type(kind) is Spec else ""
             before = len(self._order)
@@ -117,16 +119,16 @@ class Entries:
         self._collect_aliases(walk, paths)
 
     def _collect_aliases(self, walk: Traversal, paths: list[str]) -> None:
-        _, table, ref_cells = walk.table
-        for at, (_, attributes) in enumerate(table):
-            for name, kind, *rest in attributes:
-                path = join(paths[at], name)
-                if kind is MODULE and walk.parents[rest[0]] != (at, name):
-                    self.aliases[path] = paths[rest[0]]
-                elif kind is SHARED:
-                    home, home_name, _ = walk.cells[ref_cells[rest[1]]]
-                    if (home, home_name) != (at, name):
-                        self.aliases[path] = join(paths[home], home_name)
+        for module, outline in enumerate(walk.key.structure.outlines):
+            for attribute in outline.attributes:
+                path = join(paths[module], attribute.name)
+                if type(attribute) is ChildAttribute:
+                    if walk.parents[attribute.module] != (module, attribute.name):
+                        self.aliases[path] = paths[attribute.module]
+                elif type(attribute) is DataAttribute:
+                    home = walk.key.cells[attribute.cell]
+                    if (home.module, home.name) != (module, attribute.name):
+                        self.aliases[path] = join(paths[home.module], home.name)
 
     def _add(self, path: str, value: Any, type_name: str) -> None:
         if path in self.leaves:
@@ -179,7 +181,7 @@ class Entries:
         """Writes values into Contexts, dicts and lists, and returns the target or the object that replaces it."""
         filled = self._rebuild(values)
         for prefix, context in self._contexts:
-            for name, stream in context._streams.items():
+            for name, stream in streams_of(context).items():
                 stream.key = values.get(_under(prefix, f"{name}/key"), stream.key)
                 stream.count = values.get(_under(prefix, f"{name}/count"), stream.count)
         return _into(self._target, filled)

@@ -13,8 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from nnx.core.graph import is_static
+from nnx.core.kinds import is_static
 from nnx.core.modes import MODES
+from nnx.core.module_info import info_of
 
 _MOST_ITEMS = 8  # longer tuples are data or names, not settings
 _MOST_TEXT = 120
@@ -24,7 +25,7 @@ _MOST_FUNCTIONS = 100
 def hyperparameters_of(module: Any) -> list[str]:
     """Returns the lines of the static attributes of a Module itself, in order; modes (train, eval) are left out."""
     lines: list[str] = []
-    for name, kind in module._nnx_info.kinds.items():
+    for name, kind in info_of(module).kinds.items():
         if is_static(kind) and name not in MODES:
             value = module.__dict__.get(name)
             text = _plain(value)

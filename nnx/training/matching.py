@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx.core.paths import listing
 from nnx.training.entries import Entries, resolve_alias
 from nnx.training.hyperparameters import changes
 from nnx.training.manifest import Manifest
@@ -46,16 +47,16 @@ class LoadReport:
     def __str__(self) -> str:
         lines = []
         if self.missing:
-            lines.append(f"- missing from the checkpoint: {_listing(self.missing)}")
+            lines.append(f"- missing from the checkpoint: {listing(self.missing)}")
         if self.unexpected:
-            lines.append(f"- in the checkpoint, but not in the target: {_listing(self.unexpected)}")
+            lines.append(f"- in the checkpoint, but not in the target: {listing(self.unexpected)}")
         shown = list(self.mismatched.items())[:12]
         lines += [f"- {path!r} is {have} in the checkpoint and {want} in the target" for path, (have, want) in shown]
         if len(self.mismatched) > len(shown):
             lines.append(f"- and {len(self.mismatched) - len(shown)} more with a different shape or dtype")
         if self.moved:
             pairs = [f"{saved} -> {path}" for path, saved in self.moved.items()]
-            lines.append(f"- optimizer state that was found elsewhere in the chain: {_listing(pairs)}")
+            lines.append(f"- optimizer state that was found elsewhere in the chain: {listing(pairs)}")
         return "\n".join([*lines, *self.changes()])
 
     def changes(self) -> list[str]:
@@ -213,7 +214,3 @@ def _rechained(manifest: Manifest, entries: Entries, by_name: Mapping[str, str])
             matching = names if len(names) == len(paths) else [None] * len(paths)
             found |= {path: None if name is None else by_name[name] for path, name in zip(paths, matching, strict=True)}
     return found
-
-
-def _listing(paths: list[str]) -> str:
-    return ", ".join(map(repr, paths[:12])) + (f" and {len(paths) - 12} more" if len(paths) > 12 else "")

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from nnx.core.filters import Filter, check_wrt, describe
-from nnx.core.info import ModuleBase
 from nnx.core.module import Module
+from nnx.core.module_info import ModuleBase
+from nnx.core.paths import listing
 from nnx.core.repr import short
 from nnx.core.state import State
 from nnx.core.variables import Node, Param
@@ -174,12 +175,12 @@ class Optimizer(Module):
             raise TypeError(NOT_GRADIENTS.format(got=short(grads)))
         missing = [path for path in params if path not in grads]
         if missing:
-            raise ValueError(MISSING_GRADIENTS.format(paths=_listing(missing), wrt=describe(self.wrt)))
+            raise ValueError(MISSING_GRADIENTS.format(paths=listing(missing), wrt=describe(self.wrt)))
         if len(grads) > len(params):
             known = self.model.get_state()
             unknown = [path for path in grads if path not in known]
             if unknown:
-                raise ValueError(UNKNOWN_GRADIENTS.format(paths=_listing(unknown)))
+                raise ValueError(UNKNOWN_GRADIENTS.format(paths=listing(unknown)))
         return params.map(lambda path, param: _as(param, grads[path], path))
 
 
@@ -219,9 +220,5 @@ def _tree(state: State) -> Any:
 
 def _changes(before: tuple[str, ...], after: tuple[str, ...]) -> str:
     new, gone = [path for path in after if path not in before], [path for path in before if path not in after]
-    parts = [f"new: {_listing(new)}"] if new else []
-    return "; ".join([*parts, f"gone: {_listing(gone)}"] if gone else parts)
-
-
-def _listing(paths: list[str]) -> str:
-    return ", ".join(map(repr, paths[:10])) + (f" and {len(paths) - 10} more" if len(paths) > 10 else "")
+    parts = [f"new: {listing(new)}"] if new else []
+    return "; ".join([*parts, f"gone: {listing(gone)}"] if gone else parts)

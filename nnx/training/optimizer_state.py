@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx.core.state import State
-from nnx.core.variables import Node, Variable
+from nnx.core.variables import Node, Variable, spec_of
 from nnx.sharding.axes import aligned_names, matching_axes, taken_over
 from nnx.training.variable_tree import key_segments, leaf_paths
 
@@ -100,7 +100,7 @@ class Structure:
 def _boxed(box: Any, value: Any, params: State) -> Any:
     if box is None:
         return value
-    return (params[box]._spec if isinstance(box, str) else box).box(value)
+    return (spec_of(params[box]) if isinstance(box, str) else box).box(value)
 
 
 def flatten_state(opt_state: Any) -> tuple[list[Any], Any, Any]:
@@ -157,7 +157,7 @@ def _box_of(keys: Any, leaf: Any, params: State) -> Any:
     if not _is_box(leaf):
         return None
     param: Any = params.get(_name_in_state(keys))
-    return _name_in_state(keys) if _is_box(param) and param._spec is leaf._spec else leaf._spec
+    return _name_in_state(keys) if _is_box(param) and spec_of(param) is spec_of(leaf) else spec_of(leaf)
 
 
 def _is_box(x: Any) -> bool:

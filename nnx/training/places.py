@@ -16,6 +16,12 @@ from nnx.training.chunks import Box, box_of
 from nnx.training.records import Record
 
 
+def bound_sharding(old: Any) -> Any:
+    """Returns the sharding that a new value in the place of this one must have; None if JAX may choose."""
+    is_bound = isinstance(old, jax.ShapeDtypeStruct) or (isinstance(old, jax.Array) and old.committed)
+    return old.sharding if is_bound else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """The description of one value in the target.
@@ -44,10 +50,8 @@ class Place:
         shape, dtype = tuple(old.shape), old.dtype
         if isinstance(old, (np.ndarray, np.generic)):
             return cls("scalar" if isinstance(old, np.generic) else "numpy", dtype, shape)
-        bound = isinstance(old, jax.ShapeDtypeStruct) or (isinstance(old, jax.Array) and old.committed)
-        sharding = old.sharding if bound else None
         weak = bool(getattr(old, "weak_type", False))
-        return cls("jax", dtype, shape, sharding, weak, isinstance(old, jax.ShapeDtypeStruct))
+        return cls("jax", dtype, shape, bound_sharding(old), weak, isinstance(old, jax.ShapeDtypeStruct))
 
     def boxes(self, record: Record) -> list[Box]:
         """Returns the boxes of a saved array that this process reads: those of its devices, each once."""

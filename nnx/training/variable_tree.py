@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from nnx.core.containers import Dict
+from nnx.core.dict_sequence import Dict
 from nnx.core.state import State
 
 

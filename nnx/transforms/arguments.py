@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from nnx.core.info import ModuleBase
+from nnx.core.module_info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.statics import Frozen
 

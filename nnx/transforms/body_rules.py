@@ -7,13 +7,17 @@ a submodule, delete anything, or tie and untie attributes: the result would depe
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from nnx.core.graph import ABSENT, GraphKey, is_static, module_path
-from nnx.core.info import MODULE, join
+from nnx.core.paths import join
+from nnx.core.structure import (
+    AbsentAttribute,
+    Attribute,
+    ChildAttribute,
+    DataAttribute,
+    GraphKey,
+    StaticAttribute,
+)
 from nnx.transforms.effects import cell_paths
-from nnx.transforms.rewrite import UNTIED, Rewrite, data_attributes
+from nnx.transforms.rewrite import UNTIED, Rewrite
 
 BODY_CHANGES_STRUCTURE = """{name}: the body {what} {path!r}. It runs many times, or maybe never, so the structure of \
 Modules must stay as it is: do this before or after, or keep the value in a Variable."""
@@ -30,34 +34,39 @@ def check_structure(name: str, before: GraphKey | None, rewrite: Rewrite, return
     Raises:
       ValueError: the body changed anything else about the structure.
     """
-    old: Any = before.table[1] if before is not None else ()
-    parents = before.parents() if before is not None else []
-    new = rewrite.key.table[1]
-    places = {(at, attribute): cell for cell, (at, attribute, _) in enumerate(rewrite.key.cells)}
-    cells_before, cells = _cells(before), _cells(rewrite.key)
+    after, added = rewrite.key, []
+    old_count = before.module_count if before is not None else 0
+    if before is not None:
+        added = _new_variables(name, before, rewrite)
+    if after.module_count > old_count and returned:
+        for cell, (at, _, kind) in enumerate(after.cells):
+            if at >= old_count:
+                added.append((cell, after.cell_roots()[cell].path, kind))
+    return added
+
+
+def _new_variables(name: str, before: GraphKey, rewrite: Rewrite) -> list[tuple[int, str, Any]]:
+    """The new variables of the Modules that were there before, as `(cell, path, kind)`."""
+    after, paths = rewrite.key, before.module_paths()
+    homes = {(at, attribute): cell for cell, (at, attribute, _) in enumerate(after.cells)}
     added = []
-    for at, (cls, attrs) in enumerate(old):
-        if new[at][0] is not cls:
-            path = module_path(parents, at)
-            raise ValueError(BODY_CHANGES_STRUCTURE.format(name=name, what="changes the class of", path=path))
-        was = {entry[0]: entry for entry in attrs}
-        now = {entry[0]: entry for entry in new[at][1]}
-        prefix = module_path(parents, at)
+    for at, prefix in enumerate(paths):
+        if after.class_of(at) is not before.class_of(at):
+            raise ValueError(BODY_CHANGES_STRUCTURE.format(name=name, what="changes the class of", path=prefix))
+        was = {attribute.name: attribute for attribute in before.attributes(at)}
+        now = {attribute.name: attribute for attribute in after.attributes(at)}
         for attribute in [*was, *(a for a in now if a not in was)]:
-            path, place = join(prefix, attribute), (at, attribute)
-            if place in cells_before and place in cells:
-                _check_cell(name, before, rewrite, path, cells_before[place], cells[place])
+            path = join(prefix, attribute)
+            old, new = was.get(attribute), now.get(attribute)
+            if type(old) is DataAttribute and type(new) is DataAttribute:
+                _check_cell(name, before, rewrite, path, old.cell, new.cell)
                 continue
-            what = _difference(was.get(attribute), now.get(attribute))
+            what = _difference(old, new)
             if what == "adds":
-                if place in places:
-                    added.append((places[place], path, now[attribute][1]))
+                if (at, attribute) in homes:
+                    added.append((homes[at, attribute], path, now[attribute].kind))
             elif what is not None:
                 raise ValueError(BODY_CHANGES_STRUCTURE.format(name=name, what=what, path=path))
-    if len(new) > len(old) and returned:
-        for cell, (at, _, kind) in enumerate(rewrite.key.cells):
-            if at >= len(old):
-                added.append((cell, rewrite.key.cell_roots()[cell][1], kind))
     return added
 
 
@@ -66,10 +75,6 @@ def check_aliases(name: str, before: GraphKey | None, regrouped: Sequence[int]) 
     if regrouped:
         what = "changes which attributes hold one and the same container"
         raise ValueError(BODY_CHANGES_TIES.format(name=name, what=what, path=cell_paths(before)[regrouped[0]]))
-
-
-def _cells(key: GraphKey | None) -> dict[tuple[int, str], int]:
-    return {} if key is None else {(at, attribute): cell for at, attribute, cell in data_attributes(key.table)}
 
 
 def _check_cell(name: str, before: Any, rewrite: Rewrite, path: str, was: int, now: int) -> None:
@@ -82,31 +87,21 @@ def _check_cell(name: str, before: Any, rewrite: Rewrite, path: str, was: int, n
         raise ValueError(BODY_CHANGES_STRUCTURE.format(name=name, what="changes the kind of", path=path))
 
 
-def _difference(was: Any, now: Any) -> str | None:
+def _difference(was: Attribute | None, now: Attribute | None) -> str | None:
     """Returns what happened to an attribute that did not hold data both before and after, or None."""
     if now is None:
         return "deletes"
-    kind, static = now[1], is_static(now[1])
+    is_static, is_child = type(now) is StaticAttribute, type(now) is ChildAttribute
     if was is None:
-        if static:
+        if is_static:
             return "sets the new static attribute"
-        return "adds the submodule" if kind is MODULE else "adds"
-    if was[1] is not kind:
-        if was[1] is ABSENT and not static and kind is not MODULE:
+        return "adds the submodule" if is_child else "adds"
+    if was.kind is not now.kind:
+        if type(was) is AbsentAttribute and not is_static and not is_child:
             return "adds"
-        return "changes the static attribute" if static and is_static(was[1]) else "changes the kind of"
-    if static and was[2] != now[2]:
+        return "changes the static attribute" if is_static and type(was) is StaticAttribute else "changes the kind of"
+    if type(was) is StaticAttribute and type(now) is StaticAttribute and was.key != now.key:
         return "changes the static attribute"
-    if kind is MODULE and was[2] != now[2]:
+    if type(was) is ChildAttribute and type(now) is ChildAttribute and was.module != now.module:
         return "replaces the submodule"
     return None
-
-
-def type_text(value: Any) -> str:
-    """Returns the shape and dtype of a value, or of all leaves of a tree, for errors."""
-
-    def one(leaf: Any) -> str:
-        return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
-
-    leaves, treedef = jax.tree.flatten(value)
-    return one(value) if len(leaves) == 1 and leaves[0] is value else f"{treedef} of {', '.join(map(one, leaves))}"

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 
-from nnx.core.graph import GraphKey, module_path
-from nnx.core.info import join
+from nnx.core.paths import join
+from nnx.core.repr import type_text
+from nnx.core.structure import GraphKey, module_path
 from nnx.transforms.annotations import R
-from nnx.transforms.body_rules import check_aliases, check_structure, type_text
+from nnx.transforms.body_rules import check_aliases, check_structure
 from nnx.transforms.call import Call, target_of
 from nnx.transforms.effects import Outcome, cell_paths, enter_call, finish, leave
 from nnx.transforms.rewrite import Rewrite
@@ -147,7 +148,7 @@ class BranchCall:
 def _rewritten_path(key: GraphKey | None, rewrite: Rewrite, cell: int) -> str:
     at, name, _ = rewrite.key.cells[cell]
     if key is None or at >= rewrite.old_count:
-        return rewrite.key.cell_roots()[cell][1]
+        return rewrite.key.cell_roots()[cell].path
     return join(module_path(key.parents(), at), name)
 
 

@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 
+from nnx.core.caches import outlives_caches
 from nnx.core.context import Context, ContextDef
-from nnx.core.graph import Flat, GraphKey, joint_flat_of, refuse_pytree
-from nnx.core.info import ModuleBase, outlives_caches
+from nnx.core.flat import Flat, joint_flat_of
+from nnx.core.module_info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.statics import NO_STATICS, Statics
+from nnx.core.structure import GraphKey
 from nnx.core.ties import NO_TIES, Ties
+from nnx.core.walk import refuse_pytree
 
 DATA_MARK = -1
 

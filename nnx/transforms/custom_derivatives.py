@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, Protocol, TypeVar, Unpack, overloa
 
 import jax
 
-from nnx.core.graph import joint_flat_of
+from nnx.core.flat import joint_flat_of
 from nnx.core.moduledef import ModuleDef
 from nnx.core.variables import Param
 from nnx.transforms.annotations import CustomOptions, P, Q, R, T

@@ -5,7 +5,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from nnx.core.info import ModuleBase
+from nnx.core.module_info import ModuleBase
 from nnx.transforms.tracebacks import boundary
 
 

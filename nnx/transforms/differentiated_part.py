@@ -13,7 +13,7 @@ One cell may be reached from several of these Modules, or from one that is passe
 - A custom forward rule (`spread`) sees every Module with its complete tangent, because each of them moves.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.filters import check_wrt, describe, to_predicate
-from nnx.core.graph import TREE_SPEC, Flat, flat_of, joint_flat_of
-from nnx.core.info import NODE, TREE
+from nnx.core.flat import Flat, flat_of, joint_flat_of
+from nnx.core.kinds import box
+from nnx.core.paths import listing
 from nnx.core.state import State
 from nnx.core.variables import Container
 from nnx.transforms.arguments import Selection, leaf_flags
@@ -120,18 +121,18 @@ class Part:
             for path, leaf in flat_of(root).state().items():
                 kind = type(leaf).__name__ if isinstance(leaf, Container) else "bare array"
                 by_type.setdefault(kind, []).append(path)
-        listing = "; ".join(f"{kind}: {_listing(dict.fromkeys(paths))}" for kind, paths in by_type.items())
+        found = "; ".join(f"{kind}: {listing(dict.fromkeys(paths))}" for kind, paths in by_type.items())
         return NOTHING_SELECTED.format(
             name=self.name,
             wrt=describe(self.wrt),
             modules=", ".join(type(root).__name__ for root in self.roots),
-            holds=f"There are {listing}." if listing else "There are no variables in it at all.",
+            holds=f"There are {found}." if found else "There are no variables in it at all.",
         )
 
     def _check_floats(self) -> None:
         assert self.flat is not None or not self.own
         for i in self.own:
-            path = self.flat.key.cell_roots()[i][1]  # type: ignore[union-attr]
+            path = self.flat.key.cell_roots()[i].path  # type: ignore[union-attr]
             for leaf in jax.tree.leaves(self._value(i)):
                 if _is_integer(leaf):
                     kind = self.flat.key.kinds[i]  # type: ignore[union-attr]
@@ -163,7 +164,7 @@ class Part:
         """Returns values for the differentiated part in the shape of its arguments; a shared cell appears once."""
         leaves: dict[int, dict[str, Any]] = {id(root): {} for root in self.roots}
         if self.flat is not None:
-            numbers = list(dict.fromkeys(self.flat.key.table[0]))
+            numbers = self.flat.key.roots
             for i, value in zip(self.own, cells):
                 at, path = self.flat.key.cell_roots()[i]
                 leaves[id(self.roots[numbers.index(at)])][path] = self._box(i, value) if boxed else value
@@ -188,7 +189,7 @@ class Part:
 
     def _box(self, cell: int, value: Any) -> Any:
         kind = self.flat.key.kinds[cell]  # type: ignore[union-attr]
-        return value if kind is NODE else TREE_SPEC.box(value) if kind is TREE else kind.box(value)
+        return box(kind, value)
 
     # From the user
 
@@ -242,7 +243,7 @@ class Part:
                 n = self._find_alias(module, path)
             if n is None:
                 text = {"path": path, "what": what, "module": type(module).__name__, "wrt": describe(self.wrt)}
-                raise ValueError(UNKNOWN_PATH.format(name=self.name, known=_listing(view) or "nothing", **text))
+                raise ValueError(UNKNOWN_PATH.format(name=self.name, known=listing(view) or "nothing", **text))
             given = leaf.value if isinstance(leaf, Container) else leaf
             value = self._value(self.own[n])
             if _shape(given) != _shape(value):
@@ -344,8 +345,3 @@ def _places(flat: Flat | None) -> dict[tuple[int, str], int]:
     for i, ref in flat.refs.items():
         places.update({(id(values), name): i for values, name in ref.targets()})
     return places
-
-
-def _listing(paths: Iterable[str]) -> str:
-    paths = list(paths)
-    return ", ".join(map(repr, paths[:8])) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")

@@ -13,10 +13,12 @@ from typing import Any
 import jax
 
 from nnx.core.errors import MUTATE_AT_OTHER_LEVEL, TraceContextError
-from nnx.core.graph import Flat, GraphKey
-from nnx.core.info import join
-from nnx.core.trace import current_level
-from nnx.core.updates import check_level, note_containers
+from nnx.core.flat import Flat
+from nnx.core.module_info import info_of
+from nnx.core.paths import join
+from nnx.core.structure import GraphKey
+from nnx.core.trace import current_level, same_level
+from nnx.core.updates import check_level, note_mutable_trees
 from nnx.transforms.call import Call, Signature, is_context, is_module
 from nnx.transforms.entered import Entered, enter
 from nnx.transforms.rewrite import Rewrite, find_rewrite
@@ -37,10 +39,9 @@ def cell_paths(key: GraphKey | None) -> list[str]:
     """Returns the path of every cell, with the number of its Module in front if the call has several."""
     if key is None:
         return []
-    roots = list(dict.fromkeys(key.table[0]))
-    if len(roots) == 1:
+    if len(key.roots) == 1:
         return [path for _, path in key.cell_roots()]
-    return [join(f"(Module {roots.index(root)})", path) for root, path in key.cell_roots()]
+    return [join(f"(Module {key.roots.index(root)})", path) for root, path in key.cell_roots()]
 
 
 # Entering and leaving
@@ -159,7 +160,7 @@ def leave(entered: Entered, out: Any, name: str) -> Outcome:
     returned = [leaf for leaf in leaves if is_module(leaf)]
     modules = entered.graph.modules
     known = {id(module): i for i, module in enumerate(modules)}
-    sown = tuple((i, tuple(sorted(m._nnx_info.sown))) for i, m in enumerate(modules) if m._nnx_info.sown)
+    sown = tuple((i, tuple(sorted(names))) for i, module in enumerate(modules) if (names := info_of(module).sown))
     found = None
     if entered.is_restructured() or any(id(module) not in known for module in returned):
         found = find_rewrite(entered, returned)
@@ -181,9 +182,8 @@ def leave(entered: Entered, out: Any, name: str) -> Outcome:
 
 
 def _check_levels(walk: Any, name: str) -> None:
-    level = current_level()
     for i, module in enumerate(walk.modules):
-        if module._nnx_info.level is not level and module._nnx_info.level != level:
+        if not same_level(info_of(module).level):
             text = ATTACHED_FROM_OUTSIDE.format(owner=type(module).__name__, path=walk.path(i), name=name)
             raise TraceContextError(text)
 
@@ -243,7 +243,7 @@ def write(flat: Flat, effects: Effects, values: Sequence[Any]) -> None:
     """Writes changed values into their cells in one step, which an interrupt cannot split."""
     if flat.level is not current_level():
         check_writable(flat, effects.changed)
-    note_containers(flat, effects.changed, values)
+    note_mutable_trees(flat, effects.changed, values)
     if flat.refs and not flat.refs.keys().isdisjoint(effects.changed):
         _write_with_refs(flat, effects.changed, values)
         return
@@ -291,8 +291,7 @@ def _modules(call: Call) -> list[Any]:
 
 def _mark_sown(modules: Sequence[Any], sown: Any) -> None:
     for index, names in sown:
-        info = modules[index]._nnx_info
-        info.sown = {*(info.sown or ()), *names}
+        info_of(modules[index]).mark_sown(*names)
 
 
 def fill_returned(out: Any, modules: Sequence[Any]) -> Any:

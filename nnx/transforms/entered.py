@@ -12,11 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from nnx.core.graph import Graph, GraphKey, build, traverse
+from nnx.core.build import Graph, build
+from nnx.core.module_info import info_of
 from nnx.core.refs import Ref
 from nnx.core.statics import Statics
-from nnx.core.ties import NO_TIES, Ties, alias_groups, container_cells, own_values
+from nnx.core.structure import GraphKey
+from nnx.core.ties import NO_TIES, Ties, alias_groups, mutable_tree_cells, own_values
 from nnx.core.trees import can_change, is_leaf
+from nnx.core.walk import traverse
 
 
 class Entered:
@@ -37,11 +40,12 @@ class Entered:
     def roots(self) -> list[Any]:
         if self.key is None:
             return []
-        return [self.graph.modules[i] for i in dict.fromkeys(self.key.table[0])]
+        return [self.graph.modules[i] for i in self.key.roots]
 
     def value(self, cell: int) -> Any:
         """Returns what a cell holds now; valid only while the structure is unchanged."""
-        return self.graph.dicts[cell][self.key.cells[cell][1]]
+        assert self.key is not None, "only a graph has cells"
+        return self.graph.dicts[cell][self.key.cells[cell].name]
 
     def is_changed(self, cell: int, value: Any) -> bool:
         """Whether a value differs from what the cell held on entry, in-place changes included."""
@@ -58,13 +62,13 @@ class Entered:
 
     def is_restructured(self) -> bool:
         modules = self.graph.modules
-        if any(module._nnx_info.restructured for module in modules):
+        if any(info_of(module).restructured for module in modules):
             return True
         if self.baseline is None:
             return False
         # No version counts a static value that was changed in place, so the structure is compared with what it was.
         walk = traverse(modules)
-        return walk.table != self.baseline.table or not all(map(is_, walk.mutables, self.baseline.mutables))
+        return walk.key is not self.baseline.key or not all(map(is_, walk.mutables, self.baseline.mutables))
 
     def regrouped(self, origins: Sequence[int], values: Sequence[Any]) -> tuple[Any, list[int]]:
         """Compares which cells share a container now with which did on entry.
@@ -76,7 +80,7 @@ class Entered:
         Returns:
           The groups of values that are one container, and the positions of those whose group has changed.
         """
-        cells = container_cells(values)
+        cells = mutable_tree_cells(values)
         groups = alias_groups(cells, [values[i] for i in cells])
         if not groups and not self.ties.aliases:
             return (), []
@@ -88,8 +92,9 @@ class Entered:
 
     def write(self, cell: int, value: Any) -> None:
         """Writes a value to a cell, through its Ref if it has one."""
+        assert self.key is not None, "only a graph has cells"
         ref = self.refs.get(cell)
-        targets = [(self.graph.dicts[cell], self.key.cells[cell][1])] if ref is None else ref.targets()
+        targets = [(self.graph.dicts[cell], self.key.cells[cell].name)] if ref is None else ref.targets()
         for values, name in targets:
             values[name] = value
 
@@ -100,10 +105,10 @@ def enter(key: GraphKey | None, statics: Statics, cells: Sequence[Any], ties: Ti
     entered.key, entered.ties = key, ties
     entered.before, entered.trees, entered.arrays, entered.refs = [], {}, {}, {}
     if key is None:
-        entered.graph, entered.baseline = Graph([], [], [], []), None
+        entered.graph, entered.baseline = Graph([], [], {}, []), None
         return entered
     entered.graph = build(key, statics, own_values(cells, ties))
-    entered.refs = dict(zip(key.table[2], entered.graph.refs))
+    entered.refs = dict(entered.graph.refs)
     for cell in ties.refs:
         at, name, spec = key.cells[cell]
         entered.refs[cell] = Ref.around(entered.graph.modules[at], name, spec)

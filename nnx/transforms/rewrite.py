@@ -12,19 +12,22 @@ A `Replay` is prepared in full and then executed in one C call, so that an inter
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from operator import call
 from typing import Any, NamedTuple
 
-from nnx.core.graph import ABSENT, SHARED, GraphKey, Traversal, is_static, traverse
-from nnx.core.info import MODULE, NODE, STRUCTURE, TREE, Absent, absent, forget_flat_forms, new_module
+from nnx.core.kinds import SUBMODULE, Absent, absent
+from nnx.core.module_info import info_of, new_module
 from nnx.core.refs import Ref
-from nnx.core.statics import Statics, watched_unchanged
+from nnx.core.statics import Statics
+from nnx.core.structure import AbsentAttribute, ChildAttribute, GraphKey, StaticAttribute
 from nnx.core.trace import current_level
 from nnx.core.trees import can_change
 from nnx.core.updates import check_levels
-from nnx.core.variables import Spec
+from nnx.core.versions import forget_flat_forms
+from nnx.core.walk import Traversal, traverse
+from nnx.core.watches import watched_unchanged
 from nnx.transforms.entered import Entered
 
 UNTIED, NEW_REF = -1, -2  # in `Rewrite.refs`: a cell without a Ref, and one whose Ref the function made
@@ -139,17 +142,16 @@ class Replay:
     ):
         self.level: Any = current_level()
         self.rewrite, self.before = rewrite, before
-        table = rewrite.key.table[1]
-        count = rewrite.old_count
+        key = rewrite.key
         self.modules: list[Any] = list(old_modules)
-        for index in range(count, len(table)):
+        for index in range(rewrite.old_count, key.module_count):
             taken = index in taking
-            self.modules.append(taking[index] if taken else new_module(table[index][0], {}, self.level))
+            self.modules.append(taking[index] if taken else new_module(key.class_of(index), {}, self.level))
         self.values: dict[int, Any] = dict(zip(rewrite.outputs(), values))
         self.released: dict[int, Any] = dict(zip(rewrite.released, values[len(self.values) :]))
         self.places: list[list[tuple[int, str]]] = [[] for _ in rewrite.key.cells]  # per cell, its attributes
-        for at, name, cell in data_attributes(rewrite.key.table):
-            self.places[cell].append((at, name))
+        for place, cell in key.cell_numbers.items():
+            self.places[cell].append(place)
         self.owners: dict[int, tuple[Ref, list[Any]]] = {}  # the future owners of the Refs whose owners change, by id
         self.marked: set[int] = set()
         existing = {number: mutables[old] for number, (old, _) in enumerate(rewrite.mutables) if old >= 0}
@@ -160,32 +162,34 @@ class Replay:
 
     def plan_module(self, index: int) -> None:
         module = self.modules[index]
-        info, held = module._nnx_info, module.__dict__
+        info, held = info_of(module), module.__dict__
         before = {}
         if self.before is not None and index < self.rewrite.old_count:
-            before = {entry[0]: entry for entry in self.before.table[1][index][1]}
-        cls, entries = self.rewrite.key.table[1][index]
+            before = {attribute.name: attribute for attribute in self.before.attributes(index)}
+        cls, attributes = self.rewrite.key.class_of(index), self.rewrite.key.attributes(index)
         if type(module) is not cls:
             self.steps.append(partial(object.__setattr__, module, "__class__", cls))
             self._mark(info)
-        for name, kind, *rest in entries:
-            old = before.get(name)
-            if is_static(kind):
-                value = self.statics[rest[1]]
-                is_own = self.rewrite.statics.is_own(rest[1])
-                is_other = held.get(name) is not value if is_own else old is None or old[2] != rest[0]
-                if is_other or old is None or old[1] is not kind:
-                    self._bind(module, name, kind, value)
-            elif kind is MODULE:
-                child = self.modules[rest[0]]
-                if info.kinds.get(name) is not MODULE or held.get(name) is not child:
-                    self._bind(module, name, MODULE, child)
-            elif kind is ABSENT:
+        for attribute in attributes:
+            name = attribute.name
+            if type(attribute) is StaticAttribute:
+                value, old = self.statics[attribute.number], before.get(name)
+                is_own = self.rewrite.statics.is_own(attribute.number)
+                is_same = False
+                if type(old) is StaticAttribute and old.kind is attribute.kind:
+                    is_same = held.get(name) is value if is_own else old.key == attribute.key
+                if not is_same:
+                    self._bind(module, name, attribute.kind, value)
+            elif type(attribute) is ChildAttribute:
+                child = self.modules[attribute.module]
+                if info.kinds.get(name) is not SUBMODULE or held.get(name) is not child:
+                    self._bind(module, name, SUBMODULE, child)
+            elif type(attribute) is AbsentAttribute:
                 current = info.kinds.get(name)
-                if type(current) is not Absent or current.spec is not rest[0]:
+                if type(current) is not Absent or current.spec is not attribute.spec:
                     self._remove(module, name)
-                    self._set(info.kinds, name, absent(type(module), rest[0]))
-        present = {entry[0] for entry in entries}
+                    self._set(info.kinds, name, absent(type(module), attribute.spec))
+        present = {attribute.name for attribute in attributes}
         for name in before:
             if name not in present:
                 self._remove(module, name)
@@ -203,7 +207,7 @@ class Replay:
                 kind = Ref.rebuilt(spec, value, self.level) if status == NEW_REF else self._old_ref(status)
             for index, name in places:
                 module = self.modules[index]
-                if module._nnx_info.kinds.get(name) is not kind:
+                if info_of(module).kinds.get(name) is not kind:
                     self._bind(module, name, kind, value)
                 elif is_output:
                     self._set(module.__dict__, name, value)
@@ -213,14 +217,13 @@ class Replay:
             written.append((self._old_ref(cell), value))
         for ref, value in written:
             self._set(ref.__dict__, "value", value)
-            owners = self.owners[id(ref)][1] if id(ref) in self.owners else ref._owners
+            owners = self.owners[id(ref)][1] if id(ref) in self.owners else ref.weak_owners()
             for owner, name in owners:
                 owner = owner()
                 if owner is not None:
                     self._set(owner.__dict__, name, value)
         for ref, owners in self.owners.values():
-            self.steps.append(partial(object.__setattr__, ref, "_owners", owners))
-            self._bump(ref.version)
+            self._assign(ref.owner_steps(owners))
 
     def _old_value(self, cell: int) -> Any:
         at, name, _ = self._cell_before(cell)
@@ -228,7 +231,7 @@ class Replay:
 
     def _old_ref(self, cell: int) -> Ref:
         at, name, _ = self._cell_before(cell)
-        return self.modules[at]._nnx_info.kinds[name]
+        return info_of(self.modules[at]).kinds[name]
 
     def _cell_before(self, cell: int) -> tuple[int, str, Any]:
         assert self.before is not None, "only a graph that was there before has cells to stay the same"
@@ -241,13 +244,13 @@ class Replay:
         self._untie(module, name)
         if type(kind) is Ref:
             self._owners(kind).append((weakref.ref(module), name))
-        self._set(module._nnx_info.kinds, name, kind)
+        self._set(info_of(module).kinds, name, kind)
         self._set(module.__dict__, name, value)
-        self._mark(module._nnx_info)
+        self._mark(info_of(module))
 
     def _remove(self, module: Any, name: str) -> None:
         self._untie(module, name)
-        info = module._nnx_info
+        info = info_of(module)
         self.steps.append(partial(dict.pop, info.kinds, name, None))
         self.steps.append(partial(dict.pop, module.__dict__, name, None))
         if info.sown and name in info.sown:
@@ -255,7 +258,7 @@ class Replay:
         self._mark(info)
 
     def _untie(self, module: Any, name: str) -> None:
-        ref = module._nnx_info.kinds.get(name)
+        ref = info_of(module).kinds.get(name)
         if type(ref) is Ref:
             owners = self._owners(ref)
             owners[:] = [(owner, n) for owner, n in owners if not (owner() is module and n == name)]
@@ -263,7 +266,7 @@ class Replay:
     def _owners(self, ref: Ref) -> list[Any]:
         """Returns the list of owners that a Ref will have, for the caller to change."""
         if id(ref) not in self.owners:
-            self.owners[id(ref)] = (ref, list(ref._owners))
+            self.owners[id(ref)] = (ref, ref.weak_owners())
         return self.owners[id(ref)][1]
 
     def _set(self, values: dict[str, Any], name: str, value: Any) -> None:
@@ -274,14 +277,11 @@ class Replay:
         if id(info) in self.marked:
             return
         self.marked.add(id(info))
-        for slot in ("flat", "joint", "order"):
-            self.steps.append(partial(setattr, info, slot, None))
-        self.steps.append(partial(setattr, info, "restructured", True))
-        self._bump(info.watch())
+        self._assign(info.change_steps())
 
-    def _bump(self, version: Any) -> None:
-        self.steps.append(partial(setattr, version, "count", version.count + 1))
-        self.steps.append(partial(setattr, STRUCTURE, "stamp", object()))
+    def _assign(self, assignments: Iterable[tuple[Any, str, Any]]) -> None:
+        for target, name, value in assignments:
+            self.steps.append(partial(object.__setattr__, target, name, value))
 
 
 class Found(NamedTuple):
@@ -299,10 +299,10 @@ def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
     old_modules = entered.graph.modules
     walk = traverse([*old_modules, *returned])
     numbers = {id(ref): cell for cell, ref in entered.refs.items()}
-    places = {} if entered.key is None else {(at, name): cell for at, name, cell in data_attributes(entered.key.table)}
-    current = [walk.modules[at].__dict__[name] for at, name, _ in walk.cells]
+    places = {} if entered.key is None else entered.key.cell_numbers
+    current = [walk.modules[at].__dict__[name] for at, name, _ in walk.key.cells]
     refs, origins, sources = [], [], []
-    for (at, name, _), ref, value in zip(walk.cells, walk.refs, current):
+    for (at, name, _), ref, value in zip(walk.key.cells, walk.refs, current):
         status = UNTIED if ref is None else numbers.get(id(ref), NEW_REF)
         place = places.get((at, name), -1) if at < len(old_modules) else -1
         keeps = status >= 0 or place not in entered.refs  # whether the cell is the one that was there before
@@ -328,7 +328,7 @@ def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
     values = [value for value, source in zip(current, sources) if source < 0]
     values += [entered.refs[cell].__dict__["value"] for cell in released]
     rewrite = Rewrite(
-        key=GraphKey.of(walk.table),
+        key=walk.key,
         statics=walk.detached(),
         mutables=mutables,
         sources=tuple(sources),
@@ -354,24 +354,11 @@ def _is_as_before(entered: Entered, walk: Any, places: Mapping[tuple[int, str], 
     """Whether the structure is the one that was entered: an attribute may have been deleted and set again."""
     if entered.key is None or len(walk.modules) > len(entered.graph.modules):
         return False
-    for at, ((cls_before, before), (cls, after)) in enumerate(zip(entered.key.table[1], walk.table[1], strict=True)):
-        if cls is not cls_before or len(before) != len(after):
-            return False
-        for old, new in zip(before, after):
-            if old[:2] != new[:2] or ((at, old[0]) not in places and old[2] != new[2]):
-                return False
-    for at, name, cell in data_attributes(walk.table):
-        was = places[at, name]
-        if refs[cell] != (was if was in entered.refs else UNTIED):
+    outlines = zip(entered.key.structure.outlines, walk.key.structure.outlines, strict=True)
+    if not all(before.agrees_with(after) for before, after in outlines):
+        return False
+    for at, attribute in walk.key.structure.data_attributes():
+        was = places[at, attribute.name]
+        if refs[attribute.cell] != (was if was in entered.refs else UNTIED):
             return False
     return True
-
-
-def data_attributes(table: tuple[Any, ...]) -> Iterator[tuple[int, str, int]]:
-    """Yields every attribute in a table that holds data, as `(Module, name, cell)`; several can have one cell."""
-    for at, (_, attrs) in enumerate(table[1]):
-        for name, kind, *rest in attrs:
-            if kind is SHARED:
-                yield at, name, table[2][rest[1]]
-            elif kind is NODE or kind is TREE or (type(kind) is Spec and not is_static(kind)):
-                yield at, name, rest[0]

@@ -6,9 +6,9 @@ from typing import Any, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from nnx.core.graph import GraphKey
+from nnx.core.repr import type_text
+from nnx.core.structure import GraphKey
 from nnx.transforms.annotations import Decorator, P, R, ScanOptions
-from nnx.transforms.body_rules import type_text
 from nnx.transforms.call import Call, is_module, target_of, with_values
 from nnx.transforms.decorators import decorator
 from nnx.transforms.effects import Effects, Outcome, Returned, cell_paths, enter_call, finish, leave
@@ -227,14 +227,15 @@ def _origin(effects: Effects, before: GraphKey | None, cell: int) -> int:
     """Returns the number that an output cell had before the body."""
     if effects.rewrite is None:
         return cell
-    at, name, _ = effects.rewrite.key.cells[cell]
-    return next(i for i, (a, n, _) in enumerate(before.cells) if (a, n) == (at, name))
+    module, name, _ = effects.rewrite.key.cells[cell]
+    assert before is not None, "what comes out of a changed graph was in one before"
+    return before.cell_numbers[module, name]
 
 
 def carry_structure(carry: Any, call: Call) -> Any:
     """Returns the structure of a carry, with numbers in place of its Modules and Contexts."""
     key = call.signature.key
-    roots = list(dict.fromkeys(key.table[0])) if key is not None else []
+    roots = key.roots if key is not None else ()
     numbers = {id(root): number for root, number in zip(call.roots, roots)}
     numbered = jax.tree.map(lambda x: Returned(numbers[id(x)]) if is_module(x) else x, carry)
     return jax.tree.structure(with_contexts_by_number(numbered, call.contexts))
@@ -263,6 +264,7 @@ def current_values(name: str, key: GraphKey | None, entered: Entered, cells: Seq
     """
     values = []
     for i in cells:
+        assert key is not None, "only a graph has cells"
         at, attribute, _ = key.cells[i]
         value = entered.graph.modules[at].__dict__[attribute]
         before, after = type_text(entered.before[i]), type_text(value)

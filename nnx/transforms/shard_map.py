@@ -7,7 +7,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from nnx.core.filters import to_predicate
-from nnx.core.info import ModuleBase
+from nnx.core.module_info import ModuleBase
 from nnx.core.variables import Spec
 from nnx.transforms.annotations import Decorator, P, R
 from nnx.transforms.arguments import WRONG_COUNT
@@ -135,7 +135,7 @@ def _spec_of_output(effects: Effects, cell_specs: Sequence[Any], given: Sequence
     rewrite = effects.rewrite
     if rewrite is None:
         return cell_specs[cell]
-    kind, path = rewrite.key.kinds[cell], rewrite.key.cell_roots()[cell][1]
+    kind, path = rewrite.key.kinds[cell], rewrite.key.cell_roots()[cell].path
     leaf = kind.box(None) if type(kind) is Spec else kind
     for spec in given:
         cases = spec.items() if isinstance(spec, Mapping) else [(..., spec)]
@@ -150,7 +150,7 @@ def _split_specs(call: Call, args: Any, specs: Any) -> tuple[list[Any], list[Any
     key = call.signature.key
     cells: list[Any] = [PartitionSpec()] * len(call.cells())
     data: list[Any] = []
-    roots = list(dict.fromkeys(key.table[0])) if key is not None else []
+    roots = key.roots if key is not None else ()
     for argument, spec in zip(args, specs):
         if isinstance(argument, ModuleBase):
             number = next(i for i, root in enumerate(call.roots) if root is argument)

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 
 from nnx.core.context import rng_predicate
 from nnx.core.filters import describe, to_predicate, untyped_parts
-from nnx.core.graph import SHARED, TREE_SPEC, GraphKey, is_static
-from nnx.core.info import MODULE, NODE, TREE, join
+from nnx.core.kinds import NODE, box
+from nnx.core.paths import join
 from nnx.core.state import State
+from nnx.core.structure import ChildAttribute, DataAttribute, GraphKey
 from nnx.core.trace import is_of_this_trace
 from nnx.core.variables import Container, Spec
 from nnx.sharding.axes import PARTITION_NAME, add_axis, remove_axis
@@ -222,7 +223,7 @@ class Stacking:
             return key
         params = dict(self.metadata_params)
         stacked = {i: g for i, g in enumerate(groups) if isinstance(g, int) and type(key.kinds[i]) is Spec}
-        return with_specs(key, {i: remove_axis(key.kinds[i], axis, params) for i, axis in stacked.items()})
+        return key.with_specs({i: remove_axis(key.kinds[i], axis, params) for i, axis in stacked.items()})
 
     def name_new_axes(self, entered: Entered, out: Any) -> Any:
         """Writes the default axis names of Variables made in the body into their metadata; returns the body's result.
@@ -242,7 +243,7 @@ class Stacking:
             return rewrite
         params, key = dict(self.metadata_params), rewrite.key
         stacked = {i: g for i, g in groups.items() if isinstance(g, int) and type(key.kinds[i]) is Spec}
-        outer = with_specs(key, {i: add_axis(key.kinds[i], axis, params) for i, axis in stacked.items()})
+        outer = key.with_specs({i: add_axis(key.kinds[i], axis, params) for i, axis in stacked.items()})
         return rewrite.replace(key=outer)
 
     def transformed(self, key: GraphKey | None, cells: list[Any]) -> list[Any]:
@@ -250,7 +251,7 @@ class Stacking:
         if self.data_transform is None or key is None:
             return cells
         paths = [path for _, path in key.cell_roots()]
-        leaves = [x if k is NODE else TREE_SPEC.box(x) if k is TREE else k.box(x) for k, x in zip(key.kinds, cells)]
+        leaves = list(map(box, key.kinds, cells))
         state = self.data_transform(State(dict(zip(paths, leaves))))
         values = [state[path] for path in paths]
         return [value.value if isinstance(value, Container) else value for value in values]
@@ -273,15 +274,15 @@ class Stacking:
         for cell, source in enumerate(rewrite.sources):
             if source >= 0:
                 found[cell] = groups[source]
-        places = _occurrences_of(before)
-        for cell, (at, name, _) in enumerate(rewrite.key.cells):
-            if cell not in found and (at, name) in places:
-                found[cell] = groups[places[at, name]]
+        for cell, (module, name, _) in enumerate(rewrite.key.cells):
+            origin = before.cell_at(module, name) if before is not None else None
+            if cell not in found and origin is not None:
+                found[cell] = groups[origin]
         for cell, path, kind in added:
-            leaf = kind.box(None) if type(kind) is Spec else TREE_SPEC.box(None) if kind is TREE else jnp.zeros(())
+            leaf = jnp.zeros(()) if kind is NODE else box(kind, None)
             group = classify(path, leaf)
-            at = rewrite.key.cells[cell][0]
-            if not isinstance(group, int) and at < rewrite.old_count:
+            is_in_old_module = rewrite.key.cells[cell].module < rewrite.old_count
+            if not isinstance(group, int) and is_in_old_module:
                 label = kind.type.__name__ if type(kind) is Spec else "nnx.buffers"
                 advice = ADD_TO_AXES.format(kind=label)
                 raise ValueError(NEW_VARIABLE.format(name=self.name, path=path, kind=kind, advice=advice))
@@ -305,49 +306,25 @@ def _sizes(value: Any, axis: int, label: str, name: str) -> list[int]:
     return sizes
 
 
-def _occurrences_of(key: GraphKey | None) -> dict[tuple[int, str], int]:
-    if key is None:
-        return {}
-    return {(at, name): cell for cell, (at, name, _) in enumerate(key.cells)}
-
-
 def all_paths(key: GraphKey) -> Iterator[tuple[str, str, int]]:
     """Yields every way to every cell that passes no Module twice: `(label of the root, path, cell)`.
 
     The ways multiply with each shared Module on top of another, so at most `PATHS_COMPARED` Modules are visited.
     """
-    roots, modules, ref_cells = key.table
     visits = 0
-    for number, root in enumerate(dict.fromkeys(roots)):
-        label = f"(Module {number})" if len(set(roots)) > 1 else ""
+    for number, root in enumerate(key.roots):
+        label = f"(Module {number})" if len(key.roots) > 1 else ""
         stack: list[tuple[int, str, frozenset[int]]] = [(root, "", frozenset())]
         while stack and visits < PATHS_COMPARED:
-            at, prefix, above = stack.pop()
+            module, prefix, above = stack.pop()
             visits += 1
-            for name, kind, *rest in modules[at][1]:
-                if kind is MODULE:
-                    if rest[0] != at and rest[0] not in above:
-                        stack.append((rest[0], join(prefix, name), above | {at}))
-                elif kind is SHARED:
-                    yield label, join(prefix, name), ref_cells[rest[1]]
-                elif kind is NODE or kind is TREE or (type(kind) is Spec and not is_static(kind)):
-                    yield label, join(prefix, name), rest[0]
-
-
-def with_specs(key: GraphKey, specs: Mapping[int, Spec]) -> GraphKey:
-    """Returns the same structure with other specs for some cells."""
-    if not specs:
-        return key
-    roots, modules, ref_cells = key.table
-
-    def replace(entry: Any) -> Any:
-        if entry[1] is SHARED and ref_cells[entry[3]] in specs:
-            return (entry[0], SHARED, specs[ref_cells[entry[3]]], entry[3])
-        if type(entry[1]) is Spec and len(entry) == 3 and entry[2] in specs:
-            return (entry[0], specs[entry[2]], entry[2])
-        return entry
-
-    return GraphKey.of((roots, tuple([(cls, tuple(map(replace, attrs))) for cls, attrs in modules]), ref_cells))
+            for attribute in key.attributes(module):
+                path = join(prefix, attribute.name)
+                if type(attribute) is DataAttribute:
+                    yield label, path, attribute.cell
+                elif type(attribute) is ChildAttribute:
+                    if attribute.module != module and attribute.module not in above:
+                        stack.append((attribute.module, path, above | {module}))
 
 
 def argument_labels(count: int) -> list[str]:

@@ -6,8 +6,8 @@ from typing import Any, Unpack, overload
 import jax
 
 from nnx.core.attributes import settle
-from nnx.core.graph import is_static
-from nnx.core.info import new_module
+from nnx.core.kinds import is_static
+from nnx.core.module_info import info_of, new_module
 from nnx.transforms.annotations import Decorator, P, R, VmapOptions
 from nnx.transforms.call import Call, target_of, with_values
 from nnx.transforms.decorators import decorator
@@ -53,6 +53,7 @@ def map_call(
                 stacked.append(value)
             else:
                 key = effects.rewrite.key if effects.rewrite is not None else inner
+                assert key is not None, "only a graph has cells"
                 stacking.check_same(cell_paths(key)[cell], key.kinds[cell], value)
                 same.append(value)
         return stacked, same, outcome.out
@@ -106,7 +107,7 @@ def stacked_init(stacking: Stacking, fun: Callable[..., Any]) -> Callable[..., A
     stacking.require_size()
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        statics = {name: self.__dict__[name] for name, kind in self._nnx_info.kinds.items() if is_static(kind)}
+        statics = {name: self.__dict__[name] for name, kind in info_of(self).kinds.items() if is_static(kind)}
 
         def make(*args: Any, **kwargs: Any) -> Any:
             member = new_module(type(self), {}, constructing=True)
@@ -114,7 +115,7 @@ def stacked_init(stacking: Stacking, fun: Callable[..., Any]) -> Callable[..., A
                 setattr(member, name, value)
             fun(member, *args, **kwargs)
             settle(member)
-            member._nnx_info.constructing = False
+            info_of(member).constructing = False
             return member
 
         call = Call(args, kwargs)

@@ -90,7 +90,7 @@ def test_what_fails_on_one_process_fails_on_all(store):
 
 def test_processes_that_do_different_things_are_told_so(store):
     for error in both(store, lambda process: Exchange(f"step {process}").meet()):
-        assert "out of step: process 0 is at step 0, process 1 at step 1" in str(error)
+        assert "out of step: process 0 is at step 0, process 1 is at step 1" in str(error)
 
 
 def test_a_process_that_shows_no_sign_of_life_is_named(store, monkeypatch):
@@ -116,14 +116,15 @@ def test_a_process_that_is_slow_but_alive_is_waited_for(store, monkeypatch):
 def test_a_store_that_cannot_be_reached_is_a_clear_error(store):
     store.broken, store.numbers.process = True, 1
     with pytest.raises(
-        ProcessError, match=r"cannot be reached \(UNAVAILABLE: Socket closed\). Probably process 0 is dead"
+        ProcessError,
+        match=r"cannot reach the other processes \(UNAVAILABLE: Socket closed\). Process 0 is probably dead",
     ):
         Exchange("a save").meet()
 
 
 def test_processes_that_were_not_connected_are_told_how(monkeypatch):
     monkeypatch.setattr(processes.jax, "process_count", lambda: 2)
-    with pytest.raises(ProcessError, match=r"a save runs as one of 2 processes.*jax.distributed.initialize\(\)"):
+    with pytest.raises(ProcessError, match=r"a save runs in one of 2 processes.*jax.distributed.initialize\(\)"):
         Exchange("a save")
 
 

@@ -419,7 +419,7 @@ def test_records_in_fields_survive_flax_serialization(name):
 def test_flax_serialization_of_a_state_reports_missing_and_unknown_paths():
     serialization = pytest.importorskip("flax.serialization")
     holder = Holder(nnx.State({"a/b": 1}))
-    with pytest.raises(ValueError, match="Missing field 'a/b' in the state dict of a State; the fields there are none"):
+    with pytest.raises(ValueError, match="Missing field 'a/b' in the state dict of a State; its fields are: none"):
         serialization.from_state_dict(holder, {"value": {}})
     with pytest.raises(ValueError, match="Unknown field 'c' in the state dict of a State, which has the fields a/b"):
         serialization.from_state_dict(holder, {"value": {"a/b": 1, "c": 2}})

@@ -106,7 +106,7 @@ def test_a_holder_whose_lock_was_taken_over_finds_out_and_leaves_the_new_one_alo
     lock = WriterLock(file, "p")
     lock.acquire()
     file.unlink()
-    with pytest.raises(TimeoutError, match="lock on p was taken over by another job: it has given it back"):
+    with pytest.raises(TimeoutError, match="lock on p was taken over by another job: it has released it since"):
         lock.check()
     other = WriterLock(file, "p", wait=0)
     other.acquire()

@@ -5,7 +5,7 @@ import types
 from typing import Any
 
 from nnx.core.captures import find_captured_module
-from nnx.core.info import ModuleBase
+from nnx.core.module_info import ModuleBase
 from nnx.transforms.global_names import global_chains
 
 

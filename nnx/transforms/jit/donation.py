@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from nnx.core.graph import GraphKey
+from nnx.core.structure import GraphKey
 from nnx.core.trees import leaf_types
 from nnx.transforms.arguments import leaf_flags
 from nnx.transforms.call import Call
@@ -202,26 +202,22 @@ def _cells_of_only(key: GraphKey | None, roots: set[int]) -> set[int]:
     """Returns the cells that can be reached from these roots of a call and from no other root."""
     if key is None:
         return set()
-    starts = list(dict.fromkeys(key.table[0]))
-    children = [[at for _, at in plan.children] for plan in key.plans]
-    shared = {cell: number for number, cell in enumerate(key.table[2])}
 
     def reach(numbers: Any) -> set[int]:
-        seen, stack = set(), [starts[n] for n in numbers]
+        seen, stack = set(), [key.roots[n] for n in numbers]
         while stack:
             at = stack.pop()
             if at not in seen:
                 seen.add(at)
-                stack.extend(children[at])
+                stack.extend(key.children(at))
         return seen
 
-    inside, outside = reach(roots), reach(set(range(len(starts))) - roots)
-    tied_outside = {number for at in outside for _, number in key.plans[at].shared}
-    return {
-        i
-        for i, (at, _, _) in enumerate(key.cells)
-        if at in inside and at not in outside and shared.get(i) not in tied_outside
-    }
+    inside, outside = reach(roots), reach(set(range(len(key.roots))) - roots)
+    # By attribute, not by Module: a Ref can tie an attribute inside to one outside.
+    inner, outer = (
+        {cell for (module, _), cell in key.cell_numbers.items() if module in reached} for reached in (inside, outside)
+    )
+    return inner - outer
 
 
 def _without_aliases(given: Any, kept: Any) -> Any:

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from operator import getitem, setitem
 from typing import Any, NamedTuple
 
-from nnx.core.graph import joint_flat_if_cached
-from nnx.core.info import STRUCTURE, ModuleBase, WeakRegistry
+from nnx.core.caches import WeakRegistry
+from nnx.core.flat import joint_flat_if_cached
+from nnx.core.module_info import ModuleBase, cached_flat
 from nnx.core.trace import current_level
+from nnx.core.versions import STRUCTURE
 from nnx.sharding.rules import current_rules
 from nnx.transforms.call import Call, data_types, is_context, is_data, is_module
 from nnx.transforms.jit.compiled import NeedsGeneralPath
@@ -137,7 +139,7 @@ def make_function(owner: Any) -> Callable[..., Any]:
                     if type(arg) not in leaf_types:
                         break
                 else:  # the most common call: a Module, then data
-                    flat = first._nnx_info.flat
+                    flat = cached_flat(first)
                     if flat is not None and (
                         flat.ready is structure.stamp
                         or (flat.watched is structure.stamp and flat.unchanged())

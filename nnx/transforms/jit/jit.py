@@ -11,8 +11,9 @@ from typing import Any, Unpack, overload
 
 import jax
 
-from nnx.core.info import join
+from nnx.core.module_info import info_of
 from nnx.core.moduledef import ModuleDef
+from nnx.core.paths import join
 from nnx.sharding.rules import get_logical_axis_rules
 from nnx.transforms.annotations import JitDecorator, JitOptions, JitWrapped, P, R
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
@@ -163,7 +164,7 @@ class Jit:
                 join(path, name)
                 for root in call.roots
                 for path, module in root.named_modules()
-                for name in sorted(module._nnx_info.sown or ())
+                for name in sorted(info_of(module).sown or ())
             ]
             self._warn(NOT_POPPED.format(name=self.name, paths=", ".join(paths)), "sown")
 
@@ -181,7 +182,7 @@ class Jit:
         reasons = []
         if old.key is not None and new.key is not None and old.key is not new.key:
             labels = [f"(Module {i})" for i in range(max(len(call.roots), 9))] if len(call.roots) > 1 else [""]
-            if len(old.key.table[0]) == len(new.key.table[0]):
+            if len(old.key.roots) == len(new.key.roots):
                 before, after = ModuleDef(old.key, last.statics), ModuleDef(new.key, call.statics)
                 differences = before.diff(after, labels)
                 reasons = [str(difference) for difference in differences]

@@ -7,9 +7,10 @@ import jax
 
 from nnx.core.context import Context
 from nnx.core.filters import to_predicate
-from nnx.core.graph import GraphKey
-from nnx.core.info import ModuleBase, join
-from nnx.core.variables import Spec
+from nnx.core.kinds import box
+from nnx.core.module_info import ModuleBase
+from nnx.core.paths import join
+from nnx.core.structure import ChildAttribute, DataAttribute, GraphKey
 from nnx.transforms.arguments import WRONG_COUNT, StaticArgument
 from nnx.transforms.call import Call, is_data
 from nnx.transforms.effects import Effects, Outcome, Returned
@@ -62,9 +63,8 @@ def _spread(sharding: Any, argument: Any, call: Call, cells: list[Any], data: li
 def _spread_over_cells(sharding: Any, call: Call, module: Any, cells: list[Any]) -> None:
     key = call.signature.key
     assert key is not None
-    roots = list(dict.fromkeys(key.table[0]))
     number = next(i for i, root in enumerate(call.roots) if root is module)
-    for i, chosen in enumerate(_cell_shardings(sharding, call, roots[number])):
+    for i, chosen in enumerate(_cell_shardings(sharding, call, key.roots[number])):
         if chosen is not None:
             cells[i] = chosen
 
@@ -138,7 +138,7 @@ def _constrain_module(
     wanted = set(outputs)
     for cell, path in _cells_under(key, index):
         kind = key.kinds[cell]
-        leaf = kind.box(current[cell]) if type(kind) is Spec else current[cell]
+        leaf = box(kind, current[cell])
         chosen = next((s for matches, s in tests if matches(path, leaf)), None)
         if chosen is not None:
             current[cell] = jax.lax.with_sharding_constraint(current[cell], chosen)
@@ -153,19 +153,17 @@ def _constrain_module(
 
 def _cells_under(key: GraphKey, index: int) -> list[tuple[int, str]]:
     """Returns the cells reached from a Module, with their paths from there."""
-    by_place = {(at, name): cell for cell, (at, name, _) in enumerate(key.cells)}
     found: dict[int, str] = {}
     stack, seen = [(index, "")], set()
     while stack:
-        at, prefix = stack.pop()
-        if at in seen:
+        module, prefix = stack.pop()
+        if module in seen:
             continue
-        seen.add(at)
-        plan = key.plans[at]
-        for name in plan.kinds:
-            if (at, name) in by_place:
-                found.setdefault(by_place[at, name], join(prefix, name))
-        for name, number in plan.shared:
-            found.setdefault(key.table[2][number], join(prefix, name))
-        stack.extend((child, join(prefix, name)) for name, child in plan.children)
+        seen.add(module)
+        for attribute in key.attributes(module):
+            path = join(prefix, attribute.name)
+            if type(attribute) is DataAttribute:
+                found.setdefault(attribute.cell, path)
+            elif type(attribute) is ChildAttribute:
+                stack.append((attribute.module, path))
     return list(found.items())

@@ -1,4 +1,4 @@
-"""Containers of Modules: `Dict` and `Sequence`, real mutable collections that are Modules themselves."""
+"""`Dict` and `Sequence`: a mutable mapping and a mutable sequence that are Modules themselves."""
 
 import inspect
 import types
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from nnx.core.attributes import assign, holds_modules, place, wrappers
 from nnx.core.errors import BAD_KEY, HOLE_IN_SEQUENCE, MISSING_ITEM
-from nnx.core.info import segment_of
 from nnx.core.module import Module
+from nnx.core.module_info import info_of
+from nnx.core.paths import segment_of
 from nnx.core.refs import Ref
 from nnx.core.updates import check_level, remove
 from nnx.core.variables import Spec
@@ -31,7 +32,7 @@ class Dict(Module, MutableMapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         name = self._stored(key)
-        if name not in self._nnx_info.kinds:
+        if name not in info_of(self).kinds:
             raise KeyError(key)
         return getattr(self, name)
 
@@ -48,19 +49,19 @@ class Dict(Module, MutableMapping[str, Any]):
 
     def __delitem__(self, key: str) -> None:
         name = self._stored(key)
-        if name not in self._nnx_info.kinds:
+        if name not in info_of(self).kinds:
             raise KeyError(key)
         check_level(self, f"deleting {key!r}")
         remove(self, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([segment_of(name) for name in self._nnx_info.sorted_names()])
+        return iter([segment_of(name) for name in info_of(self).sorted_names()])
 
     def __len__(self) -> int:
-        return len(self._nnx_info.kinds)
+        return len(info_of(self).kinds)
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and bool(key) and self._stored(key) in self._nnx_info.kinds
+        return isinstance(key, str) and bool(key) and self._stored(key) in info_of(self).kinds
 
     def _stored(self, key: Any) -> str:
         return self._nnx_attribute_name(key) if isinstance(key, str) and key else ""
@@ -81,15 +82,15 @@ class Dict(Module, MutableMapping[str, Any]):
         def __hash__(self) -> int: ...
         def __eq__(self, other: object, /) -> bool: ...
     else:
-        __hash__ = Module.__hash__  # a Mapping has none and compares by content; a Module is its identity
+        __hash__ = Module.__hash__  # a Mapping compares by content and has no hash; a Module compares by identity
         __eq__ = Module.__eq__
 
 
 class Sequence(Module, MutableSequence[Any]):
     """A list of Modules (and any other values). Calling it runs the items in order.
 
-    A tuple that an item returns becomes the positional arguments of the next, a dict the keyword arguments; `ctx` goes
-    to the items that accept it.
+    A tuple that an item returns becomes the positional arguments of the next, a dict the keyword arguments. `ctx` is
+    passed to the items that accept it.
 
     >>> model = nnx.Sequence([jnp.sin, jnp.cos])
     >>> len(model), float(model(0.0))
@@ -101,7 +102,7 @@ class Sequence(Module, MutableSequence[Any]):
             setattr(self, str(i), item)
 
     def __len__(self) -> int:
-        numbers = [int(name) for name in self._nnx_info.kinds if name.isdecimal()]
+        numbers = [int(name) for name in info_of(self).kinds if name.isdecimal()]
         return max(numbers) + 1 if numbers else 0
 
     @overload
@@ -115,7 +116,7 @@ class Sequence(Module, MutableSequence[Any]):
 
     def _item(self, i: int) -> Any:
         name = str(i)
-        if name not in self._nnx_info.kinds:
+        if name not in info_of(self).kinds:
             raise AttributeError(MISSING_ITEM.format(index=i, owner=type(self).__name__), name=name, obj=self)
         return getattr(self, name)
 
@@ -136,7 +137,7 @@ class Sequence(Module, MutableSequence[Any]):
         self._replace_all(items)
 
     def insert(self, index: int, value: Any) -> None:
-        """Puts a value before position `index`."""
+        """Inserts a value before position `index`."""
         items = self._raw_items()
         if index >= len(items):
             setattr(self, str(len(items)), value)
@@ -145,7 +146,7 @@ class Sequence(Module, MutableSequence[Any]):
         self._replace_all(items)
 
     def reverse(self) -> None:
-        """Turns the order of the items around."""
+        """Reverses the order of the items, in place."""
         self._replace_all(self._raw_items()[::-1])
 
     def _position(self, index: Any) -> int:
@@ -161,15 +162,15 @@ class Sequence(Module, MutableSequence[Any]):
         return position
 
     def _raw_items(self) -> list[Any]:
-        """The items with their containers, so that moving an item keeps its type."""
+        """Returns the items in their containers, so that moving an item keeps its type."""
         return [_with_kind(self, i) for i in range(len(self))]
 
     def _replace_all(self, items: list[Any]) -> None:
         check_level(self, "changing the items")
-        new = Sequence(items)  # raises before anything has changed, if one cannot be an item
+        new = Sequence(items)  # if one of them cannot be an item, this raises before anything has changed
         for i in range(len(self)):
             remove(self, str(i))
-        for name, kind in new._nnx_info.kinds.items():
+        for name, kind in info_of(new).kinds.items():
             place(self, name, kind, new.__dict__[name])
 
     def _nnx_set_item(self, segment: str, value: Any) -> None:
@@ -204,7 +205,7 @@ class Sequence(Module, MutableSequence[Any]):
 
 
 def _with_kind(sequence: Sequence, i: int) -> Any:
-    kind = sequence._nnx_info.kinds.get(str(i))
+    kind = info_of(sequence).kinds.get(str(i))
     if isinstance(kind, Ref):
         return kind
     value = sequence[i]
@@ -225,7 +226,7 @@ def accepts_ctx(function: Any) -> bool:
         if answer is None:
             answer = _known_to_take_ctx[function] = _takes_ctx(function)
         return answer
-    except TypeError:  # it has no hash, or there are no weak references to it
+    except TypeError:  # it cannot be hashed, or does not support weak references
         return _takes_ctx(function)
 
 
@@ -238,7 +239,7 @@ def _takes_ctx(function: Any) -> bool:
 
 
 def from_plain(value: Any) -> Any:
-    """The Sequence or Dict of a plain list, tuple or dict; plain containers inside that hold Modules follow suit."""
+    """Returns the Sequence or Dict of a plain list, tuple or dict; inner ones that hold Modules are converted too."""
     root = _empty(value)
     todo = [(root, value)]
     while todo:  # no recursion: lists may nest deeply

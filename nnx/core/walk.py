@@ -1,0 +1,193 @@
+"""Walking a graph of Modules: one traversal that numbers its Modules and cells and writes down its structure.
+
+Nothing here recurses over Modules, so the depth of a model is limited by memory alone.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from nnx.core.errors import FOREIGN_METHOD, REGISTERED_AS_PYTREE, STATIC_HOLDS_STATE
+from nnx.core.kinds import ABSENT, STATIC, SUBMODULE, Absent, is_static
+from nnx.core.module_info import info_of
+from nnx.core.paths import join
+from nnx.core.refs import Ref
+from nnx.core.static_keys import ForeignMethod, Freezer, HoldsState
+from nnx.core.statics import Statics, detach
+from nnx.core.structure import ROOT, GraphKey, Parent, make_parent, module_path
+from nnx.core.variables import spec_of
+
+
+class Numbering(NamedTuple):
+    """The distinct Modules of a graph, breadth first, children in path order."""
+
+    modules: list[Any]
+    parents: list[Parent]
+    index: dict[int, int]  # the number of a Module, by its id
+    owners: dict[int, list[tuple[int, str]]]  # the attributes on a Ref, as (Module, name), by the id of the Ref
+
+
+def number_modules(roots: Iterable[Any]) -> Numbering:
+    """Numbers every distinct Module that can be reached from `roots`."""
+    modules: list[Any] = []
+    parents: list[Parent] = []
+    index: dict[int, int] = {}
+    owners: dict[int, list[tuple[int, str]]] = {}
+    for root in roots:
+        if id(root) not in index:
+            index[id(root)] = len(modules)
+            modules.append(root)
+            parents.append(ROOT)
+    i = 0
+    while i < len(modules):
+        info, values = info_of(modules[i]), modules[i].__dict__
+        kinds = info.kinds
+        for name in info.sorted_names():
+            kind = kinds[name]
+            if kind is SUBMODULE:
+                child = values[name]
+                if id(child) not in index:
+                    index[id(child)] = len(modules)
+                    modules.append(child)
+                    parents.append(make_parent((i, name)))
+            elif type(kind) is Ref:
+                owners.setdefault(id(kind), []).append((i, name))
+        i += 1
+    return Numbering(modules, parents, index, owners)
+
+
+def depth_first(parents: Sequence[Parent]) -> Iterator[int]:
+    """Yields the numbers of Modules in the order of their canonical paths, from the parents of all of them."""
+    children: list[list[int]] = [[] for _ in parents]
+    stack: list[int] = []
+    for module, parent in reversed(list(enumerate(parents))):
+        (stack if parent is ROOT else children[parent.module]).append(module)
+    while stack:
+        yield (module := stack.pop())
+        stack.extend(children[module])  # in reverse, so that the first child is on top
+
+
+class Traversal:
+    """One walk over the graph that starts at some roots. Short-lived: it holds the Modules."""
+
+    __slots__ = ("modules", "parents", "index", "key", "refs", "statics", "mutables", "watches")
+
+    modules: list[Any]
+    parents: list[Parent]
+    index: dict[int, int]  # the number of a Module, by its id
+    key: GraphKey
+    refs: list[Ref | None]  # per cell
+    statics: list[Any]  # the live values of the static attributes
+    mutables: list[Any]  # the values among and inside of them that can change, by number
+    watches: list[list[Any]]  # how to notice a change of each of them
+
+    def path(self, module: int) -> str:
+        """Returns the canonical path of a Module."""
+        return module_path(self.parents, module)
+
+    def index_of(self, module: Any) -> int | None:
+        """Returns the number of a Module, or None if it is not in the graph."""
+        return self.index.get(id(module))
+
+    def detached(self) -> Statics:
+        """Returns the static values as they are now, detached from the graph."""
+        return detach(self.statics, self.mutables, self.index_of)
+
+
+def traverse(roots: Sequence[Any]) -> Traversal:
+    """Walks the graph and writes down its structure.
+
+    Raises:
+      ValueError: a static value has come to hold a Module or array.
+    """
+    modules, parents, index, owners = number_modules(roots)
+    for module in {type(module): module for module in modules}.values():
+        refuse_pytree(module)
+    walk = Traversal()
+    walk.modules, walk.parents, walk.index = modules, parents, index
+    walk.refs = refs = []
+    statics = _freeze_statics(walk)
+    attributes: list[list[Any]] = [[] for _ in modules]  # plain tuples with the fields of the records
+    ref_cells: dict[int, int] = {}  # by the id of the Ref
+    ahead: list[tuple[list[Any], int, str, Ref]] = []  # attributes met before the one that gives their Ref its cell
+    stack: list[tuple[int, Iterator[str]]] = []
+    root_numbers = tuple(dict.fromkeys([index[id(root)] for root in roots]))
+    for root in root_numbers:
+        stack.append((root, iter(info_of(modules[root]).sorted_names())))
+        while stack:
+            module, names = stack[-1]
+            kinds, values, found = info_of(modules[module]).kinds, modules[module].__dict__, attributes[module]
+            for name in names:
+                kind = kinds[name]
+                if is_static(kind):
+                    found.append(statics[module, name])
+                elif kind is SUBMODULE:
+                    child = index[id(values[name])]
+                    found.append((name, SUBMODULE, child))
+                    if parents[child] == (module, name):
+                        # Down into the child. The rest of `names` is taken up again when its names are used up.
+                        stack.append((child, iter(info_of(modules[child]).sorted_names())))
+                        break
+                elif type(kind) is Absent:
+                    found.append((name, ABSENT, kind.spec))
+                elif type(kind) is Ref:
+                    # The cell of a Ref is at its canonical path, which this walk may reach after the others: Modules
+                    # are numbered breadth first, but visited depth first.
+                    if owners[id(kind)][0] == (module, name):
+                        ref_cells[id(kind)] = len(refs)
+                        found.append((name, spec_of(kind), len(refs)))
+                        refs.append(kind)
+                    else:
+                        ahead.append((found, len(found), name, kind))
+                        found.append(None)
+                else:
+                    found.append((name, kind, len(refs)))
+                    refs.append(None)
+            else:
+                stack.pop()
+    for found, position, name, ref in ahead:
+        found[position] = (name, spec_of(ref), ref_cells[id(ref)])
+    outlines = [(type(module), tuple(found)) for module, found in zip(modules, attributes, strict=True)]
+    walk.key = GraphKey.of((root_numbers, tuple(outlines)))
+    return walk
+
+
+def refuse_pytree(module: Any) -> None:
+    """Raises ValueError if the class of a Module is registered with JAX as a pytree."""
+    if not jax.tree_util.all_leaves((module,)):
+        raise ValueError(REGISTERED_AS_PYTREE.format(name=type(module).__name__))
+
+
+def _freeze_statics(walk: Traversal) -> dict[tuple[int, str], tuple[Any, ...]]:
+    """Returns every static attribute, as a StaticAttribute in plain tuples, by Module and name.
+
+    Modules are taken in the order of their numbers, which unlike the depth-first order is the same for every choice
+    of roots: a body that changes nothing must find mutable values under the numbers they had when it was entered.
+    """
+    freezer = Freezer(walk.index_of)
+    walk.statics = []
+    found: dict[tuple[int, str], tuple[Any, ...]] = {}
+    for number, module in enumerate(walk.modules):
+        info, values = info_of(module), module.__dict__
+        for name in info.sorted_names():
+            kind = info.kinds[name]
+            if is_static(kind):
+                freezer.arrays_inside = kind is not STATIC  # arrays in an nnx.Static are meant to be there
+                key = _static_key(freezer, walk, number, name, values[name])
+                found[number, name] = (name, kind, key, len(walk.statics))
+                walk.statics.append(values[name])
+    walk.mutables, walk.watches = freezer.mutables, freezer.watches
+    return found
+
+
+def _static_key(freezer: Freezer, walk: Traversal, module: int, name: str, value: Any) -> Any:
+    try:
+        return freezer.key(value)
+    except HoldsState as found:
+        path = join(walk.path(module), name)
+        route = found.route.replace("it[", f"{path}[", 1)
+        raise ValueError(STATIC_HOLDS_STATE.format(path=path, name=name, what=found.what, route=route)) from None
+    except ForeignMethod as found:
+        path = join(walk.path(module), name)
+        raise ValueError(FOREIGN_METHOD.format(path=path, method=found.what)) from None

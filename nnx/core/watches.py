@@ -1,0 +1,98 @@
+"""Watches: noticing that a mutable static value has changed in place, which no `__setattr__` sees.
+
+A *watch* is a live view of what a value holds, with what the view showed when the value was frozen:
+`(keys, names, values, held)`. `values` is the view and `held` a list of its items then. For a dict with string keys,
+`keys` and `names` are the same for the keys; otherwise they are None. A value may have several watches, one for its
+items and one for its attributes.
+
+Every call of a jitted function compares the watches of its Modules, so they are plain tuples, and comparing them
+happens in C.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any
+
+Watch = tuple[Any, list[str] | None, Any, list[Any]]
+
+
+def snapshot(keys: Any, values: Any) -> Watch:
+    """Returns the watch of live views as they are now. Names are compared by value, everything else by identity."""
+    held = [*values]
+    if keys is None:
+        return None, None, values, held
+    names = [*keys]
+    if all(type(name) is str for name in names):
+        return keys, names, values, held
+    return None, None, _KeysAndValues(keys, values), [*names, *held]
+
+
+class _KeysAndValues:
+    """The keys of a dict, then its values, as one view: keys that are not strings are watched by identity."""
+
+    __slots__ = ("keys", "values")
+
+    def __init__(self, keys: Any, values: Any):
+        self.keys, self.values = keys, values
+
+    def __len__(self) -> int:
+        return 2 * len(self.keys)
+
+    def __iter__(self) -> Any:
+        return iter([*self.keys, *self.values])
+
+
+def watched_unchanged(watches: Sequence[Watch]) -> bool:
+    """Whether every watched value holds the very objects it held when it was frozen."""
+    for keys, names, values, held in watches:
+        if keys is not None:
+            if [*keys] != names:
+                return False
+        elif len(values) != len(held):
+            return False
+        # By identity: a change from 1 to 1.0 counts, and `==` could run any code.
+        if not all(map(is_, values, held)):
+            return False
+    return True
+
+
+def comparison(watches: Sequence[Watch]) -> Callable[[], bool]:
+    """Returns `watched_unchanged` for these watches, as a function without arguments.
+
+    A call of a jitted function pays for it, so the usual case, one config that all Modules share, has its own code.
+    """
+    if len(watches) == 1:
+        keys, names, values, held = watches[0]
+        if names is not None and 0 < len(names) <= _UNROLLED:
+            return _unrolled_comparison(len(names))(keys, names, values, *held)
+    return functools.partial(watched_unchanged, watches)
+
+
+_UNROLLED = 32  # fields; beyond that, a loop in C is as fast
+
+
+@functools.cache
+def _unrolled_comparison(count: int) -> Callable[..., Callable[[], bool]]:
+    """Returns a function that makes the comparison for a config of `count` fields.
+
+    The code is generated, as `dataclasses` generates `__init__`: unpacking into locals and comparing them one by one
+    takes 0.19 µs for five fields, where `any(map(is_not, values, held))` takes 0.33.
+    """
+    now, then = [f"now{i}" for i in range(count)], [f"then{i}" for i in range(count)]
+    same = " and ".join(f"{a} is {b}" for a, b in zip(now, then, strict=True))
+    source = f"""
+def make(keys, names, values, {", ".join(then)}):
+    def unchanged():
+        if [*keys] != names:
+            return False
+        try:
+            {", ".join(now)}, = values
+        except ValueError:  # another thread is changing it
+            return False
+        return {same}
+    return unchanged
+"""
+    namespace: dict[str, Any] = {}
+    exec(source, namespace)
+    return namespace["make"]
