@@ -27,6 +27,7 @@ QUESTIONS = (
     "state_through_jit",
     "train_step",
     "adam_step",
+    "eager_transforms",
     "trace_time",
     "layers",
 )

@@ -14,11 +14,13 @@ import jax.core
 import jax.extend.core
 
 try:
+    from jax._src.core import EvalTrace as _EvalTrace
     from jax._src.core import trace_state as _trace_state  # a thread-local setting that holds a weakref to the trace
 
     _trace_state.value  # noqa: B018  (the attribute must exist)
 except (ImportError, AttributeError):  # pragma: no cover - only on a JAX that moved it
     _trace_state = None
+    _EvalTrace = None
 
 
 def _level_by_equality() -> Any:
@@ -35,6 +37,12 @@ def same_level(level: Any) -> bool:
     """Whether `level` is the running one."""
     current = current_level()
     return level is current or level == current
+
+
+def is_eager() -> bool:
+    """Returns whether nothing is being traced: the caller is plain Python. Says no where JAX does not tell."""
+    level = current_level()
+    return _EvalTrace is not None and type(level()) is _EvalTrace
 
 
 def is_of_this_trace(value: Any) -> bool:

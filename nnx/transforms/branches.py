@@ -14,6 +14,7 @@ from nnx.core.info import join
 from nnx.transforms.annotations import R
 from nnx.transforms.bodies import check_aliases, check_structure
 from nnx.transforms.lift import Call, Outcome, cell_paths, commit, discard, enter_call, leave, target_of
+from nnx.transforms.reuse import reused
 from nnx.transforms.rewrite import Rewrite
 
 OUTPUTS_DISAGREE = """{name}: the branches disagree in structure: branch 0 returns {first}, branch {number} returns \
@@ -29,7 +30,7 @@ branch \
 
 
 class Branches:
-    """One call of `cond` or `switch`, its branches traced."""
+    """One call of `cond` or `switch`."""
 
     def __init__(self, name: str, functions: Sequence[Any], operands: tuple[Any, ...]):
         self.name = name
@@ -37,12 +38,35 @@ class Branches:
         bound = {id(owner): owner for target in self.targets for owner in target.bound}
         self.bound: list[Any] = list(bound.values())
         self.call: Call = Call((self.bound, *operands), {})
-        self.cells, self.data, self.forks = self.call.cells(), list(self.call.data), self.call.forks()
-        shapes = [jax.eval_shape(self.branch(i), self.cells, self.data, self.forks) for i in range(len(functions))]
-        self.effects: list[Any] = [shape.effects for shape in shapes]
-        self.shapes = shapes
-        self.rewrite: Rewrite | None = self._common_rewrite()
-        self._check_outputs()
+        self.effects: list[Any] = []
+        self.shapes: list[Any] = []
+        self.rewrite: Rewrite | None = None
+
+    def run(self, choose: Callable[..., Any], selector: Any, stateful: bool) -> Any:
+        """Runs the branch that `choose(selector, functions, *operands)` takes, and writes back what it changed."""
+        numbers = range(len(self.targets))
+
+        def work(selector: Any, *operands: Any) -> Outcome:
+            self._trace(*operands)
+            return self._outcome(*choose(selector, [self.function(i) for i in numbers], *operands))
+
+        places = {id(owner): i for i, owner in enumerate(self.bound)}
+        owners = tuple([tuple([places[id(owner)] for owner in target.bound]) for target in self.targets])
+        outcome = reused(
+            work,
+            (selector, self.call.cells(), list(self.call.data), self.call.forks()),
+            functions=[target.fun for target in self.targets],
+            options=(self.name, owners),
+            signature=self.call.signature,
+        )
+        return commit(self.call, outcome) if stateful else discard(self.call, outcome)
+
+    def _trace(self, cells: Any, data: Any, forks: Any) -> None:
+        """Traces the branches to see what each of them changes."""
+        self.shapes = [jax.eval_shape(self.branch(i), cells, data, forks) for i in range(len(self.targets))]
+        self.effects = [shape.effects for shape in self.shapes]
+        self.rewrite = self._common_rewrite()
+        self._check_outputs(cells)
 
     def branch(self, number: int) -> Callable[..., Outcome]:
         """One branch as a function of the split call."""
@@ -85,14 +109,14 @@ class Branches:
         sources = tuple(min(column) for column in zip(*(r.sources for r in present)))
         return present[0].replace(sources=sources)
 
-    def _check_outputs(self) -> None:
+    def _check_outputs(self, cells: Sequence[Any]) -> None:
         first = jax.tree.structure(self.shapes[0].out)
         for number, shape in enumerate(self.shapes):
             other = jax.tree.structure(shape.out)
             if other != first:
                 text = {"first": first, "number": number, "other": other}
                 raise TypeError(OUTPUTS_DISAGREE.format(name=self.name, **text))
-        columns = [self.union_values(number, shape, self.cells) for number, shape in enumerate(self.shapes)]
+        columns = [self.union_values(number, shape, cells) for number, shape in enumerate(self.shapes)]
         paths = self._union_paths()
         for i, path in enumerate(paths):
             types = [_type_text(column[i]) for column in columns]
@@ -133,13 +157,11 @@ class Branches:
 
         return run
 
-    def finish(self, result: Any, stateful: bool) -> Any:
-        values, out = result
+    def _outcome(self, values: Any, out: Any) -> Outcome:
         first = self.effects[0]
         sown = tuple(dict.fromkeys(item for effects in self.effects for item in effects.sown))
         changed = () if self.rewrite is not None else tuple(self.union())
-        outcome = Outcome(values, out, first.replace(changed=changed, rewrite=self.rewrite, sown=sown))
-        return commit(self.call, outcome) if stateful else discard(self.call, outcome)
+        return Outcome(values, out, first.replace(changed=changed, rewrite=self.rewrite, sown=sown))
 
 
 def _rewritten_path(key: GraphKey | None, rewrite: Rewrite, cell: int) -> str:
@@ -176,8 +198,7 @@ def cond(
     10
     """
     branches = Branches("nnx.cond", (true_fun, false_fun), operands)
-    arguments = (branches.cells, branches.data, branches.forks)
-    return branches.finish(jax.lax.cond(pred, branches.function(0), branches.function(1), *arguments), stateful)
+    return branches.run(lambda pred, functions, *rest: jax.lax.cond(pred, *functions, *rest), pred, stateful)
 
 
 def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any, stateful: bool = True) -> R:
@@ -197,6 +218,4 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any, sta
     """
     if not branches:
         raise ValueError("nnx.switch needs at least one branch.")
-    chosen = Branches("nnx.switch", tuple(branches), operands)
-    functions = [chosen.function(i) for i in range(len(chosen.targets))]
-    return chosen.finish(jax.lax.switch(index, functions, chosen.cells, chosen.data, chosen.forks), stateful)
+    return Branches("nnx.switch", tuple(branches), operands).run(jax.lax.switch, index, stateful)

@@ -5,6 +5,7 @@ from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nnx.core.graph import GraphKey
 from nnx.transforms.annotations import Decorator, P, R, ScanOptions, T
@@ -35,6 +36,7 @@ from nnx.transforms.lift import (
     target_of,
 )
 from nnx.transforms.maps import assemble, is_init_method, stacked_init
+from nnx.transforms.reuse import reused
 from nnx.transforms.wrapper import decorator
 
 NOT_A_PAIR = """nnx.scan: the body must return a pair, (carry, y); {name} returned {got}. With nothing to collect, \
@@ -131,7 +133,7 @@ def scan(
         if len(args) < 2:
             raise TypeError(f"nnx.scan({target.name}) takes (module, carry, xs, ...), got {len(args)} arguments.")
         steps = Steps(axes, target.fun, target.name, args, kwargs, in_axes)
-        outcome = steps.run(out_axes, reverse, unroll)
+        outcome = steps.run(in_axes, out_axes, reverse, unroll)
         return commit(steps.call, outcome) if stateful else discard(steps.call, outcome)
 
     return lifted
@@ -162,9 +164,32 @@ class Steps:
         self.inner: GraphKey | None = axes.inner_key(self.call.signature.key, self.groups)
         self.found: list[Any] = []
 
-    def run(self, out_axes: Any, reverse: bool, unroll: Any) -> Outcome:
-        call, cells, data = self.call, self.call.cells(), self.call.data
+    def run(self, in_axes: Any, out_axes: Any, reverse: bool, unroll: Any) -> Outcome:
+        call = self.call
         split, shared = self.axes.keys(call, self.size)
+        # Values that are the same in all steps and are not arrays stay what they are: a flag can decide an `if`.
+        traced = [
+            i
+            for i, value in enumerate(call.data)
+            if self.data_axes[i] is not None or i in self.carry_data or isinstance(value, (jax.Array, np.ndarray))
+        ]
+        kept = {i: value for i, value in enumerate(call.data) if i not in traced}
+
+        def work(cells: Any, values: Any, split: Any, shared: Any) -> Outcome:
+            data = {**kept, **dict(zip(traced, values))}
+            return self._scan(cells, [data[i] for i in range(len(data))], split, shared, out_axes, reverse, unroll)
+
+        return reused(
+            work,
+            (call.cells(), [call.data[i] for i in traced], split, shared),
+            functions=(self.fun,),
+            options=(self.axes, in_axes, out_axes, reverse, unroll, kept),
+            signature=(call.signature, tuple(self.groups), self.size),
+        )
+
+    def _scan(
+        self, cells: Any, data: Any, split: Any, shared: Any, out_axes: Any, reverse: bool, unroll: Any
+    ) -> Outcome:
         init = ([cells[i] for i in self.carry_cells], [data[i] for i in self.carry_data])
         xs = (
             [move_axis(cells[i], self.groups[i], 0) for i in self.stacked_cells],
@@ -173,7 +198,7 @@ class Steps:
         )
 
         def body(carry: Any, x: Any) -> Any:
-            return self.step(carry, x, cells, shared, out_axes)
+            return self.step(carry, x, cells, data, shared, out_axes)
 
         try:
             (final, final_data), (stacked, ys) = jax.lax.scan(
@@ -197,9 +222,11 @@ class Steps:
             text = text.replace(f"carry[1][{number}]", f"carry{jax.tree_util.keystr(path)}")
         return text
 
-    def step(self, carry: Any, x: Any, outer_cells: Sequence[Any], shared: Any, out_axes: Any) -> Any:
+    def step(
+        self, carry: Any, x: Any, outer_cells: Sequence[Any], outer_data: Sequence[Any], shared: Any, out_axes: Any
+    ) -> Any:
         (carried, carried_data), (slices, data_slices, split) = carry, x
-        cells, data = list(outer_cells), list(self.call.data)
+        cells, data = list(outer_cells), list(outer_data)
         for numbers, values in ((self.carry_cells, carried), (self.stacked_cells, slices)):
             for i, value in zip(numbers, values):
                 cells[i] = value
@@ -309,23 +336,52 @@ class Loop:
         self.name = name
         self.call: Call = Call((init,), {})
         self.structure: Any = _carry_structure(init, self.call)
-        self.body_keys: list[Any] = self._fork()
-        self.condition_keys: list[Any] = []
         self.found: list[Effects] = []
 
-    def _fork(self) -> list[Any]:
+    def fork(self) -> list[Any]:
+        """Returns keys for a function of the loop, by Context; each function has its own."""
         return [ctx.partition().keys for ctx in self.call.contexts]
 
-    def fork_for_condition(self) -> None:
-        """Gives the condition its own keys: those of the body at the same step are different."""
-        self.condition_keys = self._fork()
+    def run(
+        self,
+        loop: Callable[..., Any],
+        operands: tuple[Any, ...],
+        functions: Sequence[Callable[..., Any]],
+        options: Any,
+        stateful: bool,
+    ) -> Any:
+        """Runs `loop(carry, *operands)` and writes what changed back.
 
-    def initial(self) -> Any:
-        return jnp.zeros((), jnp.int32), self.call.cells(), list(self.call.data)
+        Args:
+          loop: from the first carry to the last.
+          operands: the arrays it needs besides.
+          functions: the user's functions that it runs.
+          options: what else it depends on.
+          stateful: whether changes to Modules are written back.
+        """
 
-    def body(self, fun: Callable[..., Any], carry: Any, *before: Any) -> Any:
+        def work(cells: Any, data: Any, operands: Any) -> Outcome:
+            return self._outcome(loop((jnp.zeros((), jnp.int32), cells, data), *operands))
+
+        outcome = reused(
+            work,
+            (self.call.cells(), list(self.call.data), operands),
+            functions=functions,
+            options=(self.name, options),
+            signature=self.call.signature,
+        )
+        out = jax.tree.map(
+            lambda x: self.call.contexts[-2 - x.index] if isinstance(x, Returned) and x.index < 0 else x,
+            outcome.out,
+            is_leaf=lambda x: isinstance(x, Returned),
+        )
+        outcome = Outcome(outcome.values, out, outcome.effects)
+        return commit(self.call, outcome) if stateful else discard(self.call, outcome)
+
+    def body(self, fun: Callable[..., Any], keys: list[Any], carry: Any, *before: Any) -> Any:
+        """One step."""
         step, cells, data = carry
-        entered, args, contexts = self._enter(step, cells, data, self.body_keys)
+        entered, args, contexts = self._enter(step, cells, data, keys)
         out = _with_contexts_by_number(fun(*before, *args), contexts)
         outcome = leave(entered, out, self.name)
         self._check(outcome.effects)
@@ -337,9 +393,10 @@ class Loop:
         values = current_values(self.name, self.call.signature.key, entered, range(len(cells)))
         return step + 1, values, jax.tree.leaves(outcome.out)
 
-    def condition(self, fun: Callable[..., Any], carry: Any) -> Any:
+    def condition(self, fun: Callable[..., Any], keys: list[Any], carry: Any) -> Any:
+        """Whether there is another step."""
         step, cells, data = carry
-        entered, args, _ = self._enter(step, cells, data, self.condition_keys)
+        entered, args, _ = self._enter(step, cells, data, keys)
         outcome = leave(entered, fun(*args), self.name)
         if outcome.effects.changed or outcome.effects.rewrite is not None:
             raise ValueError(
@@ -363,18 +420,12 @@ class Loop:
                 cure = "A loop has no place for it, since it may not run at all: make the variable before the loop."
                 raise ValueError(NEW_VARIABLE.format(name=self.name, path=path, kind=kind, cure=cure))
 
-    def finish(self, carry: Any, stateful: bool) -> Any:
+    def _outcome(self, carry: Any) -> Outcome:
         _, cells, data = carry
         changed = self.found[0].changed if self.found else ()
         sown = self.found[0].sown if self.found else ()
-        out = jax.tree.map(
-            lambda x: self.call.contexts[-2 - x.index] if isinstance(x, Returned) and x.index < 0 else x,
-            jax.tree.unflatten(self.structure, data),
-            is_leaf=lambda x: isinstance(x, Returned),
-        )
         effects = Effects(changed, None, sown, bool(self.call.roots), self.call.signature.ties.aliases)
-        outcome = Outcome([cells[i] for i in changed], out, effects)
-        return commit(self.call, outcome) if stateful else discard(self.call, outcome)
+        return Outcome([cells[i] for i in changed], jax.tree.unflatten(self.structure, data), effects)
 
 
 def while_loop(cond_fun: Callable[[T], Any], body_fun: Callable[[T], T], init_val: T, *, stateful: bool = True) -> T:
@@ -398,11 +449,15 @@ def while_loop(cond_fun: Callable[[T], Any], body_fun: Callable[[T], T], init_va
     (True, 5)
     """
     loop = Loop("nnx.while_loop", init_val)
-    loop.fork_for_condition()
-    carry = jax.lax.while_loop(
-        lambda carry: loop.condition(cond_fun, carry), lambda carry: loop.body(body_fun, carry), loop.initial()
-    )
-    return loop.finish(carry, stateful)
+
+    def run(carry: Any, body_keys: Any, condition_keys: Any) -> Any:
+        return jax.lax.while_loop(
+            lambda carry: loop.condition(cond_fun, condition_keys, carry),
+            lambda carry: loop.body(body_fun, body_keys, carry),
+            carry,
+        )
+
+    return loop.run(run, (loop.fork(), loop.fork()), (cond_fun, body_fun), None, stateful)
 
 
 def fori_loop(
@@ -432,7 +487,14 @@ def fori_loop(
     10
     """
     loop = Loop("nnx.fori_loop", init_val)
-    carry = jax.lax.fori_loop(
-        lower, upper, lambda i, carry: loop.body(body_fun, carry, i), loop.initial(), unroll=unroll
-    )
-    return loop.finish(carry, stateful)
+    # An unrolled loop needs to know its bounds. Otherwise they are data, so that other bounds use the same trace.
+    fixed = (lower, upper) if unroll is not None else ()
+
+    def run(carry: Any, keys: Any, *bounds: Any) -> Any:
+        lower, upper = fixed or bounds
+        return jax.lax.fori_loop(
+            lower, upper, lambda i, carry: loop.body(body_fun, keys, carry, i), carry, unroll=unroll
+        )
+
+    bounds = () if fixed else (lower, upper)
+    return loop.run(run, (loop.fork(), *bounds), (body_fun,), (unroll, fixed), stateful)

@@ -9,6 +9,7 @@ from nnx.transforms.annotations import Decorator, P, R, RematOptions
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
 from nnx.transforms.lift import Call, commit, discard, run, target_of
 from nnx.transforms.maps import is_init_method
+from nnx.transforms.reuse import reused
 from nnx.transforms.wrapper import decorator
 
 
@@ -57,7 +58,13 @@ def remat(
             return run(body, call.signature, call.statics, cells, data, forks, name)
 
         checkpointed = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
-        outcome = checkpointed(call.cells(), call.data, call.forks())
+        outcome = reused(
+            checkpointed,
+            (call.cells(), call.data, call.forks()),
+            functions=(target.fun,),
+            options=("nnx.remat", prevent_cse, policy),
+            signature=call.signature,
+        )
         return commit(call, outcome) if stateful else discard(call, outcome)
 
     return lifted

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, Unpack
 
 from nnx.core.module import Module
-from nnx.core.proxies import Access
+from nnx.core.proxies import Access, Way
 from nnx.transforms.annotations import M, P, RematOptions, ScanOptions, VmapOptions
 from nnx.transforms.axes import Axes
 from nnx.transforms.loops import scan
@@ -29,11 +29,15 @@ class Wrapper(Module):
     def call(self) -> Access:
         """Any method of the wrapped Module, transformed: `m.call.method(...)`."""
 
-        def run(find: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
+        def run(find: Way, args: Any, kwargs: Any) -> Any:
             def method(module: Any, *args: Any, **kwargs: Any) -> Any:
                 return find(module)(*args, **kwargs)
 
-            return self._lift(method)(self._inner(), *args, **kwargs)
+            inner = self._inner()
+            found = find(inner)
+            # What really runs: a trace that is kept is not used any more when this is replaced.
+            method.__wrapped__ = type(found).__call__ if isinstance(found, Module) else getattr(found, "__func__", None)
+            return self._lift(method)(inner, *args, **kwargs)
 
         return Access(run)
 
