@@ -21,6 +21,7 @@ import jax
 from benchmarks.harness import Row, Settings, seconds_text
 
 QUESTIONS = (
+    "import_time",
     "read_attribute",
     "build_module",
     "partition_merge",

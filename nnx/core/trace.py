@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.extend.core
 
 try:
     from jax._src.core import EvalTrace as _EvalTrace
@@ -24,6 +23,8 @@ except (ImportError, AttributeError):  # pragma: no cover - only on a JAX that m
 
 
 def _level_by_equality() -> Any:
+    import jax.extend.core  # here, because it takes as long to import as a quarter of this library
+
     return jax.extend.core.get_opaque_trace_state(convention="nnx")
 
 
