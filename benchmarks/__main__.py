@@ -21,12 +21,14 @@ import jax
 from benchmarks.harness import Row, Settings, seconds_text
 
 QUESTIONS = (
+    "import_time",
     "read_attribute",
     "build_module",
     "partition_merge",
     "state_through_jit",
     "train_step",
     "adam_step",
+    "eager_transforms",
     "trace_time",
     "layers",
 )

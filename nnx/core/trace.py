@@ -11,17 +11,20 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.extend.core
 
 try:
+    from jax._src.core import EvalTrace as _EvalTrace
     from jax._src.core import trace_state as _trace_state  # a thread-local setting that holds a weakref to the trace
 
     _trace_state.value  # noqa: B018  (the attribute must exist)
 except (ImportError, AttributeError):  # pragma: no cover - only on a JAX that moved it
     _trace_state = None
+    _EvalTrace = None
 
 
 def _level_by_equality() -> Any:
+    import jax.extend.core  # here, because it takes as long to import as a quarter of this library
+
     return jax.extend.core.get_opaque_trace_state(convention="nnx")
 
 
@@ -35,6 +38,12 @@ def same_level(level: Any) -> bool:
     """Whether `level` is that of the running trace."""
     current = current_level()
     return level is current or level == current
+
+
+def is_eager() -> bool:
+    """Returns whether nothing is being traced: the caller is plain Python. Says no where JAX does not tell."""
+    level = current_level()
+    return _EvalTrace is not None and type(level()) is _EvalTrace
 
 
 def is_of_this_trace(value: Any) -> bool:

@@ -14,6 +14,7 @@ from nnx.core.structure import GraphKey, module_path
 from nnx.transforms.annotations import R
 from nnx.transforms.body_rules import check_aliases, check_structure
 from nnx.transforms.call import Call, target_of
+from nnx.transforms.eager_traces import kept_trace
 from nnx.transforms.effects import Outcome, cell_paths, enter_call, finish, leave
 from nnx.transforms.rewrite import Rewrite
 from nnx.transforms.shared_traces import run_in_scope
@@ -32,7 +33,7 @@ branch {number}. Cast it, so that its type does not depend on the branch."""
 
 
 class BranchCall:
-    """One call of `cond` or `switch`, its branches traced."""
+    """One call of `cond` or `switch`."""
 
     def __init__(self, name: str, functions: Sequence[Any], operands: tuple[Any, ...]):
         self.name = name
@@ -40,12 +41,35 @@ class BranchCall:
         bound = {id(owner): owner for target in self.targets for owner in target.bound}
         self.bound: list[Any] = list(bound.values())
         self.call: Call = Call((self.bound, *operands), {})
-        self.cells, self.data, self.forks = self.call.cells(), list(self.call.data), self.call.forks()
-        shapes = [jax.eval_shape(self.branch(i), self.cells, self.data, self.forks) for i in range(len(functions))]
-        self.effects: list[Any] = [shape.effects for shape in shapes]
-        self.shapes = shapes
-        self.rewrite: Rewrite | None = self._common_rewrite()
-        self._check_outputs()
+        self.effects: list[Any] = []
+        self.shapes: list[Any] = []
+        self.rewrite: Rewrite | None = None
+
+    def run(self, choose: Callable[..., Any], selector: Any, stateful: bool) -> Any:
+        """Runs the branch that `choose(selector, functions, *operands)` takes, and writes back what it changed."""
+        numbers = range(len(self.targets))
+
+        def work(selector: Any, *operands: Any) -> Outcome:
+            self._trace(*operands)
+            return self._outcome(*choose(selector, [self.function(i) for i in numbers], *operands))
+
+        places = {id(owner): i for i, owner in enumerate(self.bound)}
+        owners = tuple([tuple([places[id(owner)] for owner in target.bound]) for target in self.targets])
+        outcome = kept_trace(
+            work,
+            (selector, self.call.cells(), list(self.call.data), self.call.forks()),
+            functions=[target.fun for target in self.targets],
+            options=(self.name, owners),
+            signature=self.call.signature,
+        )
+        return finish(self.call, outcome, stateful)
+
+    def _trace(self, cells: Any, data: Any, forks: Any) -> None:
+        """Traces the branches to see what each of them changes."""
+        self.shapes = [jax.eval_shape(self.branch(i), cells, data, forks) for i in range(len(self.targets))]
+        self.effects = [shape.effects for shape in self.shapes]
+        self.rewrite = self._common_rewrite()
+        self._check_outputs(cells)
 
     def branch(self, number: int) -> Callable[..., Outcome]:
         """Returns one branch as a function of the split call."""
@@ -88,14 +112,14 @@ class BranchCall:
         sources = tuple(min(column) for column in zip(*(r.sources for r in present)))
         return present[0].replace(sources=sources)
 
-    def _check_outputs(self) -> None:
+    def _check_outputs(self, cells: Sequence[Any]) -> None:
         first = jax.tree.structure(self.shapes[0].out)
         for number, shape in enumerate(self.shapes):
             other = jax.tree.structure(shape.out)
             if other != first:
                 text = {"first": first, "number": number, "other": other}
                 raise TypeError(OUTPUTS_DISAGREE.format(name=self.name, **text))
-        columns = [self.union_values(number, shape, self.cells) for number, shape in enumerate(self.shapes)]
+        columns = [self.union_values(number, shape, cells) for number, shape in enumerate(self.shapes)]
         paths = self._union_paths()
         for i, path in enumerate(paths):
             types = [type_text(column[i]) for column in columns]
@@ -136,13 +160,11 @@ class BranchCall:
 
         return run
 
-    def finish(self, result: Any, stateful: bool) -> Any:
-        values, out = result
+    def _outcome(self, values: Any, out: Any) -> Outcome:
         first = self.effects[0]
         sown = tuple(dict.fromkeys(item for effects in self.effects for item in effects.sown))
         changed = () if self.rewrite is not None else tuple(self.union())
-        outcome = Outcome(values, out, first.replace(changed=changed, rewrite=self.rewrite, sown=sown))
-        return finish(self.call, outcome, stateful)
+        return Outcome(values, out, first.replace(changed=changed, rewrite=self.rewrite, sown=sown))
 
 
 def _rewritten_path(key: GraphKey | None, rewrite: Rewrite, cell: int) -> str:
@@ -176,8 +198,7 @@ def cond(
     10
     """
     branches = BranchCall("nnx.cond", (true_fun, false_fun), operands)
-    arguments = (branches.cells, branches.data, branches.forks)
-    return branches.finish(jax.lax.cond(pred, branches.function(0), branches.function(1), *arguments), stateful)
+    return branches.run(lambda pred, functions, *rest: jax.lax.cond(pred, *functions, *rest), pred, stateful)
 
 
 @boundary
@@ -198,6 +219,4 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any, sta
     """
     if not branches:
         raise ValueError(NO_BRANCHES)
-    chosen = BranchCall("nnx.switch", tuple(branches), operands)
-    functions = [chosen.function(i) for i in range(len(chosen.targets))]
-    return chosen.finish(jax.lax.switch(index, functions, chosen.cells, chosen.data, chosen.forks), stateful)
+    return BranchCall("nnx.switch", tuple(branches), operands).run(jax.lax.switch, index, stateful)

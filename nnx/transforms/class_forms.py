@@ -8,17 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, Unpack
 
 from nnx.core.module import Module
-from nnx.core.proxies import Access
+from nnx.core.proxies import Access, Way
 from nnx.transforms.annotations import M, P, RematOptions, ScanOptions, VmapOptions
+from nnx.transforms.call import call_module
 from nnx.transforms.remat import remat
 from nnx.transforms.scan import scan
 from nnx.transforms.stacking import Stacking
 from nnx.transforms.vmap import construct, vmap
-
-
-def call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a Module: one function for all of them, so that Modules of equal structure can share a trace."""
-    return module(*args, **kwargs)
 
 
 class TransformedModule(Module):
@@ -34,11 +30,15 @@ class TransformedModule(Module):
     def call(self) -> Access:
         """Any method of the wrapped Module, transformed: `m.call.method(...)`."""
 
-        def run(find: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
+        def run(find: Way, args: Any, kwargs: Any) -> Any:
             def method(module: Any, *args: Any, **kwargs: Any) -> Any:
                 return find(module)(*args, **kwargs)
 
-            return self._lift(method)(self._inner(), *args, **kwargs)
+            inner = self._inner()
+            found = find(inner)
+            # What really runs: a trace that is kept is not used any more when this is replaced.
+            method.__wrapped__ = type(found).__call__ if isinstance(found, Module) else getattr(found, "__func__", None)
+            return self._lift(method)(inner, *args, **kwargs)
 
         return Access(run)
 

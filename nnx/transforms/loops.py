@@ -1,6 +1,6 @@
 """`while_loop` and `fori_loop`: bodies that run any number of times, with Modules handed from step to step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from nnx.transforms.annotations import T
 from nnx.transforms.body_rules import NEW_VARIABLE, check_aliases, check_structure
 from nnx.transforms.call import Call
+from nnx.transforms.eager_traces import kept_trace
 from nnx.transforms.effects import Effects, Outcome, Returned, enter_call, finish, leave
 from nnx.transforms.entered import Entered
 from nnx.transforms.scan import OTHER_CARRY, carry_structure, current_values, with_contexts_by_number
@@ -28,23 +29,52 @@ class LoopCall:
         self.name = name
         self.call: Call = Call((init,), {})
         self.structure: Any = carry_structure(init, self.call)
-        self.body_keys: list[Any] = self._fork()
-        self.condition_keys: list[Any] = []
         self.found: list[Effects] = []
 
-    def _fork(self) -> list[Any]:
+    def fork(self) -> list[Any]:
+        """Returns keys for a function of the loop, by Context; each function has its own."""
         return [ctx.partition().keys for ctx in self.call.contexts]
 
-    def fork_for_condition(self) -> None:
-        """Gives the condition its own keys: those of the body at the same step are different."""
-        self.condition_keys = self._fork()
+    def run(
+        self,
+        loop: Callable[..., Any],
+        operands: tuple[Any, ...],
+        functions: Sequence[Callable[..., Any]],
+        options: Any,
+        stateful: bool,
+    ) -> Any:
+        """Runs `loop(carry, *operands)` and writes what changed back.
 
-    def initial(self) -> Any:
-        return jnp.zeros((), jnp.int32), self.call.cells(), list(self.call.data)
+        Args:
+          loop: from the first carry to the last.
+          operands: the arrays it needs besides.
+          functions: the user's functions that it runs.
+          options: what else it depends on.
+          stateful: whether changes to Modules are written back.
+        """
 
-    def body(self, fun: Callable[..., Any], carry: Any, *before: Any) -> Any:
+        def work(cells: Any, data: Any, operands: Any) -> Outcome:
+            return self._outcome(loop((jnp.zeros((), jnp.int32), cells, data), *operands))
+
+        outcome = kept_trace(
+            work,
+            (self.call.cells(), list(self.call.data), operands),
+            functions=functions,
+            options=(self.name, options),
+            signature=self.call.signature,
+        )
+        out = jax.tree.map(
+            lambda x: self.call.contexts[-2 - x.index] if isinstance(x, Returned) and x.index < 0 else x,
+            outcome.out,
+            is_leaf=lambda x: isinstance(x, Returned),
+        )
+        outcome = Outcome(outcome.values, out, outcome.effects)
+        return finish(self.call, outcome, stateful)
+
+    def body(self, fun: Callable[..., Any], keys: list[Any], carry: Any, *before: Any) -> Any:
+        """One step."""
         step, cells, data = carry
-        entered, args, contexts = self._enter(step, cells, data, self.body_keys)
+        entered, args, contexts = self._enter(step, cells, data, keys)
         out = with_contexts_by_number(run_in_scope(fun, (*before, *args), {}), contexts)
         outcome = leave(entered, out, self.name)
         self._check(outcome.effects)
@@ -56,9 +86,10 @@ class LoopCall:
         values = current_values(self.name, self.call.signature.key, entered, range(len(cells)))
         return step + 1, values, jax.tree.leaves(outcome.out)
 
-    def condition(self, fun: Callable[..., Any], carry: Any) -> Any:
+    def condition(self, fun: Callable[..., Any], keys: list[Any], carry: Any) -> Any:
+        """Whether there is another step."""
         step, cells, data = carry
-        entered, args, _ = self._enter(step, cells, data, self.condition_keys)
+        entered, args, _ = self._enter(step, cells, data, keys)
         outcome = leave(entered, run_in_scope(fun, args, {}), self.name)
         if outcome.effects.changed or outcome.effects.rewrite is not None:
             raise ValueError(CONDITION_CHANGES.format(name=self.name))
@@ -79,18 +110,12 @@ class LoopCall:
             for _, path, kind in added:
                 raise ValueError(NEW_VARIABLE.format(name=self.name, path=path, kind=kind, advice=MAKE_BEFORE))
 
-    def finish(self, carry: Any, stateful: bool) -> Any:
+    def _outcome(self, carry: Any) -> Outcome:
         _, cells, data = carry
         changed = self.found[0].changed if self.found else ()
         sown = self.found[0].sown if self.found else ()
-        out = jax.tree.map(
-            lambda x: self.call.contexts[-2 - x.index] if isinstance(x, Returned) and x.index < 0 else x,
-            jax.tree.unflatten(self.structure, data),
-            is_leaf=lambda x: isinstance(x, Returned),
-        )
         effects = Effects(changed, None, sown, bool(self.call.roots), self.call.signature.ties.aliases)
-        outcome = Outcome([cells[i] for i in changed], out, effects)
-        return finish(self.call, outcome, stateful)
+        return Outcome([cells[i] for i in changed], jax.tree.unflatten(self.structure, data), effects)
 
 
 @boundary
@@ -115,11 +140,15 @@ def while_loop(cond_fun: Callable[[T], Any], body_fun: Callable[[T], T], init_va
     (True, 5)
     """
     loop = LoopCall("nnx.while_loop", init_val)
-    loop.fork_for_condition()
-    carry = jax.lax.while_loop(
-        lambda carry: loop.condition(cond_fun, carry), lambda carry: loop.body(body_fun, carry), loop.initial()
-    )
-    return loop.finish(carry, stateful)
+
+    def run(carry: Any, body_keys: Any, condition_keys: Any) -> Any:
+        return jax.lax.while_loop(
+            lambda carry: loop.condition(cond_fun, condition_keys, carry),
+            lambda carry: loop.body(body_fun, body_keys, carry),
+            carry,
+        )
+
+    return loop.run(run, (loop.fork(), loop.fork()), (cond_fun, body_fun), None, stateful)
 
 
 @boundary
@@ -150,7 +179,14 @@ def fori_loop(
     10
     """
     loop = LoopCall("nnx.fori_loop", init_val)
-    carry = jax.lax.fori_loop(
-        lower, upper, lambda i, carry: loop.body(body_fun, carry, i), loop.initial(), unroll=unroll
-    )
-    return loop.finish(carry, stateful)
+    # An unrolled loop needs to know its bounds. Otherwise they are data, so that other bounds use the same trace.
+    fixed = (lower, upper) if unroll is not None else ()
+
+    def run(carry: Any, keys: Any, *bounds: Any) -> Any:
+        lower, upper = fixed or bounds
+        return jax.lax.fori_loop(
+            lower, upper, lambda i, carry: loop.body(body_fun, keys, carry, i), carry, unroll=unroll
+        )
+
+    bounds = () if fixed else (lower, upper)
+    return loop.run(run, (loop.fork(), *bounds), (body_fun,), (unroll, fixed), stateful)

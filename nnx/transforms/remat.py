@@ -9,6 +9,7 @@ from nnx.transforms.annotations import Decorator, P, R, RematOptions
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
 from nnx.transforms.call import Call, target_of
 from nnx.transforms.decorators import decorator
+from nnx.transforms.eager_traces import functions_run, kept_trace
 from nnx.transforms.effects import finish, run
 from nnx.transforms.shared_traces import shared_body
 from nnx.transforms.vmap import is_init_method
@@ -62,7 +63,13 @@ def remat(
         call = Call(args, kwargs)
         pure = shared_body(target.fun, call, trace)
         checkpointed = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
-        outcome = checkpointed(call.cells(), call.data, call.forks())
+        outcome = kept_trace(
+            checkpointed,
+            (call.cells(), call.data, call.forks()),
+            functions=functions_run(target.fun, call),
+            options=("nnx.remat", prevent_cse, policy),
+            signature=call.signature,
+        )
         return finish(call, outcome, stateful)
 
     return lifted

@@ -5,12 +5,14 @@ from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nnx.core.repr import type_text
 from nnx.core.structure import GraphKey
 from nnx.transforms.annotations import Decorator, P, R, ScanOptions
 from nnx.transforms.call import Call, is_module, target_of, with_values
 from nnx.transforms.decorators import decorator
+from nnx.transforms.eager_traces import functions_run, kept_trace
 from nnx.transforms.effects import Effects, Outcome, Returned, cell_paths, enter_call, finish, leave
 from nnx.transforms.entered import Entered
 from nnx.transforms.shared_traces import run_in_scope
@@ -119,7 +121,7 @@ def scan(
         if len(args) < 2:
             raise TypeError(TOO_FEW_ARGUMENTS.format(name=target.name, count=len(args)))
         scanned = ScanCall(stacking, target.fun, target.name, args, kwargs, in_axes)
-        outcome = scanned.run(out_axes, reverse, unroll)
+        outcome = scanned.run(in_axes, out_axes, reverse, unroll)
         return finish(scanned.call, outcome, stateful)
 
     return lifted
@@ -152,9 +154,32 @@ class ScanCall:
         self.inner: GraphKey | None = stacking.inner_key(self.call.signature.key, self.groups)
         self.found: list[Any] = []
 
-    def run(self, out_axes: Any, reverse: bool, unroll: Any) -> Outcome:
-        call, cells, data = self.call, self.call.cells(), self.call.data
+    def run(self, in_axes: Any, out_axes: Any, reverse: bool, unroll: Any) -> Outcome:
+        call = self.call
         split, shared = self.stacking.keys(call, self.size)
+        # Values that are the same in all steps and are not arrays stay what they are: a flag can decide an `if`.
+        traced = [
+            i
+            for i, value in enumerate(call.data)
+            if self.data_axes[i] is not None or i in self.carry_data or isinstance(value, (jax.Array, np.ndarray))
+        ]
+        fixed = {i: value for i, value in enumerate(call.data) if i not in traced}
+
+        def work(cells: Any, values: Any, split: Any, shared: Any) -> Outcome:
+            data = {**fixed, **dict(zip(traced, values))}
+            return self._scan(cells, [data[i] for i in range(len(data))], split, shared, out_axes, reverse, unroll)
+
+        return kept_trace(
+            work,
+            (call.cells(), [call.data[i] for i in traced], split, shared),
+            functions=functions_run(self.fun, call),
+            options=(self.stacking, in_axes, out_axes, reverse, unroll, fixed),
+            signature=(call.signature, tuple(self.groups), self.size),
+        )
+
+    def _scan(
+        self, cells: Any, data: Any, split: Any, shared: Any, out_axes: Any, reverse: bool, unroll: Any
+    ) -> Outcome:
         init = ([cells[i] for i in self.carry_cells], [data[i] for i in self.carry_data])
         xs = (
             [move_axis(cells[i], self.groups[i], 0) for i in self.stacked_cells],
@@ -163,7 +188,7 @@ class ScanCall:
         )
 
         def body(carry: Any, x: Any) -> Any:
-            return self.step(carry, x, cells, shared, out_axes)
+            return self.step(carry, x, cells, data, shared, out_axes)
 
         try:
             (final, final_data), (stacked, ys) = jax.lax.scan(
@@ -187,10 +212,12 @@ class ScanCall:
             text = text.replace(f"carry[1][{number}]", f"carry{jax.tree_util.keystr(path)}")
         return text
 
-    def step(self, carry: Any, x: Any, outer_cells: Sequence[Any], shared: Any, out_axes: Any) -> Any:
+    def step(
+        self, carry: Any, x: Any, outer_cells: Sequence[Any], outer_data: Sequence[Any], shared: Any, out_axes: Any
+    ) -> Any:
         (carried, carried_data), (slices, data_slices, split) = carry, x
         cells = with_values(outer_cells, (self.carry_cells, carried), (self.stacked_cells, slices))
-        data = with_values(self.call.data, (self.carry_data, carried_data), (self.slice_data, data_slices))
+        data = with_values(outer_data, (self.carry_data, carried_data), (self.slice_data, data_slices))
         contexts = self.stacking.contexts(self.call, split, shared)
         signature = self.call.signature._replace(key=self.inner)
         cells = self.stacking.transformed(self.inner, cells)
