@@ -84,7 +84,7 @@ class Entered:
         groups = alias_groups(cells, [values[i] for i in cells])
         if not groups and not self.ties.aliases:
             return (), []
-        # A value that was in no cell gets a negative number of its own, so that it matches no group on entry.
+        # A value that was in no cell gets its own negative number, so that it matches no group on entry.
         numbers = [origin if origin >= 0 else -1 - i for i, origin in enumerate(origins)]
         now = {tuple(sorted([numbers[i] for i in group])) for group in groups}
         others = {number for group in now ^ set(self.ties.aliases) for number in group}

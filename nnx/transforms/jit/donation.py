@@ -142,7 +142,7 @@ class Donation:
         return found
 
     def _nested(self, cells: Any, data: Any, forks: Any) -> Any:
-        """Calls the function as a jitted one of its own, inside another.
+        """Calls the function as a separately jitted one, inside another.
 
         JAX caches the trace of a jitted function, and the trace does not depend on donation. So looking ahead traces
         the user's function, and the donating function that calls it does not trace it again.

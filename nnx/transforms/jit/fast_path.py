@@ -37,7 +37,7 @@ class CallPlan(NamedTuple):
     """How to repeat a call. The first three fields say which call: together they are the plan's key in a flat form."""
 
     token: object  # identifies the jitted function
-    arguments: ArgumentPositions | int  # an int n stands for the most common call: one Module, then n data arguments
+    arguments: ArgumentPositions | int  # an int n means the most common call: one Module, then n data arguments
     rules: Any  # the logical axis rules in force
     compiled: Any  # a weak reference to the Compiled
     dicts: list[dict[str, Any]]  # the cells to gather: dicts[i][names[i]]
