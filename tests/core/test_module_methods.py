@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 import nnx
-
-
-class Count(nnx.Variable):
-    pass
+from tests.checks import assert_refused, assert_unchanged, photograph
+from tests.models import Count
 
 
 class Linear(nnx.Module):
@@ -71,20 +69,6 @@ PARAM_PATHS = [p for p in PATHS if p.endswith(("/b", "/w"))]
 COUNT_PATHS = [p for p in PATHS if p.endswith("/count")]
 
 
-def snapshot(module):
-    """Everything observable about a Module's state and structure, for 'nothing changed' checks."""
-    state, moduledef = module.partition()
-    return [(path, type(leaf), jax.tree.leaves(leaf)) for path, leaf in state.items()], moduledef
-
-
-def assert_unchanged(module, before):
-    leaves, moduledef = snapshot(module)
-    assert moduledef == before[1]
-    assert [entry[:2] for entry in leaves] == [entry[:2] for entry in before[0]]
-    for (_, _, now), (_, _, then) in zip(leaves, before[0], strict=True):
-        assert all(a is b for a, b in zip(now, then, strict=True))
-
-
 # partition
 
 
@@ -124,7 +108,7 @@ def test_the_first_match_wins():
 
 def test_incomplete_partition_lists_the_paths_and_changes_nothing():
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     with pytest.raises(ValueError, match="Non-exhaustive filters, got a non-empty remainder") as error:
         m.partition(nnx.Param, Count)
     assert "enc/mean" in str(error.value)
@@ -168,7 +152,7 @@ def test_filter_with_several_filters_gives_a_tuple_and_need_not_be_exhaustive():
 
 def test_filter_leaves_the_module_alone():
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     m.filter(nnx.Param)
     assert_unchanged(m, before)
 
@@ -195,7 +179,7 @@ def test_pop_state_with_several_filters_gives_a_tuple():
 
 def test_pop_state_without_a_filter_is_an_error_and_changes_nothing():
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     with pytest.raises(ValueError, match="filter"):
         m.pop_state()
     assert_unchanged(m, before)
@@ -203,7 +187,7 @@ def test_pop_state_without_a_filter_is_an_error_and_changes_nothing():
 
 def test_pop_state_with_a_bad_filter_changes_nothing():
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     with pytest.raises(TypeError, match="1.5"):
         m.pop_state(nnx.Param, 1.5)
     assert_unchanged(m, before)
@@ -265,7 +249,7 @@ def test_update_state_takes_a_module_of_the_same_type():
 
 def test_update_state_refuses_a_module_of_another_type_and_changes_nothing():
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     with pytest.raises((TypeError, ValueError)) as error:
         m.update_state(Linear())
     assert "Linear" in str(error.value) and "Model" in str(error.value)
@@ -275,7 +259,7 @@ def test_update_state_refuses_a_module_of_another_type_and_changes_nothing():
 @pytest.mark.parametrize("wrong", [1, "state", None, [1]])
 def test_update_state_refuses_anything_else_and_shows_it(wrong):
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     with pytest.raises((TypeError, ValueError)):
         m.update_state(wrong)
     assert_unchanged(m, before)
@@ -294,7 +278,7 @@ def test_update_state_adds_new_variables():
 @pytest.mark.parametrize("path", ["nowhere/w", "heads/c/w", "enc/layers/2/w", "enc/mean/deeper", "name/w"])
 def test_an_update_whose_parent_does_not_exist_is_an_error_and_changes_nothing(path):
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     update = m.filter(nnx.Param).map(lambda _, leaf: leaf.replace(value=leaf.value + 1))
     with pytest.raises((ValueError, KeyError)) as error:
         m.update_state(update | nnx.State({path: nnx.Param(1.0)}))
@@ -305,7 +289,7 @@ def test_an_update_whose_parent_does_not_exist_is_an_error_and_changes_nothing(p
 @pytest.mark.parametrize("bad", [nnx.BatchStat(jnp.zeros(1)), nnx.Node(jnp.zeros(1))])
 def test_an_update_with_a_container_of_another_type_is_an_error_and_changes_nothing(bad):
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     update = m.filter(nnx.Param).map(lambda _, leaf: leaf.replace(value=leaf.value + 1))
     with pytest.raises(ValueError) as error:
         m.update_state(update | nnx.State({"heads/b/b": bad}))
@@ -315,7 +299,7 @@ def test_an_update_with_a_container_of_another_type_is_an_error_and_changes_noth
 
 def test_a_failing_second_state_of_a_tuple_changes_nothing():
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     good = jax.tree.map(lambda x: x + 1, m.filter(nnx.Param))
     with pytest.raises((ValueError, KeyError), match="nowhere/w"):
         m.update_state((good, nnx.State({"nowhere/w": nnx.Param(1.0)})))
@@ -325,7 +309,7 @@ def test_a_failing_second_state_of_a_tuple_changes_nothing():
 @pytest.mark.parametrize("name", ["filter", "clone", "heads/a/partition"])
 def test_an_update_that_would_hide_a_method_is_an_error_and_changes_nothing(name):
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     good = jax.tree.map(lambda x: x + 1, m.filter(nnx.Param))
     with pytest.raises((ValueError, AttributeError), match=name.split("/")[-1]):
         m.update_state(good | nnx.State({name: nnx.Param(1.0)}))
@@ -335,11 +319,32 @@ def test_an_update_that_would_hide_a_method_is_an_error_and_changes_nothing(name
 @pytest.mark.parametrize("path", ["enc", "heads/a", "name"])
 def test_an_update_to_a_submodule_or_static_value_is_an_error_and_changes_nothing(path):
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     good = jax.tree.map(lambda x: x + 1, m.filter(nnx.Param))
     with pytest.raises(ValueError, match=path):
         m.update_state(good | nnx.State({path: nnx.Param(1.0)}))
     assert_unchanged(m, before)
+
+
+@pytest.mark.parametrize(
+    "does, error, says",
+    [
+        (
+            lambda m: m.update_state(nnx.State({"enc/w": nnx.Param(jnp.zeros(2), ("in",)), "dec/w": nnx.Param(1.0)})),
+            ValueError,
+            ("'dec/w'", "get_state()"),
+        ),
+        (
+            lambda m: m.update_state(nnx.State({"enc/stat": nnx.BatchStat(1.0), "enc/w": nnx.BatchStat(1.0)})),
+            ValueError,
+            ("Cannot replace value from incompatible container", "'enc/w'", "Param", "BatchStat"),
+        ),
+        (lambda m: m.update_state({"w": 1}), TypeError, ("State", "Pure")),
+    ],
+    ids=["unknown path", "container of another type", "no state"],
+)
+def test_a_refused_update_names_the_path_and_what_to_write_and_changes_nothing(does, error, says):
+    assert_refused(does, error, says)
 
 
 def test_the_last_of_several_updates_wins_also_through_aliases():
@@ -361,7 +366,7 @@ def test_update_state_with_a_module_of_another_structure_changes_nothing():
     m, other = Model(), Model()
     other(jnp.ones((1, 2)))
     other.enc.layers.append(Linear(2, 2))
-    before = snapshot(m)
+    before = photograph(m)
     with pytest.raises(ValueError, match="enc/layers/2"):
         m.update_state(other)
     assert_unchanged(m, before)
@@ -378,7 +383,7 @@ def test_update_state_keeps_the_caches_coherent():
 
 def test_an_empty_update_changes_nothing():
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     m.update_state(nnx.State({}))
     m.update_state(())
     assert_unchanged(m, before)
@@ -443,7 +448,7 @@ def test_clone_with_copied_arrays_copies_numpy_arrays_and_pytrees_too():
 
 def test_apply_runs_on_a_copy_and_returns_output_and_new_module():
     m = Linear(2, 3)
-    before = snapshot(m)
+    before = photograph(m)
     out, new = m.apply(jnp.ones((1, 2)))
     np.testing.assert_array_equal(out, [[2.0, 2.0, 2.0]])
     assert type(new) is Linear
@@ -468,6 +473,7 @@ def test_apply_follows_any_chain_and_returns_the_whole_new_module():
     assert type(new) is Model
     assert new.enc.layers[1].count == 1
     assert new.enc.layers[0].count == 0
+    assert new.heads["a"].count == 0
     out, new = m.apply.heads["b"].halve(jnp.ones(()))
     assert float(out) == 0.5
     assert type(new) is Model
@@ -546,6 +552,11 @@ def test_sowing_into_a_variable_of_another_type_is_an_error():
         m.sow(nnx.Intermediate, "count", 1)
     assert "count" in str(error.value)
     assert m.count == 0
+
+
+def test_sowing_into_a_parameter_names_both_types_and_changes_nothing():
+    says = ("to be of type", "'w'", "Intermediate", "Param")
+    assert_refused(lambda m: m.enc.sow(nnx.Intermediate, "w", 1), ValueError, says)
 
 
 def test_sowing_into_a_variable_that_holds_no_tuple_is_an_error():
@@ -671,6 +682,10 @@ def test_get_path_that_leads_nowhere_is_an_error_naming_the_path(path):
     assert path in str(error.value)
 
 
+def test_the_error_for_a_path_names_the_part_that_leads_nowhere():
+    assert_refused(lambda m: m.get_path("enc/layers/0"), (ValueError, LookupError), ("enc/layers",))
+
+
 def test_set_path_replaces_modules_and_values():
     m = Model()
     new = Linear(2, 5)
@@ -698,7 +713,7 @@ def test_set_path_into_containers():
 
 def test_set_path_whose_parent_does_not_exist_is_an_error_naming_the_path():
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     with pytest.raises((AttributeError, ValueError, KeyError, LookupError)) as error:
         m.set_path("nowhere/w", 1)
     assert "nowhere" in str(error.value)

@@ -65,7 +65,7 @@ def test_modules_below_one_that_has_left_the_graph_are_numbered_at_every_look():
 
 
 def test_a_replayed_world_agrees_with_one_that_was_never_replayed():
-    """The first call replaces a Module below one that leaves the graph; the second raises, and its world is replayed."""
+    """The first call changes a Module that leaves the graph; the second one raises, so its world is replayed."""
     assert run_seed(1794846748070) is None
 
 
