@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import nnx
+from tests.models import Count
 
 
 class A(nnx.Module):
@@ -21,10 +22,6 @@ class A(nnx.Module):
 
 
 class B(nnx.Module):
-    pass
-
-
-class Count(nnx.Variable):
     pass
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.transforms.derivative_models import Affine, assert_no_tracers
+from tests.checks import assert_no_tracers
+from tests.transforms.derivative_models import Affine
 
 # custom_vjp
 

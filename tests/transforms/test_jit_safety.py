@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import nnx
-from tests.transforms.safety_models import Boom, Count, assert_unchanged, explode, linear, net, photograph, vandalise
+from tests.checks import assert_unchanged, photograph
+from tests.models import Count, linear, net
+from tests.transforms.harm import Boom, explode, vandalise
 
 
 @pytest.mark.parametrize(

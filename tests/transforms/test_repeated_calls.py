@@ -248,3 +248,19 @@ def test_a_static_list_changed_in_place_between_repeated_calls_is_noticed():
     for _ in range(2):
         assert step(module, x) == 5
     assert int(module.count) == 3 * 3 + 2 * 7 and step.trace_count == 2
+
+
+def test_repeated_calls_tell_their_arguments_apart():
+    model = nnx.Dict(n=nnx.Variable(jnp.array(0.0)))
+
+    @nnx.jit
+    def add(m, x, y=None):
+        total = x["a"] if isinstance(x, dict) else x
+        m.n = m.n + total + (0 if y is None else 10 * y)
+
+    one = jnp.array(1.0)
+    calls = [(1, ({"a": one},)), (2, (one,)), (3, (one,)), (14, (one, one)), (25, (one, one)), (26, (one,))]
+    for expected, args in calls:
+        add(model, *args)
+        assert float(model.n) == expected
+    assert add.trace_count == 3
