@@ -73,6 +73,7 @@ from nnx.sharding.specs import logical_to_mesh_sharding as logical_to_mesh_shard
 
 # isort: split
 # transforms: JAX transforms, lifted
+from nnx.transforms.annotations import JitWrapped as JitWrapped
 from nnx.transforms.autodiff import hessian as hessian
 from nnx.transforms.autodiff import jacfwd as jacfwd
 from nnx.transforms.autodiff import jacrev as jacrev
@@ -261,9 +262,9 @@ __all__ = [
     "name_axes", "PARTITION_NAME", "RulesFallback", "set_logical_axis_rules", "shard", "sharding_report",
     "ShardingReport", "tensor_parallel_rules", "with_logical_constraint", "with_logical_partitioning",
     # transforms
-    "cond", "custom_jvp", "custom_vjp", "eval_shape", "fori_loop", "grad", "hessian", "jacfwd", "jacrev", "jit", "jvp",
-    "linearize", "Remat", "remat", "Scan", "scan", "shard_map", "switch", "value_and_grad", "vjp", "Vmap", "vmap",
-    "while_loop",
+    "cond", "custom_jvp", "custom_vjp", "eval_shape", "fori_loop", "grad", "hessian", "jacfwd", "jacrev", "jit",
+    "JitWrapped", "jvp", "linearize", "Remat", "remat", "Scan", "scan", "shard_map", "switch", "value_and_grad", "vjp",
+    "Vmap", "vmap", "while_loop",
     # nn
     "adaptive_avg_pool", "adaptive_max_pool", "AdaptiveAvgPool", "AdaptiveMaxPool", "add_lora", "apply_rotary",
     "attention_implementation", "avg_pool", "AvgPool", "BatchNorm", "Bidirectional", "Bilinear", "celu",

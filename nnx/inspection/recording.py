@@ -41,7 +41,7 @@ class Mark:
     __slots__ = ("number",)
 
     def __init__(self, number: int):
-        self.number = number
+        self.number: int = number
 
 
 class Recording(NamedTuple):

@@ -61,6 +61,12 @@ class Summary:
       flops: the FLOPs of the whole call; None if no inputs were given.
     """
 
+    rows: tuple[Row, ...]
+    collections: dict[str, Total]
+    parameters: int
+    bytes: int
+    flops: int | None
+
     def __init__(self, rows: Sequence[Row], collections: dict[str, Total]):
         self.rows = tuple(rows)
         self.collections = collections

@@ -99,7 +99,7 @@ class TrainLog:
         file: TextIO | None = None,
     ):
         self.total = total
-        self.path = None if path is None else pathlib.Path(path)
+        self.path: pathlib.Path | None = None if path is None else pathlib.Path(path)
         self.name = name
         self.interval = interval
         self._plots = find_spec("matplotlib") is not None if plot is None else plot

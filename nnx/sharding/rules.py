@@ -12,7 +12,7 @@ import contextvars
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -76,7 +76,7 @@ def get_logical_axis_rules() -> Rules:
     return _current.get()
 
 
-current_rules = _current.get  # the same without a Python call, for code that asks at every step
+current_rules: Callable[[], Rules] = _current.get  # the same without a Python call, for code that asks at every step
 
 
 def as_rules(rules: Any) -> Rules:

@@ -105,6 +105,10 @@ class Average(Metric):
     3.0
     """
 
+    argname: str
+    total_pair: exact_sums.Pair
+    count_pair: exact_sums.Pair
+
     def __init__(self, argname: str = "values"):
         self.argname = argname
         self.total_pair = MetricState(exact_sums.zero())
@@ -220,6 +224,11 @@ class Welford(Metric):
     (2.0, 1.0)
     """
 
+    argname: str
+    count_pair: exact_sums.Pair
+    mean_pair: exact_sums.Pair
+    m2_pair: exact_sums.Pair
+
     def __init__(self, argname: str = "values"):
         self.argname = argname
         self.count_pair = MetricState(exact_sums.zero())
@@ -302,6 +311,8 @@ class MultiMetric(Metric):
     >>> {name: float(value) for name, value in metrics.compute().items()}
     {'accuracy': 1.0, 'loss': 0.5}
     """
+
+    names: tuple[str, ...]
 
     def __init__(self, **metrics: Metric):
         for name, metric in metrics.items():

@@ -435,3 +435,10 @@ def test_an_optimizer_with_a_transformation_of_named_functions_survives_pickling
     restored.update(jax.tree.map(jnp.ones_like, model.filter(nnx.Param)))
     np.testing.assert_array_equal(restored.model.kernel, model.kernel - 1)
     np.testing.assert_array_equal(restored.opt_state.trace.kernel, jnp.ones((2, 3)))
+
+
+def test_an_optimizer_can_be_annotated_with_the_type_of_its_model():
+    model = make_net()
+    plain, typed = nnx.Optimizer(model, optax.adam(1e-3)), nnx.Optimizer[Classifier](model, optax.adam(1e-3))
+    assert type(typed) is nnx.Optimizer
+    assert typed.get_module_def() == plain.get_module_def() and list(typed.get_state()) == list(plain.get_state())
