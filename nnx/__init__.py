@@ -291,3 +291,8 @@ __all__ = [
     "checkpoint_entries", "load_safetensors", "save_safetensors",
 ]
 # fmt: on
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, for completion. The rooms, which Python makes attributes too, are left out."""
+    return [*__all__, "Any", "Sequence", "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"]

@@ -147,25 +147,6 @@ def test_all_lists_every_public_name_once_except_those_that_shadow_typing():
     assert sorted(nnx.__all__) == sorted(names_imported_by_the_root() - {"Any", "Sequence"})
 
 
-def test_a_star_import_shadows_neither_any_nor_sequence_and_brings_no_room():
-    import collections.abc
-    import typing
-
-    namespace: dict[str, object] = {}
-    exec("from typing import Any\nfrom collections.abc import Sequence\nfrom nnx import *", namespace)
-    assert namespace["Any"] is typing.Any
-    assert namespace["Sequence"] is collections.abc.Sequence
-    assert not namespace.keys() & set(ROOMS)
-    assert {"Module", "Param", "jit", "Linear", "Optimizer"} <= namespace.keys()
-
-
-def test_the_names_that_a_star_import_leaves_out_are_still_public():
-    import nnx
-
-    assert issubclass(nnx.Sequence, nnx.Module)
-    assert callable(nnx.Any(nnx.Param, nnx.BatchStat))
-
-
 OPTIONAL = (
     "flax",
     "equinox",

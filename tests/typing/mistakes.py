@@ -36,3 +36,8 @@ def call_arguments_are_checked(model: Linear) -> None:
 
 def a_context_is_seeded_by_what_can_seed_it(ctx: nnx.Context) -> None:
     ctx.make_rng(3)  # pyright: ignore[reportArgumentType]
+
+
+def the_rooms_of_the_package_are_not_part_of_it() -> None:
+    print(nnx.core)  # pyright: ignore[reportAttributeAccessIssue]
+    print(nnx.training.optimizer)  # pyright: ignore[reportAttributeAccessIssue]
