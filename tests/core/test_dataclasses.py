@@ -217,12 +217,13 @@ def test_inheritance():
     assert list(m.get_state()) == ["b", "w"]
 
 
-def test_frozen_forbids_assignment_by_users():
-    @nnx.dataclass(frozen=True)
-    class Frozen(nnx.Module):
-        w: jax.Array = nnx.param_field()
-        n: int = 1
+@nnx.dataclass(frozen=True)
+class Frozen(nnx.Module):
+    w: jax.Array = nnx.param_field()
+    n: int = 1
 
+
+def test_frozen_forbids_assignment_by_users():
     m = Frozen(jnp.ones(2))
     with pytest.raises(AttributeError, match="w"):
         m.w = jnp.zeros(2)
@@ -236,11 +237,6 @@ def test_frozen_forbids_assignment_by_users():
 
 
 def test_frozen_modules_are_still_updated_and_rebuilt():
-    @nnx.dataclass(frozen=True)
-    class Frozen(nnx.Module):
-        w: jax.Array = nnx.param_field()
-        n: int = 1
-
     m = Frozen(jnp.ones(2))
     m.update_state(jax.tree.map(lambda x: x + 1, m.get_state()))
     np.testing.assert_array_equal(m.w, [2, 2])

@@ -281,15 +281,15 @@ def test_a_donated_function_can_turn_a_value_into_a_tree():
 # Different shapes replace different buffers
 
 
-def test_alternating_shapes_under_donation_settle():
-    @nnx.jit(donate_argnums=0)
-    def step(m, x):
-        if x.shape[0] == 2:
-            m.kernel = m.kernel + 1
-        else:
-            m.bias = m.bias + 1
+def replace_by_shape(m, x):
+    if x.shape[0] == 2:
+        m.kernel = m.kernel + 1
+    else:
+        m.bias = m.bias + 1
 
-    model = linear(0, 3, 3)
+
+def test_alternating_shapes_under_donation_settle():
+    step, model = nnx.jit(replace_by_shape, donate_argnums=0), linear(0, 3, 3)
     for n in (2, 3, 2, 3):
         step(model, jnp.ones(n))
     traces = step.trace_count
@@ -299,14 +299,7 @@ def test_alternating_shapes_under_donation_settle():
 
 
 def test_the_unchanged_buffer_of_the_other_shape_is_never_donated():
-    @nnx.jit(donate_argnums=0)
-    def step(m, x):
-        if x.shape[0] == 2:
-            m.kernel = m.kernel + 1
-        else:
-            m.bias = m.bias + 1
-
-    model = linear(0, 3, 3)
+    step, model = nnx.jit(replace_by_shape, donate_argnums=0), linear(0, 3, 3)
     for n in (2, 3, 2, 3):
         kernel, bias = model.kernel, model.bias
         step(model, jnp.ones(n))

@@ -199,12 +199,12 @@ def test_a_donated_call_repeats_and_gives_away_only_what_it_replaces():
     assert not constant.is_deleted() and pair.constant.tolist() == [1] * 4
 
 
-def test_a_donated_call_at_another_level_gives_nothing_away():
-    @nnx.jit(donate_argnums=0)
-    def step(counter, by):
-        counter.count += by
+def count_up(counter, by):
+    counter.count += by
 
-    counter = Counter()
+
+def test_a_donated_call_at_another_level_gives_nothing_away():
+    step, counter = nnx.jit(count_up, donate_argnums=0), Counter()
     for _ in range(2):
         step(counter, jnp.array(1))
     count = counter.count
@@ -215,11 +215,7 @@ def test_a_donated_call_at_another_level_gives_nothing_away():
 
 def test_clear_cache_forgets_what_repeated_calls_use():
     def run(**options):
-        @nnx.jit(**options)
-        def step(counter, by):
-            counter.count += by
-
-        counter = Counter()
+        step, counter = nnx.jit(count_up, **options), Counter()
         for _ in range(3):
             step(counter, jnp.array(1))
         before = step.trace_count
