@@ -232,3 +232,25 @@ def test_after_the_module_is_taken_out_again_everything_works():
         m.partition()
     m.things.pop()
     assert m.get_module_def() == before
+
+
+@pytest.mark.parametrize("depth", [1, 300, 3000])
+def test_a_module_is_found_however_many_objects_hide_it(depth):
+    value = Box()
+    for _ in range(depth):
+        value = HoldsOne(value)
+    with pytest.raises(ValueError, match="holds a Module"):
+        Box().config = value
+    wide = [HoldsOne(None) for _ in range(depth)] + [HoldsOne(Box())]
+    with pytest.raises(ValueError, match="holds a Module"):
+        Box().config = HoldsOne(wide)
+
+
+def test_a_module_in_an_attribute_of_a_list_is_found():
+    class Scales(list):
+        pass
+
+    scales = Scales()
+    scales.owner = Box()  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValueError, match="holds a Module"):
+        Box().config = scales

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import nnx
-from tests.models import linear
+from tests.models import Box, linear
 
 
 def square(x):
@@ -137,6 +137,17 @@ def test_retraces_are_silent_unless_asked_for():
         model.head.rate = 0.1
         step(model, X)
     assert step.trace_count == 2
+
+
+def test_equal_text_of_different_values_is_told_apart_in_an_explanation():
+    f = nnx.jit(lambda box: box.w, explain_recompiles=True)
+    box = Box(w=nnx.Param(jnp.ones(2)), config=tuple(range(100)))
+    f(box)
+    box.config = (*range(99), 7)
+    with pytest.warns(UserWarning, match="compiled again") as caught:
+        f(box)
+    before, after = str(caught[0].message).split(" -> ")
+    assert before.split("static", 1)[1] != after.split("static", 1)[1]
 
 
 def test_clones_copies_and_rebuilt_models_share_the_trace():

@@ -471,42 +471,6 @@ def test_a_jitted_function_can_be_an_attribute_in_every_transform():
     assert f.trace_count == 1
 
 
-def test_equal_text_of_different_values_is_told_apart_in_an_explanation():
-    f = nnx.jit(lambda net: net.w, explain_recompiles=True)
-    net = Configured(tuple(range(100)))
-    f(net)
-    net.config = (*range(99), 7)
-    with pytest.warns(UserWarning, match="compiled again") as caught:
-        f(net)
-    before, after = str(caught[0].message).split(" -> ")
-    assert before.split("static", 1)[1] != after.split("static", 1)[1]
-
-
-# what a static value must not reach
-
-
-class Holder:
-    def __init__(self, value):
-        self.value = value
-
-
-@pytest.mark.parametrize("depth", [1, 300, 3000])
-def test_a_module_is_found_however_many_objects_hide_it(depth):
-    value = Configured()
-    for _ in range(depth):
-        value = Holder(value)
-    with pytest.raises(ValueError, match="holds a Module"):
-        Configured().config = value
-    wide = [Holder(None) for _ in range(depth)] + [Holder(Configured())]
-    with pytest.raises(ValueError, match="holds a Module"):
-        Configured().config = Holder(wide)
-
-
-def test_a_module_in_an_attribute_of_a_list_is_found():
-    with pytest.raises(ValueError, match="holds a Module"):
-        Configured().config = with_attribute(Scales(), Configured())
-
-
 class Color(enum.Enum):
     RED = 1
     BLUE = 2
