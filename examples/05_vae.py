@@ -75,12 +75,12 @@ optimizer = nnx.Optimizer(model, optax.adam(1e-3))
 ctx = nnx.context(noise=1)
 draw = np.random.default_rng(1)
 for step in range(steps):
-    x = train_images[draw.integers(0, len(train_images), 64)]
+    x = jnp.asarray(train_images[draw.integers(0, len(train_images), 64)])
     loss = train_step(optimizer, x, ctx)
     if step % (steps // 10) == 0:
         print(f"step {step:4d}  loss {loss:.1f} nats, of which {model.encoder.kl:.1f} for the code")
 
-test_loss = float(nnx.jit(loss_fn)(model, test_images, ctx))
+test_loss = float(nnx.jit(loss_fn)(model, jnp.asarray(test_images), ctx))
 frequency = np.clip(train_images.mean(axis=0), 1e-3, 1 - 1e-3)  # the best model with independent pixels
 baseline = -np.mean(np.sum(np.log(np.where(test_images > 0, frequency, 1 - frequency)), axis=-1))
 print(f"held out: {test_loss:.1f} nats an image; independent pixels: {baseline:.1f}")
@@ -88,7 +88,7 @@ assert model.encoder.kl > 1.0, "the code is not used"
 assert args.smoke or test_loss < 0.65 * baseline, (test_loss, baseline)
 assert test_loss < 1.2 * baseline, (test_loss, baseline)
 
-originals = test_images[:10]
+originals = jnp.asarray(test_images[:10])
 reconstructed = nnx.sigmoid(model(originals, ctx=ctx))
 made = nnx.sigmoid(model.decoder(jax.random.normal(ctx.make_rng("noise"), (10, CODE))))
 rows = np.stack([originals, reconstructed, made]).reshape(3, 10, 28, 28)

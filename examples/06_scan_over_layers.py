@@ -52,7 +52,8 @@ class DeepClassifier(nnx.Module):
         def make(keys):
             return Block(ctx=ctxdef.merge(keys)).partition(*parts)
 
-        pure = jax.vmap(make, out_axes=nnx.Pure((0, None, None), None))(keys)  # kernel: [LAYERS, WIDTH, WIDTH]
+        axes = nnx.Pure((0, None, None), None)  # pyright: ignore[reportArgumentType]  (the axes of a Pure)
+        pure = jax.vmap(make, out_axes=axes)(keys)  # kernel: [LAYERS, WIDTH, WIDTH]
         self.blocks = pure.merge()
         self.embed = nnx.Linear(64, WIDTH, ctx=ctx)
         self.out = nnx.Linear(WIDTH, 10, ctx=ctx)
@@ -93,7 +94,8 @@ def train_step(optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array, ctx: nnx.Co
 
 
 model = DeepClassifier(ctx=nnx.context(0))
-assert model.blocks.linear.kernel.shape == (LAYERS, WIDTH, WIDTH) and model.blocks.norm.scale.shape == (WIDTH,)
+assert model.blocks.linear.kernel.shape == (LAYERS, WIDTH, WIDTH)
+assert model.blocks.norm.scale is not None and model.blocks.norm.scale.shape == (WIDTH,)
 optimizer = nnx.Optimizer(model, optax.adam(1e-3))
 training = nnx.context(dropout=1, flags={"deterministic": False, "use_running_average": False})
 testing = nnx.context(flags={"deterministic": True, "use_running_average": True})

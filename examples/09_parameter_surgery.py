@@ -9,6 +9,7 @@ import argparse
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from matplotlib.figure import Figure
@@ -60,13 +61,13 @@ def train_step(optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Arra
     return loss
 
 
-def train(classifier: Classifier, x: np.ndarray, y: np.ndarray, wrt=nnx.Param) -> list[float]:
+def train(classifier: Classifier, x: np.ndarray, y: np.ndarray, wrt: nnx.Filter = nnx.Param) -> list[float]:
     optimizer = nnx.Optimizer(classifier, optax.adam(2e-3), wrt=wrt)
     draw = np.random.default_rng(1)
     losses = []
     for _ in range(steps):
         batch = draw.integers(0, len(y), 32)
-        losses.append(float(train_step(optimizer, x[batch], y[batch])))
+        losses.append(float(train_step(optimizer, jnp.asarray(x[batch]), jnp.asarray(y[batch]))))
     assert losses[-1] < 0.7 * losses[0], "the loss did not fall"
     return losses
 

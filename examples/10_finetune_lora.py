@@ -9,6 +9,7 @@ import argparse
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from matplotlib.figure import Figure
@@ -42,19 +43,19 @@ def train_step(optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Arra
     return loss
 
 
-def fit(mlp: nnx.MLP, x: np.ndarray, wrt, rate: float) -> list[float]:
+def fit(mlp: nnx.MLP, x: np.ndarray, wrt: nnx.Filter, rate: float) -> list[float]:
     optimizer = nnx.Optimizer(mlp, optax.adam(rate), wrt=wrt)
     draw = np.random.default_rng(1)
     losses = []
     for _ in range(steps):
         batch = draw.integers(0, 4000, 64)
-        losses.append(float(train_step(optimizer, x[batch], labels[batch])))
+        losses.append(float(train_step(optimizer, jnp.asarray(x[batch]), jnp.asarray(labels[batch]))))
     assert losses[-1] < 0.7 * losses[0], "the loss did not fall"
     return losses
 
 
 def accuracy(mlp: nnx.MLP, x: np.ndarray) -> float:
-    return float(np.mean(mlp(x[test]).argmax(-1) == labels[test]))
+    return float(np.mean(mlp(jnp.asarray(x[test])).argmax(-1) == labels[test]))
 
 
 model = nnx.MLP(784, 128, 10, ctx=nnx.context(0))
@@ -70,9 +71,10 @@ turned_losses = fit(model, turned[train], nnx.LoRAParam, 5e-3)
 now = model.filter(nnx.PathMatches("layers/*/kernel"))
 assert all(np.array_equal(kernels[path].value, now[path].value) for path in kernels), "a kernel has changed"
 
-logits = model(turned[test])  # [1000, 10]
+test_images = jnp.asarray(turned[test])
+logits = model(test_images)  # [1000, 10]
 nnx.merge_lora(model)
-np.testing.assert_allclose(model(turned[test]), logits, rtol=1e-3, atol=1e-3)
+np.testing.assert_allclose(model(test_images), logits, rtol=1e-3, atol=1e-3)
 assert not model.filter(nnx.LoRAParam)
 after = accuracy(model, turned)
 print(f"turned: {before:.3f} before, {after:.3f} after")

@@ -73,6 +73,7 @@ from nnx.sharding.specs import logical_to_mesh_sharding as logical_to_mesh_shard
 
 # isort: split
 # transforms: JAX transforms, lifted
+from nnx.transforms.annotations import JitWrapped as JitWrapped
 from nnx.transforms.branches import cond as cond
 from nnx.transforms.branches import switch as switch
 from nnx.transforms.class_forms import Remat as Remat
@@ -261,9 +262,9 @@ __all__ = [
     "name_axes", "PARTITION_NAME", "RulesFallback", "set_logical_axis_rules", "shard", "sharding_report",
     "ShardingReport", "tensor_parallel_rules", "with_logical_constraint", "with_logical_partitioning",
     # transforms
-    "cond", "custom_jvp", "custom_vjp", "eval_shape", "fori_loop", "grad", "hessian", "jacfwd", "jacrev", "jit", "jvp",
-    "linearize", "Remat", "remat", "Scan", "scan", "shard_map", "switch", "value_and_grad", "vjp", "Vmap", "vmap",
-    "while_loop",
+    "cond", "custom_jvp", "custom_vjp", "eval_shape", "fori_loop", "grad", "hessian", "jacfwd", "jacrev", "jit",
+    "JitWrapped", "jvp", "linearize", "Remat", "remat", "Scan", "scan", "shard_map", "switch", "value_and_grad", "vjp",
+    "Vmap", "vmap", "while_loop",
     # nn
     "adaptive_avg_pool", "adaptive_max_pool", "AdaptiveAvgPool", "AdaptiveMaxPool", "add_lora", "apply_rotary",
     "attention_implementation", "avg_pool", "AvgPool", "BatchNorm", "Bidirectional", "Bilinear", "celu",
@@ -290,3 +291,8 @@ __all__ = [
     "checkpoint_entries", "load_safetensors", "save_safetensors",
 ]
 # fmt: on
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, for completion. The rooms, which Python makes attributes too, are left out."""
+    return [*__all__, "Any", "Sequence", "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"]

@@ -3,6 +3,9 @@
 The model is that of nanoGPT, with one matrix for queries, keys and values, which suits PyTorch best.
 """
 
+# PyTorch is not among the project's dependencies.
+# pyright: reportMissingImports=false
+
 from collections.abc import Callable
 from typing import Any
 

@@ -99,7 +99,9 @@ class GPT(nnx.Module):
     @property
     def cache(self) -> nnx.KVCache:
         """The keys and values of all layers, `[layers, batch, context, heads, head_dim]`."""
-        return self.blocks.scan_module.attention.cache
+        cache = self.blocks.scan_module.attention.cache
+        assert cache is not None, "call init_cache first"
+        return cache
 
     def init_cache(self, batch: int) -> None:
         """Makes an empty cache for `batch` texts."""

@@ -40,12 +40,12 @@ def display(model: Any, path: str | os.PathLike[str] | None = None, *, visualize
     Outside a notebook and without a path, prints the tree as text. Needs treescope (the extra "display").
 
     Args:
-      model: a Module, State, Variable, or any pytree of them.
-      path: a file to write the tree to, as a self-contained HTML page.
-      visualize: whether to draw arrays as pictures of their values.
+        model: a Module, State, Variable, or any pytree of them.
+        path: a file to write the tree to, as a self-contained HTML page.
+        visualize: whether to draw arrays as pictures of their values.
 
     Returns:
-      The path of the page; None if none was written.
+        The path of the page; None if none was written.
 
     >>> nnx.display(nnx.Sequence([jnp.sin]))
     Sequence([jax.numpy.sin])

@@ -80,11 +80,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Record]:
     any other line that is not a record is skipped with a warning.
 
     Args:
-      path: the file, or the folder a TrainLog wrote it to.
+        path: the file, or the folder a TrainLog wrote it to.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      CheckpointError: the file cannot be read or contains no record. It is both a ValueError and an OSError.
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file cannot be read or contains no record. It is both a ValueError and an OSError.
     """
     file = pathlib.Path(path)
     if file.is_dir():

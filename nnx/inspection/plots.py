@@ -31,16 +31,16 @@ def plot_metrics(
     Metrics that end in the same word ("loss", "valid_loss") share a panel. Needs matplotlib (the extra "plot").
 
     Args:
-      source: a metrics file, the folder it is in (see `nnx.TrainLog`), or records: mappings that each have a "step".
-      path: the image file to write; its extension selects the format, e.g. ".png" or ".svg".
-      names: the metrics to draw; all of them by default.
-      title: a title above the plot.
+        source: a metrics file, the folder it is in (see `nnx.TrainLog`), or records: mappings that each have a "step".
+        path: the image file to write; its extension selects the format, e.g. ".png" or ".svg".
+        names: the metrics to draw; all of them by default.
+        title: a title above the plot.
 
     Returns:
-      The path of the image. In a run of several processes only the first one draws it.
+        The path of the image. In a run of several processes only the first one draws it.
 
     Raises:
-      ValueError: no record has one of the metrics.
+        ValueError: no record has one of the metrics.
     """
     file = pathlib.Path(path)
     # First check whether there are several processes at all: is_first() initializes the devices, which a script that

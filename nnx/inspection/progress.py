@@ -16,7 +16,7 @@ class Progress:
 
     def __init__(self, total: int | None):
         self.total = total
-        self.done = 0
+        self.done: int = 0
         self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW)
 
     def advance(self, step: int) -> None:
@@ -77,7 +77,7 @@ class Screen:
     def __init__(self, stream: TextIO):
         self._stream = stream
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
-        self.is_gone = False
+        self.is_gone: bool = False
 
     def write(self, text: str) -> int:
         self._attempt(lambda: self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding)))

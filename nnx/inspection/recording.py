@@ -41,7 +41,7 @@ class Mark:
     __slots__ = ("number",)
 
     def __init__(self, number: int):
-        self.number = number
+        self.number: int = number
 
 
 class Recording(NamedTuple):
@@ -96,11 +96,11 @@ def record(model: Module, method: Any, args: Sequence[Any], kwargs: dict[str, An
     """Calls a method of a copy of the model on abstract values.
 
     Args:
-      model: the Module to copy.
-      method: the name of a method, or a function whose first argument is the Module.
-      args: the positional arguments. Arrays and `ShapeDtypeStruct`s become abstract; Contexts are copied, so that the
-        caller's does not advance; anything else is passed unchanged.
-      kwargs: the keyword arguments, treated likewise.
+        model: the Module to copy.
+        method: the name of a method, or a function whose first argument is the Module.
+        args: the positional arguments. Arrays and `ShapeDtypeStruct`s become abstract; Contexts are copied, so that the
+            caller's does not advance; anything else is passed unchanged.
+        kwargs: the keyword arguments, treated likewise.
     """
     state, moduledef = model.partition()
     leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_split)

@@ -24,7 +24,7 @@ def wandb_sink(run: Run) -> Sink:
     """Returns a sink that logs to a Weights & Biases run, which stays open for you to finish.
 
     Args:
-      run: the run, as `wandb.init(...)` returns it.
+        run: the run, as `wandb.init(...)` returns it.
 
     >>> import io
     >>> class FakeRun:
@@ -42,7 +42,7 @@ def tensorboard_sink(directory: str | os.PathLike[str]) -> "TensorBoardSink":
     """Returns a sink that writes TensorBoard event files. Needs tensorboardX (the extra "tensorboard").
 
     Args:
-      directory: the directory to write them to; pass it, or one above it, to `tensorboard --logdir`.
+        directory: the directory to write them to; pass it, or one above it, to `tensorboard --logdir`.
 
     >>> import io, tempfile
     >>> with nnx.TrainLog(file=io.StringIO()) as log:

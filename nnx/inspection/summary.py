@@ -54,12 +54,18 @@ class Summary:
     """The table of a model; `str` is its text.
 
     Attributes:
-      rows: the distinct Modules, one row each, the root first.
-      collections: the totals by collection name; arrays outside Variables are listed under "(none)".
-      parameters: the number of elements in all `nnx.Param`s.
-      bytes: the size of all state.
-      flops: the FLOPs of the whole call; None if no inputs were given.
+        rows: the distinct Modules, one row each, the root first.
+        collections: the totals by collection name; arrays outside Variables are listed under "(none)".
+        parameters: the number of elements in all `nnx.Param`s.
+        bytes: the size of all state.
+        flops: the FLOPs of the whole call; None if no inputs were given.
     """
+
+    rows: tuple[Row, ...]
+    collections: dict[str, Total]
+    parameters: int
+    bytes: int
+    flops: int | None
 
     def __init__(self, rows: Sequence[Row], collections: dict[str, Total]):
         self.rows = tuple(rows)
@@ -142,19 +148,19 @@ def summary(
     for each element of other floating-point arithmetic.
 
     Args:
-      model: a Module; its arrays may be `ShapeDtypeStruct`s.
-      *inputs: the arguments to call it with: arrays or `ShapeDtypeStruct`s, of which only shape and dtype matter, or
-        any other values. Without inputs the table has no output shapes and no FLOPs.
-      ctx: a Context to pass to the call as `ctx`; it does not advance.
-      method: the method to call instead of `__call__`: its name, or a function of the Module and the inputs.
-      **kwargs: further arguments of the call.
+        model: a Module; its arrays may be `ShapeDtypeStruct`s.
+        *inputs: the arguments to call it with: arrays or `ShapeDtypeStruct`s, of which only shape and dtype matter, or
+            any other values. Without inputs the table has no output shapes and no FLOPs.
+        ctx: a Context to pass to the call as `ctx`; it does not advance.
+        method: the method to call instead of `__call__`: its name, or a function of the Module and the inputs.
+        **kwargs: further arguments of the call.
 
     Returns:
-      A Summary, whose `str` is the table.
+        A Summary, whose `str` is the table.
 
     Raises:
-      TypeError: `model` is not a Module.
-      ValueError: the model has no such method.
+        TypeError: `model` is not a Module.
+        ValueError: the model has no such method.
 
     >>> model = nnx.Sequence([nnx.Linear(2, 3, ctx=nnx.context(0)), jax.nn.relu])
     >>> print(nnx.summary(model, jnp.ones((4, 2))))
@@ -183,22 +189,22 @@ def summary(
     return Summary(rows, collections)
 
 
-def count_params(model: Module | State | Pure[Any], filter: Filter = Param) -> int:
+def count_params(model: Module | State | Pure[Any], where: Filter = Param) -> int:
     """Returns the number of elements in the part of a model's state that a filter selects.
 
     Args:
-      model: a Module, State or Pure; its arrays may be abstract.
-      filter: a filter, e.g. `nnx.BatchStat`, `...`, or `nnx.PathMatches("encoder/**")`.
+        model: a Module, State or Pure; its arrays may be abstract.
+        where: a filter, e.g. `nnx.BatchStat`, `...`, or `nnx.PathMatches("encoder/**")`.
 
     Raises:
-      TypeError: `model` is none of these.
+        TypeError: `model` is none of these.
 
     >>> nnx.count_params(nnx.Linear(2, 3, ctx=nnx.context(0)))
     9
     """
     if not isinstance(model, (Module, State, Pure)):
         raise TypeError(NOT_COUNTABLE.format(value=short(model), type=type(model).__name__))
-    chosen = model.filter(filter)
+    chosen = model.filter(where)
     return sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(chosen))
 
 

@@ -69,13 +69,13 @@ class TrainLog:
     """Logs a training run: a progress bar or plain lines, a file of metrics, a plot of the loss.
 
     Args:
-      total: the number of steps of the whole run, for the bar and the time left; steps count from 0 as in `range`.
-      path: a folder for `metrics.jsonl` and `loss.png`; an existing log is continued. None writes no files.
-      name: the name shown with the bar or the lines.
-      interval: the minimum number of seconds between plain lines; the file gets every record.
-      plot: whether to draw `loss.png` at the end; by default if matplotlib is installed (the extra "plot").
-      file: the stream to show progress on; standard error by default. A bar needs a terminal and rich (the extra
-        "display").
+        total: the number of steps of the whole run, for the bar and the time left; steps count from 0 as in `range`.
+        path: a folder for `metrics.jsonl` and `loss.png`; an existing log is continued. None writes no files.
+        name: the name shown with the bar or the lines.
+        interval: the minimum number of seconds between plain lines; the file gets every record.
+        plot: whether to draw `loss.png` at the end; by default if matplotlib is installed (the extra "plot").
+        file: the stream to show progress on; standard error by default. A bar needs a terminal and rich (the extra
+            "display").
 
     In a run of several processes only the first one shows and writes anything. Threads can share a log.
 
@@ -99,7 +99,7 @@ class TrainLog:
         file: TextIO | None = None,
     ):
         self.total = total
-        self.path = None if path is None else pathlib.Path(path)
+        self.path: pathlib.Path | None = None if path is None else pathlib.Path(path)
         self.name = name
         self.interval = interval
         self._plots = find_spec("matplotlib") is not None if plot is None else plot
@@ -132,12 +132,12 @@ class TrainLog:
         """Logs metrics of one step; several calls for the same step make up one record.
 
         Args:
-          step: the step, counted from 0.
-          **metrics: numbers, or arrays of one element; values still being computed are not waited for.
+            step: the step, counted from 0.
+            **metrics: numbers, or arrays of one element; values still being computed are not waited for.
 
         Raises:
-          TypeError: a metric is not a number, or the step is not an integer.
-          ValueError: a metric is named "time".
+            TypeError: a metric is not a number, or the step is not an integer.
+            ValueError: a metric is named "time".
         """
         with self._lock:
             if not self._open():
@@ -159,11 +159,11 @@ class TrainLog:
         In a run of several processes only the first one calls it. A sink that raises causes one warning.
 
         Args:
-          sink: a callable such as `nnx.tensorboard_sink(directory)` or `nnx.wandb_sink(run)`. If it has methods `flush`
-            and `close`, they are called when the log is flushed and closed.
+            sink: a callable such as `nnx.tensorboard_sink(directory)` or `nnx.wandb_sink(run)`. If it has methods
+                `flush` and `close`, they are called when the log is flushed and closed.
 
         Raises:
-          TypeError: the sink is not callable.
+            TypeError: the sink is not callable.
 
         >>> import io
         >>> with nnx.TrainLog(file=io.StringIO()) as log:
@@ -193,7 +193,7 @@ class TrainLog:
         """Draws the losses so far (or all metrics, if none has "loss" in its name) into `loss.png`.
 
         Returns:
-          The path of the image; None if there is nothing to draw, or if this is not the first process of a run.
+            The path of the image; None if there is nothing to draw, or if this is not the first process of a run.
         """
         self.flush()
         if self.path is None or not is_first() or not (self.path / "metrics.jsonl").exists():

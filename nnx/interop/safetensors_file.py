@@ -42,6 +42,9 @@ class TensorFile:
         metadata: the text stored with them, by name.
     """
 
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
     def __init__(self, path: Path):
         self.path = path
         try:

@@ -53,7 +53,7 @@ class Source:
     def __init__(self, files: Mapping[str, TensorFile], rename: Mapping[str, str] | None):
         self._files = files
         self._saved = renamed(files, rename or {})
-        self.notes = _read_notes(files, {saved: new for new, saved in self._saved.items()})
+        self.notes: Notes = _read_notes(files, {saved: new for new, saved in self._saved.items()})
 
     @property
     def names(self) -> list[str]:

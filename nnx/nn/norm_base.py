@@ -1,8 +1,8 @@
 """What normalizing layers share: the arithmetic, and `NormBase` with their settings and parameters.
 
 *Moments* (mean and variance) are computed in at least float32 over the *reduction axes*. *Scale* and *bias* are learned
-along the *feature axes*. A *mask* is true where an entry counts; it has as many axes as the input, each of the input's
-size or 1.
+along the *feature axes*. A *mask* is nonzero where an entry counts. It has as many axes as the input, each of its size
+or 1.
 """
 
 import math
@@ -61,7 +61,7 @@ def moments(
             means = tuple(jnp.mean(v, axes, keepdims=True) for v in values)
             return means if axis_name is None else lax.pmean(means, axis_name, axis_index_groups=axis_index_groups)
         # Devices may have different numbers of valid entries, so sums and counts are added up before dividing.
-        valid = jnp.broadcast_to(mask, x.shape)
+        valid = jnp.broadcast_to(jnp.asarray(mask, bool), x.shape)
         sums = tuple(jnp.sum(v, axes, keepdims=True, where=valid) for v in values)
         count = jnp.sum(valid, axes, keepdims=True, dtype=values[0].real.dtype)
         if axis_name is not None:

@@ -37,8 +37,8 @@ def taken_over(names: Sequence[Any], axes: Sequence[int | None]) -> DefaultAxes:
     """Returns the names of an array that was made from another array.
 
     Args:
-      names: the names of the other array, one entry per axis.
-      axes: for each axis of the new array, the axis of the other one, as `matching_axes` returns them.
+        names: the names of the other array, one entry per axis.
+        axes: for each axis of the new array, the axis of the other one, as `matching_axes` returns them.
     """
     found = [None if axis is None else names[axis] for axis in axes]
     return PartialAxes(found) if list(axes) != list(range(len(names))) else DefaultAxes(found)
@@ -51,11 +51,11 @@ def matching_axes(shape: Sequence[int], of: Sequence[int]) -> tuple[int | None, 
     factored moment). Where the sizes match in several ways, an axis without a unique answer is None.
 
     Args:
-      shape: the shape of the array.
-      of: the shape of the array it was made from.
+        shape: the shape of the array.
+        of: the shape of the array it was made from.
 
     Returns:
-      One entry per axis; None if the shapes do not match at all.
+        One entry per axis; None if the shapes do not match at all.
 
     >>> matching_axes((8, 16), (8, 16)), matching_axes((5, 8, 16), (8, 16)), matching_axes((16,), (8, 16))
     ((0, 1), (None, 0, 1), (1,))
@@ -79,7 +79,7 @@ def axis_names(sharding: Any) -> tuple[Any, ...]:
     """Returns the names in `sharding` metadata as a tuple; an empty one for None.
 
     Raises:
-      TypeError: the metadata are not a tuple, list or PartitionSpec of names.
+        TypeError: the metadata are not a tuple, list or PartitionSpec of names.
     """
     if sharding is None:
         return ()
@@ -109,9 +109,9 @@ def add_axis(spec: Spec, index: int, params: Mapping[Any, Any]) -> Spec:
     """Returns the spec of a Variable that was stacked along axis `index`, with the new name inserted in `sharding`.
 
     Args:
-      spec: the type and metadata of one slice; returned unchanged if it has no `sharding`.
-      index: the new axis; a negative one counts from the end, the new name included.
-      params: the transform's `metadata_params`; without `PARTITION_NAME`, the spec is returned unchanged.
+        spec: the type and metadata of one slice; returned unchanged if it has no `sharding`.
+        index: the new axis; a negative one counts from the end, the new name included.
+        params: the transform's `metadata_params`; without `PARTITION_NAME`, the spec is returned unchanged.
     """
     sharding = spec.metadata.get("sharding")
     if not _concerns(sharding, params):
@@ -127,7 +127,7 @@ def remove_axis(spec: Spec, index: int, params: Mapping[Any, Any]) -> Spec:
     """Returns the spec of one slice of a stacked Variable; the inverse of `add_axis`.
 
     Raises:
-      ValueError: the `sharding` has a different name at that axis.
+        ValueError: the `sharding` has a different name at that axis.
     """
     sharding = spec.metadata.get("sharding")
     if not _concerns(sharding, params):

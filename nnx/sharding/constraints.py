@@ -30,15 +30,16 @@ def with_logical_constraint(
     Without a mesh or without rules, returns `x` itself.
 
     Args:
-      x: an array, or a pytree of arrays that all have these axes.
-      names: the axis names, one entry per axis: a name, a tuple of names, or None.
-      rules: the rules to use; by default those of `logical_axis_rules`.
-      mesh: the mesh to split over; by default that of `jax.set_mesh`.
-      fallback: the response to a name for which no rule has a mesh axis.
+        x: an array, or a pytree of arrays that all have these axes.
+        names: the axis names, one entry per axis: a name, a tuple of names, or None.
+        rules: the rules to use; by default those of `logical_axis_rules`.
+        mesh: the mesh to split over; by default that of `jax.set_mesh`.
+        fallback: the response to a name for which no rule has a mesh axis.
 
     Raises:
-      ValueError: a name appears twice, there are more names than axes, a rule names an axis the mesh does not have, or
-        a mesh axis does not divide a dimension; with `RulesFallback.RAISE_ERROR`, also if a name has no mesh axis.
+        ValueError: a name appears twice, there are more names than axes, a rule names an axis the mesh does not have,
+            or a mesh axis does not divide a dimension; with `RulesFallback.RAISE_ERROR`, also if a name has no mesh
+            axis.
 
     >>> nnx.with_logical_constraint(jnp.ones((4, 8)), ("batch", "embed")).shape
     (4, 8)
@@ -59,10 +60,10 @@ def with_logical_partitioning(
     Module is rebuilt inside a transform. Without a mesh or without rules, this has no effect.
 
     Args:
-      initializer: an initializer as in `jax.nn.initializers`.
-      sharding: the axis names, one per dimension.
-      mesh: the mesh to split over; by default that of `jax.set_mesh` at the time the constraint is applied.
-      rules: the rules to use; by default those of `logical_axis_rules` at that time.
+        initializer: an initializer as in `jax.nn.initializers`.
+        sharding: the axis names, one per dimension.
+        mesh: the mesh to split over; by default that of `jax.set_mesh` at the time the constraint is applied.
+        rules: the rules to use; by default those of `logical_axis_rules` at that time.
 
     >>> init = nnx.with_logical_partitioning(jax.nn.initializers.ones, ("embed", "mlp"))
     >>> nnx.Param(init(jax.random.key(0), (2, 4))).sharding
@@ -102,10 +103,10 @@ def current_mesh(mesh: AnyMesh | None = None) -> Any:
     """Returns the mesh that a constraint refers to.
 
     Args:
-      mesh: the mesh that was given; by default that of `jax.set_mesh`.
+        mesh: the mesh that was given; by default that of `jax.set_mesh`.
 
     Returns:
-      The mesh, with the axis types it has at this point of the program; None if there is none.
+        The mesh, with the axis types it has at this point of the program; None if there is none.
     """
     around = jax.sharding.get_abstract_mesh()
     if mesh is None:

@@ -31,9 +31,9 @@ class AxesOf(NamedTuple):
     """An entry of `logical_axes` that takes the names of another Variable.
 
     Attributes:
-      source: the path of the other Variable, relative to the Module that declares the entry.
-      rank: the number of axes of the other Variable's array.
-      axes: the axis of the other array for each axis of this one; None where it has no counterpart (`matching_axes`).
+        source: the path of the other Variable, relative to the Module that declares the entry.
+        rank: the number of axes of the other Variable's array.
+        axes: the axis of the other array for each axis of this one; None where it has no counterpart (`matching_axes`).
     """
 
     source: str
@@ -93,13 +93,13 @@ def name_axes(module: M) -> M:
     `nnx.shard` and `nnx.init_sharded` do this automatically.
 
     Args:
-      module: the Module to change.
+        module: the Module to change.
 
     Returns:
-      The same Module.
+        The same Module.
 
     Raises:
-      TraceContextError: the Module was made at another trace level.
+        TraceContextError: the Module was made at another trace level.
 
     >>> class Scale(nnx.Module):
     ...     logical_axes = {"scale": ("embed",)}
@@ -120,8 +120,8 @@ def name_whole_axes(roots: Iterable[Module], known: Iterable[tuple[Any, str]]) -
     can be inserted among them.
 
     Args:
-      roots: the Modules to walk.
-      known: the Variables that the body did not make, as `(module, name)`; they keep their metadata.
+        roots: the Modules to walk.
+        known: the Variables that the body did not make, as `(module, name)`; they keep their metadata.
     """
     skipped = {(id(owner), name) for owner, name in known}
     for root in roots:

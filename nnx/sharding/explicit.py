@@ -19,11 +19,11 @@ def result_sharding(*parts: tuple[Any, Iterable[int]]) -> NamedSharding | None:
     """Returns how to split a result whose axes are those of its operands, one after another.
 
     Args:
-      parts: the operands, each as an array and those of its axes that the result has. If two axes are split over the
-        same mesh axis, the first keeps it.
+        parts: the operands, each as an array and those of its axes that the result has. If two axes are split over the
+            same mesh axis, the first keeps it.
 
     Returns:
-      A sharding to pass as `out_sharding`; None if nothing is split on explicit axes.
+        A sharding to pass as `out_sharding`; None if nothing is split on explicit axes.
     """
     shardings = [jax.typeof(array).sharding for array, _ in parts]
     split = [sharding for sharding in shardings if any(sharding.spec)]

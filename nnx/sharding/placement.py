@@ -26,17 +26,17 @@ def shard(model: T, mesh: Mesh | None = None, rules: RulesLike = None) -> T:
     replicated on every device.
 
     Args:
-      model: a Module, which is changed in place; or a State, TrainState or other pytree, which is copied.
-      mesh: the mesh to place it on; by default that of `jax.set_mesh`. Without a mesh, this has no effect.
-      rules: the rules to use; by default those of `logical_axis_rules`.
+        model: a Module, which is changed in place; or a State, TrainState or other pytree, which is copied.
+        mesh: the mesh to place it on; by default that of `jax.set_mesh`. Without a mesh, this has no effect.
+        rules: the rules to use; by default those of `logical_axis_rules`.
 
     Returns:
-      The same Module, or a placed copy of the pytree.
+        The same Module, or a placed copy of the pytree.
 
     Raises:
-      ValueError: a rule names an axis the mesh does not have, a mesh axis does not divide a dimension, a name appears
-        twice in one array, or there are more names than axes. The message has the path and the rule, and nothing has
-        been placed.
+        ValueError: a rule names an axis the mesh does not have, a mesh axis does not divide a dimension, a name appears
+            twice in one array, or there are more names than axes. The message has the path and the rule, and nothing
+            has been placed.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> model = nnx.shard(nnx.Dict(w=nnx.Param(jnp.ones((4, 2)), ("embed", None))), mesh, [("embed", "data")])
@@ -65,17 +65,17 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: RulesL
     An optimizer or average built along with the model is split like the parameters it belongs to.
 
     Args:
-      build: a function of a Context that returns the Module, or a TrainState or other pytree. It is traced twice.
-      mesh: the mesh to build on, or None for that of `jax.set_mesh`. If there is none, `build` is simply called.
-      rules: the rules to use, also inside `build`; None for those of `logical_axis_rules`.
-      ctx: the Context to build with. It is forked, so it can be used again afterwards.
+        build: a function of a Context that returns the Module, or a TrainState or other pytree. It is traced twice.
+        mesh: the mesh to build on, or None for that of `jax.set_mesh`. If there is none, `build` is simply called.
+        rules: the rules to use, also inside `build`; None for those of `logical_axis_rules`.
+        ctx: the Context to build with. It is forked, so it can be used again afterwards.
 
     Returns:
-      The result of `build`, placed on the mesh.
+        The result of `build`, placed on the mesh.
 
     Raises:
-      ValueError: the result does not fit the rules and the mesh, as in `nnx.shard`; nothing has been allocated.
-      TypeError: `build` returned several Modules, or `ctx` is not a Context.
+        ValueError: the result does not fit the rules and the mesh, as in `nnx.shard`; nothing has been allocated.
+        TypeError: `build` returned several Modules, or `ctx` is not a Context.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> build = lambda ctx: nnx.Dict(w=nnx.Param(jax.random.normal(ctx.make_rng("params"), (4, 2)), ("embed", None)))

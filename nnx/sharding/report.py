@@ -18,15 +18,15 @@ class ShardingRow:
     """One array of a model on a mesh.
 
     Attributes:
-      path: the path of the array in the model.
-      shape: the shape of the whole array.
-      dtype: the dtype of the array.
-      logical_axes: the axis names.
-      mesh_axes: the mesh axes the rules chose for them.
-      shard_shape: the shape of the part on one device.
-      bytes_per_device: the size of that part.
-      errors: the reasons why the array cannot be placed like this.
-      notes: the axes a rule would split but could not: not divisible, or the mesh axis was already claimed.
+        path: the path of the array in the model.
+        shape: the shape of the whole array.
+        dtype: the dtype of the array.
+        logical_axes: the axis names.
+        mesh_axes: the mesh axes the rules chose for them.
+        shard_shape: the shape of the part on one device.
+        bytes_per_device: the size of that part.
+        errors: the reasons why the array cannot be placed like this.
+        notes: the axes a rule would split but could not: not divisible, or the mesh axis was already claimed.
     """
 
     path: str
@@ -50,9 +50,9 @@ class ShardingReport:
     """A report of how a model is split over a mesh; its `str` is a table.
 
     Attributes:
-      rows: the arrays, one row each.
-      mesh_shape: the size of every mesh axis; empty if there is no mesh.
-      rules: the rules that were tried.
+        rows: the arrays, one row each.
+        mesh_shape: the size of every mesh axis; empty if there is no mesh.
+        rules: the rules that were tried.
     """
 
     rows: tuple[ShardingRow, ...]
@@ -106,12 +106,12 @@ def sharding_report(model: Any, mesh: AnyMesh | None = None, rules: RulesLike = 
     (`jax.sharding.AbstractMesh`), so its devices need not exist. Misfits do not raise; they are listed in the report.
 
     Args:
-      model: a Module, State, TrainState or other pytree, of arrays or `jax.ShapeDtypeStruct`s.
-      mesh: the mesh to plan for; by default that of `jax.set_mesh`.
-      rules: the rules to use; by default those of `logical_axis_rules`.
+        model: a Module, State, TrainState or other pytree, of arrays or `jax.ShapeDtypeStruct`s.
+        mesh: the mesh to plan for; by default that of `jax.set_mesh`.
+        rules: the rules to use; by default those of `logical_axis_rules`.
 
     Returns:
-      The report, whose `str` is a table.
+        The report, whose `str` is a table.
 
     >>> model = nnx.Dict(w=nnx.Param(jax.ShapeDtypeStruct((1024, 512), jnp.float32), ("embed", "mlp")))
     >>> report = nnx.sharding_report(model, jax.sharding.AbstractMesh((8,), ("model",)), [("mlp", "model")])

@@ -12,7 +12,7 @@ import contextvars
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -48,7 +48,7 @@ def logical_axis_rules(rules: RulesLike) -> Iterator[None]:
     the rules it was traced under.
 
     Args:
-      rules: the rules, as a sequence of pairs `(name, mesh axis)` or a mapping.
+        rules: the rules, as a sequence of pairs `(name, mesh axis)` or a mapping.
 
     >>> with nnx.logical_axis_rules([("embed", "model"), ("batch", "data")]):
     ...     nnx.logical_to_mesh_axes(("batch", "embed"))
@@ -76,14 +76,14 @@ def get_logical_axis_rules() -> Rules:
     return _current.get()
 
 
-current_rules = _current.get  # the same without a Python call, for code that asks at every step
+current_rules: Callable[[], Rules] = _current.get  # the same without a Python call, for code that asks at every step
 
 
 def as_rules(rules: Any) -> Rules:
     """Returns rules as a tuple of pairs; the current ones for None.
 
     Raises:
-      TypeError: an entry is not a rule.
+        TypeError: an entry is not a rule.
     """
     if rules is None:
         return _current.get()
@@ -108,11 +108,11 @@ def logical_to_mesh_axes(names: Any, rules: RulesLike = None) -> PartitionSpec:
     """Returns the mesh axes of an array with these axis names, as a `PartitionSpec`.
 
     Args:
-      names: the axis names, one entry per dimension: a name, a tuple of names, or None.
-      rules: the rules to use; by default those of `logical_axis_rules`. A name without a rule is not split.
+        names: the axis names, one entry per dimension: a name, a tuple of names, or None.
+        rules: the rules to use; by default those of `logical_axis_rules`. A name without a rule is not split.
 
     Raises:
-      ValueError: a name appears twice.
+        ValueError: a name appears twice.
 
     >>> nnx.logical_to_mesh_axes(("heads", "embed"), [("embed", "model"), ("heads", "model")])
     P(None, 'model')
@@ -127,10 +127,10 @@ class Resolution:
     """The result of the rules for one array.
 
     Attributes:
-      spec: the mesh axes of the array.
-      errors: the reasons why the array cannot be placed.
-      notes: the names that have a rule but got no mesh axis, and why.
-      without_rule: the names that no rule decided.
+        spec: the mesh axes of the array.
+        errors: the reasons why the array cannot be placed.
+        notes: the names that have a rule but got no mesh axis, and why.
+        without_rule: the names that no rule decided.
     """
 
     spec: PartitionSpec
@@ -149,10 +149,10 @@ def resolve(
     """Tries the rules on one array.
 
     Args:
-      names: the axis names; with `PartialAxes`, an axis that does not divide stays whole.
-      rules: the rules, in the order in which they are tried.
-      shape: the shape of the array, if known.
-      mesh_shape: the size of every mesh axis, if known.
+        names: the axis names; with `PartialAxes`, an axis that does not divide stays whole.
+        rules: the rules, in the order in which they are tried.
+        shape: the shape of the array, if known.
+        mesh_shape: the size of every mesh axis, if known.
     """
     yields = isinstance(names, PartialAxes)
     names = axis_names(names)

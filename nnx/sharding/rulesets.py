@@ -19,7 +19,7 @@ def data_parallel_rules(data: MeshAxes = "data") -> Rules:
     """Returns rules for data parallelism: every device has all parameters and a part of the batch.
 
     Args:
-      data: the mesh axis, or axes, over which the batch is split.
+        data: the mesh axis, or axes, over which the batch is split.
 
     >>> nnx.logical_to_mesh_axes(("batch", "embed"), nnx.data_parallel_rules())
     P('data', None)
@@ -33,7 +33,7 @@ def fsdp_rules(data: MeshAxes = "data") -> Rules:
     Parameters are gathered when they are used.
 
     Args:
-      data: the mesh axis, or axes, over which both are split.
+        data: the mesh axis, or axes, over which both are split.
 
     >>> nnx.logical_to_mesh_axes(("embed", "mlp"), nnx.fsdp_rules())
     P('data', None)
@@ -45,8 +45,8 @@ def tensor_parallel_rules(model: MeshAxes = "model", data: MeshAxes = None) -> R
     """Returns rules for tensor parallelism: every device computes some heads, hidden units and vocabulary entries.
 
     Args:
-      model: the mesh axis, or axes, over which the layers are split.
-      data: the mesh axis, or axes, of the batch, if it is split as well.
+        model: the mesh axis, or axes, over which the layers are split.
+        data: the mesh axis, or axes, of the batch, if it is split as well.
 
     >>> nnx.logical_to_mesh_axes(("mlp", "embed"), nnx.tensor_parallel_rules())
     P('model', None)
@@ -58,8 +58,8 @@ def fsdp_tensor_parallel_rules(data: MeshAxes = "data", model: MeshAxes = "model
     """Returns rules that split layers over one mesh axis, the batch and the rest of each parameter over another.
 
     Args:
-      data: the mesh axis, or axes, of the batch and of fully sharded data parallelism.
-      model: the mesh axis, or axes, of tensor parallelism.
+        data: the mesh axis, or axes, of the batch and of fully sharded data parallelism.
+        model: the mesh axis, or axes, of tensor parallelism.
 
     >>> nnx.logical_to_mesh_axes(("embed", "mlp"), nnx.fsdp_tensor_parallel_rules())
     P('data', 'model')

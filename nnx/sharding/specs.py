@@ -26,10 +26,10 @@ def get_partition_spec(tree: Any) -> Any:
     An array without names has the spec `PartitionSpec()`.
 
     Args:
-      tree: a Module (for its State), or any pytree: State, Pure, TrainState, optimizer state.
+        tree: a Module (for its State), or any pytree: State, Pure, TrainState, optimizer state.
 
     Raises:
-      ValueError: a Variable has more names than its array has axes.
+        ValueError: a Variable has more names than its array has axes.
 
     >>> state = nnx.State({"w": nnx.Param(jnp.ones((2, 3)), ("embed", "mlp")), "n": jnp.zeros(())})
     >>> nnx.get_partition_spec(state)["w"]
@@ -51,11 +51,11 @@ def logical_to_mesh(tree: Any, rules: RulesLike = None) -> Any:
     """Returns the mesh axes of every array in a tree, as bare `PartitionSpec`s in the same structure.
 
     Args:
-      tree: the logical specs that `get_partition_spec` returns, or a tree that it takes.
-      rules: the rules to use; by default those of `logical_axis_rules`.
+        tree: the logical specs that `get_partition_spec` returns, or a tree that it takes.
+        rules: the rules to use; by default those of `logical_axis_rules`.
 
     Raises:
-      ValueError: a name appears twice in one spec; the message has the path.
+        ValueError: a name appears twice in one spec; the message has the path.
     """
     rules = as_rules(rules)
     return map_named(lambda path, names, leaf: _resolved(path, names, leaf, rules, None).spec, tree)
@@ -65,14 +65,14 @@ def logical_to_mesh_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike = None) 
     """Returns the `NamedSharding` of every array in a tree, in the same structure.
 
     Args:
-      tree: the logical specs that `get_partition_spec` returns, or a tree that it takes. In the latter case the shapes
-        are known, so axes that do not divide are found here.
-      mesh: the mesh to split over.
-      rules: the rules to use; by default those of `logical_axis_rules`.
+        tree: the logical specs that `get_partition_spec` returns, or a tree that it takes. In the latter case the
+            shapes are known, so axes that do not divide are found here.
+        mesh: the mesh to split over.
+        rules: the rules to use; by default those of `logical_axis_rules`.
 
     Raises:
-      ValueError: a rule names an axis the mesh does not have, a mesh axis does not divide a dimension, a name appears
-        twice in one array, or there are more names than axes; the message has the path and the rule.
+        ValueError: a rule names an axis the mesh does not have, a mesh axis does not divide a dimension, a name appears
+            twice in one array, or there are more names than axes; the message has the path and the rule.
     """
     rules = as_rules(rules)
     return map_named(

@@ -105,7 +105,7 @@ class CheckpointManager:
             raise ValueError(BAD_STEPS.format(got=every_steps))
         if every_minutes is not None and not every_minutes > 0:
             raise ValueError(BAD_MINUTES.format(got=every_minutes))
-        self.directory = Path(directory).absolute()
+        self.directory: Path = Path(directory).absolute()
         self._steps = Steps(self.directory)
         self._keep_last = keep_last
         self._keep_best = keep_best

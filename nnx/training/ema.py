@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from nnx.core.dict_sequence import Dict
 from nnx.core.filters import Filter, check_wrt
 from nnx.core.module import Module
 from nnx.core.state import State
@@ -50,6 +51,11 @@ class EMA(Module):
     >>> ema.averaged(model).bias
     Array([0.1, 0.1, 0.1], dtype=float32)
     """
+
+    decay: float | Callable[[jax.Array], Any]
+    wrt: Filter
+    step: jax.Array
+    average: Dict
 
     def __init__(self, model: Module, decay: float | Callable[[jax.Array], Any] = 0.999, *, wrt: Filter = Param):
         if not callable(decay) and not 0 <= decay <= 1:

@@ -118,7 +118,7 @@ class Loading:
         self._directory, self._target = directory, target
         self._strict, self._cast, self._verify, self._rename = strict, cast, verify, rename
         self._reader: ChunkReader | OrbaxReader | None = None
-        self.report = LoadReport()
+        self.report: LoadReport = LoadReport()
 
     def run(self) -> Any:
         try:

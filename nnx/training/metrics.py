@@ -105,6 +105,10 @@ class Average(Metric):
     3.0
     """
 
+    argname: str
+    total_pair: exact_sums.Pair
+    count_pair: exact_sums.Pair
+
     def __init__(self, argname: str = "values"):
         self.argname = argname
         self.total_pair = MetricState(exact_sums.zero())
@@ -120,7 +124,7 @@ class Average(Metric):
         """The number of values so far, rounded to float32."""
         return exact_sums.value(self.count_pair)
 
-    def update(self, mask: Any = None, **values: Any) -> None:
+    def update(self, *, mask: Any = None, **values: Any) -> None:
         """Adds values; those where `mask` is False do not count."""
         self._add(_argument(self, values), mask)
 
@@ -166,13 +170,13 @@ class Accuracy(Average):
         super().__init__()
         self.threshold = threshold
 
-    def update(self, mask: Any = None, *, logits: Any, labels: Any, **_: Any) -> None:
+    def update(self, *, logits: Any, labels: Any, mask: Any = None, **_: Any) -> None:
         """Adds predictions.
 
         Args:
-            mask: a mask of the shape of `labels`, or broadcast to it; predictions where it is False do not count.
             logits: the logits, `(..., classes)`; with a threshold, of the shape of `labels`.
             labels: the correct classes, as integers.
+            mask: a mask of the shape of `labels`, or broadcast to it; predictions where it is False do not count.
 
         Raises:
             ValueError: the shapes do not match, or the labels are not integers.
@@ -220,6 +224,11 @@ class Welford(Metric):
     (2.0, 1.0)
     """
 
+    argname: str
+    count_pair: exact_sums.Pair
+    mean_pair: exact_sums.Pair
+    m2_pair: exact_sums.Pair
+
     def __init__(self, argname: str = "values"):
         self.argname = argname
         self.count_pair = MetricState(exact_sums.zero())
@@ -231,7 +240,7 @@ class Welford(Metric):
         """The number of values so far, rounded to float32."""
         return exact_sums.value(self.count_pair)
 
-    def update(self, mask: Any = None, **values: Any) -> None:
+    def update(self, *, mask: Any = None, **values: Any) -> None:
         """Adds values; those where `mask` is False do not count."""
         x = jnp.asarray(_argument(self, values), jnp.float32)
         mask = _mask(mask, x.shape)
@@ -302,6 +311,8 @@ class MultiMetric(Metric):
     >>> {name: float(value) for name, value in metrics.compute().items()}
     {'accuracy': 1.0, 'loss': 0.5}
     """
+
+    names: tuple[str, ...]
 
     def __init__(self, **metrics: Metric):
         for name, metric in metrics.items():

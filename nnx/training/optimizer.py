@@ -5,12 +5,13 @@ a compiled step takes a flat list of arrays and does not flatten a tree.
 """
 
 import pickle
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from nnx.core.dict_sequence import Dict
 from nnx.core.filters import Filter, check_wrt, describe
 from nnx.core.module import Module
 from nnx.core.module_info import ModuleBase
@@ -19,8 +20,10 @@ from nnx.core.repr import short
 from nnx.core.state import State
 from nnx.core.variables import Node, Param
 from nnx.sharding.defaults import AxesOf
-from nnx.training.optimizer_state import OptState, as_variables, flatten_state, init_state
+from nnx.training.optimizer_state import OptState, Structure, as_variables, flatten_state, init_state
 from nnx.training.variable_tree import variable_tree
+
+M = TypeVar("M", bound=Module)
 
 NOT_A_MODEL = "nnx.Optimizer(model, tx) takes a Module and an optax transformation; got {model} as the model."
 NOT_A_TRANSFORMATION = (
@@ -47,7 +50,7 @@ MODEL_CHANGED = """The parameters of the model are no longer those the Optimizer
 nnx.Optimizer after changing the structure of a model."""
 
 
-class Optimizer(Module):
+class Optimizer(Module, Generic[M]):
     """Updates the parameters of a model in place, by an optax transformation.
 
     Several optimizers can share a model: each uses the gradients that its `wrt` selects. Moments have the axis names
@@ -75,8 +78,18 @@ class Optimizer(Module):
     (1, ['opt_state/0/count', 'opt_state/0/mu/bias'])
     """
 
+    model: M
+    tx: optax.GradientTransformation
+    wrt: Filter
+    skip_nonfinite: bool
+    trains: tuple[str, ...]
+    step: jax.Array
+    skipped: jax.Array
+    opt_state: Dict
+    opt_structure: Structure
+
     def __init__(
-        self, model: Module, tx: optax.GradientTransformation, wrt: Filter = Param, *, skip_nonfinite: bool = False
+        self, model: M, tx: optax.GradientTransformation, wrt: Filter = Param, *, skip_nonfinite: bool = False
     ):
         if not isinstance(model, ModuleBase):
             raise TypeError(NOT_A_MODEL.format(model=short(model)))

@@ -62,11 +62,17 @@ class Structure:
 
     __slots__ = ("tree", "boxes", "values", "paths", "moments", "_hash")
 
+    tree: Any
+    boxes: tuple[Any, ...]
+    values: Any
+    paths: tuple[str, ...]
+    moments: tuple[Moment, ...]
+
     def __init__(self, tree: Any, boxes: Any, values: Any, paths: Any, moments: tuple[Moment, ...]):
         self.tree = tree
-        self.boxes: tuple[Any, ...] = boxes
+        self.boxes = boxes
         self.values = values
-        self.paths: tuple[str, ...] = paths
+        self.paths = paths
         self.moments = moments
         self._hash = hash((tree, boxes, values, paths, moments))
 

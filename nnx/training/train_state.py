@@ -39,14 +39,14 @@ class TrainState(Pytree):
     1
     """
 
-    moduledef: ModuleDef
+    moduledef: ModuleDef[Any]
     params: State
     tx: optax.GradientTransformation
     opt_state: Any
     step: jax.Array
 
     def __init__(
-        self, moduledef: ModuleDef, *, params: State, tx: optax.GradientTransformation, step: Any = 0, **more: Any
+        self, moduledef: ModuleDef[Any], *, params: State, tx: optax.GradientTransformation, step: Any = 0, **more: Any
     ):
         self.moduledef = moduledef
         self.tx = tx

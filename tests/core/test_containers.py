@@ -4,19 +4,14 @@ import dataclasses
 import functools
 from collections.abc import MutableMapping, MutableSequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import nnx
-
-
-class Scale(nnx.Module):
-    def __init__(self, s=1.0):
-        self.s = nnx.Param(jnp.asarray(s))
-
-    def __call__(self, x):
-        return x * self.s
+from tests.checks import assert_refused
+from tests.models import Scale
 
 
 class NeedsContext(nnx.Module):
@@ -63,6 +58,7 @@ def test_len_of_a_dict_counts_its_items_only():
     d.clone()
     assert len(d) == 3
     assert set(d) == {"a", "b", "c"}
+    assert len(nnx.Dict({})) == 0
 
 
 def test_keys_are_also_attributes():
@@ -139,6 +135,18 @@ def test_a_key_that_is_no_string_or_contains_a_slash_is_a_clear_error(key):
         nnx.Dict({key: Scale()})
     assert len(d) == 1
     assert d.get_module_def() == before
+
+
+@pytest.mark.parametrize(
+    "does, error, says",
+    [
+        (lambda m: m.heads.__setitem__("a/b", Scale()), (ValueError, TypeError), ("'a/b'", "'/'")),
+        (lambda m: m.heads.__setitem__(3, Scale()), (ValueError, TypeError), ("3", "string")),
+    ],
+    ids=["slash", "number"],
+)
+def test_a_refused_key_is_shown_with_the_reason_and_changes_nothing(does, error, says):
+    assert_refused(does, error, says)
 
 
 def test_a_dict_survives_partition_and_merge():
@@ -261,6 +269,14 @@ def test_twelve_layers_are_in_numeric_order():
     assert list(s.get_state()) == [f"{i}/s" for i in range(12)]
     again = s.clone()
     assert len(again) == 12
+
+
+def test_the_values_of_twelve_layers_are_in_numeric_order():
+    m = nnx.Dict(layers=[Scale(float(i)) for i in range(12)])
+    state = m.get_state()
+    assert list(state) == [f"layers/{i}/s" for i in range(12)]
+    assert [float(leaf) for leaf in jax.tree.leaves(state)] == [float(i) for i in range(12)]
+    assert [float(layer.s) for layer in m.clone().layers] == [float(i) for i in range(12)]
 
 
 def test_a_sequence_survives_partition_and_merge():

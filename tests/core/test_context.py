@@ -88,9 +88,10 @@ def test_an_empty_context():
         np.int64(3),
         np.int32(3),
         np.uint32(3),
+        np.uint8(3),
         jax.random.key(3),
     ],
-    ids=["int", "int64", "int32", "uint32", "typed key"],
+    ids=["int", "int64", "int32", "uint32", "uint8", "typed key"],
 )
 def test_a_stream_is_given_as_a_seed_or_a_key(seed):
     assert draw(nnx.context(seed), n=2) == draw(nnx.context(3), n=2)
@@ -129,6 +130,14 @@ def test_a_bad_params_stream_is_named():
         nnx.context("seed")
 
 
+@pytest.mark.parametrize("seed", [1.5, "zero", [0]], ids=str)
+def test_a_wrong_seed_names_the_stream_and_what_to_write(seed):
+    with pytest.raises(TypeError, match="'dropout'") as error:
+        nnx.context(0, dropout=seed)
+    assert "jax.random.key(0)" in str(error.value)
+    assert str(seed) in str(error.value)
+
+
 # drawing keys
 
 
@@ -145,11 +154,12 @@ def test_streams_are_independent_of_each_other():
     assert draw(ctx, "params") == draw(nnx.context(0))
 
 
-def test_an_unknown_stream_is_an_error_listing_those_there_are():
+def test_an_unknown_stream_is_an_error_listing_those_there_are_and_what_to_write():
     ctx = nnx.context(0, dropout=1)
     with pytest.raises(ValueError, match="Unknown Rng Stream: noise") as error:
         ctx.make_rng("noise")
-    assert "params" in str(error.value) and "dropout" in str(error.value)
+    for fragment in ("'params'", "'dropout'", "noise=0"):
+        assert fragment in str(error.value)
     assert draw(ctx) == draw(nnx.context(0))
 
 
@@ -386,6 +396,14 @@ def test_use_at_another_trace_level_is_an_error_that_shows_the_way(transform, us
         transform(f)(jnp.ones(2))
     assert "f(m, ctx)" in str(error.value)
     assert draw(ctx) == draw(nnx.context(0))
+
+
+def test_a_context_of_another_level_shows_the_way():
+    ctx = nnx.context(0)
+    with pytest.raises(nnx.TraceContextError, match="Cannot use Context from a different trace level") as error:
+        jax.grad(lambda x: x * jax.random.normal(ctx.make_rng("params")))(1.0)
+    for fragment in ("f(m, ctx)", "'params'", "partition()"):
+        assert fragment in str(error.value)
 
 
 def test_a_context_made_inside_cannot_be_used_outside():

@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 
 import nnx
-
-
-class Count(nnx.Variable):
-    pass
+from tests.models import Box, Count
 
 
 @nnx.dataclass
@@ -82,6 +79,43 @@ def test_var_field_takes_a_default_and_metadata():
     assert m.n == 0
     assert type(m.variable("n")) is Count
     assert m.variable("n").sharding == ("a",)
+
+
+def test_a_dataclass_module_with_a_default_on_a_field_that_holds_a_ref():
+    @nnx.dataclass
+    class Tied(nnx.Module):
+        w: jax.Array = nnx.param_field(jnp.zeros(()))
+        n: int = 1
+
+    ref = nnx.Ref(nnx.Param(jnp.asarray(3.0)))
+    a, b = Tied(ref), Tied(ref)
+    plain = Tied()
+    a.w = jnp.asarray(5.0)
+    assert float(b.w) == 5.0
+    assert float(plain.w) == 0.0
+    m = Box(a=a, b=b, c=plain)
+    assert list(m.get_state()) == ["a/w", "c/w"]
+    del a.w
+    assert float(b.w) == 5.0
+    assert not hasattr(a, "w") or float(a.w) == 0.0
+    again = m.clone()
+    assert list(again.get_state()) == list(m.get_state())
+
+
+def test_a_plain_default_on_a_field_that_holds_a_ref():
+    @nnx.dataclass
+    class Tied(nnx.Module):
+        w: object = None
+
+    ref = nnx.Ref(nnx.Param(jnp.asarray(3.0)))
+    a, b = Tied(ref), Tied(ref)
+    b.w = jnp.asarray(4.0)
+    assert float(a.w) == 4.0
+    assert Tied().w is None
+    popped = Box(a=a, b=b)
+    popped.pop_state(nnx.Param)
+    assert list(popped.get_state()) == []
+    assert list(popped.clone().get_state()) == []
 
 
 def test_field_takes_a_default_factory():
@@ -183,12 +217,13 @@ def test_inheritance():
     assert list(m.get_state()) == ["b", "w"]
 
 
-def test_frozen_forbids_assignment_by_users():
-    @nnx.dataclass(frozen=True)
-    class Frozen(nnx.Module):
-        w: jax.Array = nnx.param_field()
-        n: int = 1
+@nnx.dataclass(frozen=True)
+class Frozen(nnx.Module):
+    w: jax.Array = nnx.param_field()
+    n: int = 1
 
+
+def test_frozen_forbids_assignment_by_users():
     m = Frozen(jnp.ones(2))
     with pytest.raises(AttributeError, match="w"):
         m.w = jnp.zeros(2)
@@ -202,11 +237,6 @@ def test_frozen_forbids_assignment_by_users():
 
 
 def test_frozen_modules_are_still_updated_and_rebuilt():
-    @nnx.dataclass(frozen=True)
-    class Frozen(nnx.Module):
-        w: jax.Array = nnx.param_field()
-        n: int = 1
-
     m = Frozen(jnp.ones(2))
     m.update_state(jax.tree.map(lambda x: x + 1, m.get_state()))
     np.testing.assert_array_equal(m.w, [2, 2])

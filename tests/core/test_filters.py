@@ -7,10 +7,8 @@ import pytest
 
 import nnx
 from nnx.core.filters import check_wrt, describe
-
-
-class Count(nnx.Variable):
-    pass
+from tests.checks import assert_refused
+from tests.models import Count
 
 
 class LoraParam(nnx.Param):
@@ -222,6 +220,29 @@ def test_anything_else_is_a_type_error_that_shows_what_was_passed(call, bad):
 def test_a_bad_filter_inside_another_is_a_type_error(bad):
     with pytest.raises(TypeError, match="1"):
         matched(bad())
+
+
+@pytest.mark.parametrize(
+    "does, error, says",
+    [
+        (
+            lambda m: m.partition(nnx.Param),
+            ValueError,
+            ("Non-exhaustive filters, got a non-empty remainder", "enc/stat", "table", "`...`"),
+        ),
+        (
+            lambda m: m.filter(..., nnx.Param),
+            ValueError,
+            ("Ellipsis `...` can only be used as the last filter,", "Param"),
+        ),
+        (lambda m: m.filter("parms"), ValueError, ("'parms'", "'params'")),
+        (lambda m: m.pop_state(), ValueError, ("filter", "pop_state(")),
+        (lambda m: m.pop_state(3), TypeError, ("3", "nnx.Param")),
+    ],
+    ids=["partial", "ellipsis not last", "misspelled", "none", "number"],
+)
+def test_a_refused_filter_is_shown_with_what_to_write_and_changes_nothing(does, error, says):
+    assert_refused(does, error, says)
 
 
 # What is trained or differentiated

@@ -6,84 +6,9 @@ import numpy as np
 import pytest
 
 import nnx
-
-
-class Count(nnx.Variable):
-    pass
-
-
-class Linear(nnx.Module):
-    def __init__(self, din=2, dout=3, *, ctx=None):
-        self.w = nnx.Param(jnp.ones((din, dout)), ("in", "out"))
-        self.b = nnx.Param(jnp.zeros((dout,)))
-        self.count = Count(0)
-        self.dout = dout
-
-    def __call__(self, x):
-        self.count += 1
-        return x @ self.w + self.b
-
-    def halve(self, x):
-        self.b = self.b / 2
-        return x / 2
-
-
-class Encoder(nnx.Module):
-    def __init__(self):
-        self.layers = [Linear(2, 2), Linear(2, 2)]
-        self.mean = nnx.BatchStat(jnp.zeros(2))
-        self.table = jnp.arange(3.0)
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        self.mean = self.mean + 1
-        return x
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        self.enc = Encoder()
-        self.heads = {"a": Linear(2, 1), "b": Linear(2, 1)}
-        self.name = "model"
-
-    def __call__(self, x):
-        return self.heads["a"](self.enc(x))
-
-
-PATHS = [
-    "enc/layers/0/b",
-    "enc/layers/0/count",
-    "enc/layers/0/w",
-    "enc/layers/1/b",
-    "enc/layers/1/count",
-    "enc/layers/1/w",
-    "enc/mean",
-    "enc/table",
-    "heads/a/b",
-    "heads/a/count",
-    "heads/a/w",
-    "heads/b/b",
-    "heads/b/count",
-    "heads/b/w",
-]
-PARAM_PATHS = [p for p in PATHS if p.endswith(("/b", "/w"))]
-COUNT_PATHS = [p for p in PATHS if p.endswith("/count")]
-
-
-def snapshot(module):
-    """Everything observable about a Module's state and structure, for 'nothing changed' checks."""
-    state, moduledef = module.partition()
-    return [(path, type(leaf), jax.tree.leaves(leaf)) for path, leaf in state.items()], moduledef
-
-
-def assert_unchanged(module, before):
-    leaves, moduledef = snapshot(module)
-    assert moduledef == before[1]
-    assert [entry[:2] for entry in leaves] == [entry[:2] for entry in before[0]]
-    for (_, _, now), (_, _, then) in zip(leaves, before[0], strict=True):
-        assert all(a is b for a, b in zip(now, then, strict=True))
-
+from tests.checks import assert_refused, assert_unchanged, photograph
+from tests.core.method_models import COUNT_PATHS, PARAM_PATHS, PATHS, Linear, Model
+from tests.models import Count
 
 # partition
 
@@ -124,7 +49,7 @@ def test_the_first_match_wins():
 
 def test_incomplete_partition_lists_the_paths_and_changes_nothing():
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     with pytest.raises(ValueError, match="Non-exhaustive filters, got a non-empty remainder") as error:
         m.partition(nnx.Param, Count)
     assert "enc/mean" in str(error.value)
@@ -168,7 +93,7 @@ def test_filter_with_several_filters_gives_a_tuple_and_need_not_be_exhaustive():
 
 def test_filter_leaves_the_module_alone():
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     m.filter(nnx.Param)
     assert_unchanged(m, before)
 
@@ -195,7 +120,7 @@ def test_pop_state_with_several_filters_gives_a_tuple():
 
 def test_pop_state_without_a_filter_is_an_error_and_changes_nothing():
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     with pytest.raises(ValueError, match="filter"):
         m.pop_state()
     assert_unchanged(m, before)
@@ -203,7 +128,7 @@ def test_pop_state_without_a_filter_is_an_error_and_changes_nothing():
 
 def test_pop_state_with_a_bad_filter_changes_nothing():
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     with pytest.raises(TypeError, match="1.5"):
         m.pop_state(nnx.Param, 1.5)
     assert_unchanged(m, before)
@@ -225,163 +150,6 @@ def test_a_variable_in_a_container_can_be_popped():
     m = nnx.Dict({"w": nnx.Param(1.0), "c": Count(1)})
     assert list(m.pop_state(Count)) == ["c"]
     assert list(m) == ["w"]
-
-
-# update_state
-
-
-def test_update_state_takes_a_state_and_updates_values():
-    m = Model()
-    m.update_state(jax.tree.map(lambda x: x + 1, m.filter(nnx.Param)))
-    np.testing.assert_array_equal(m.heads["a"].b, [1.0])
-    assert m.heads["a"].count == 0
-    assert m.heads["a"].variable("w").sharding == ("in", "out")
-
-
-def test_update_state_takes_a_tuple_of_states():
-    m = Model()
-    params, counts = m.filter(nnx.Param, Count)
-    m.update_state((jax.tree.map(lambda x: x + 1, params), jax.tree.map(lambda x: x + 5, counts)))
-    np.testing.assert_array_equal(m.heads["a"].b, [1.0])
-    assert m.heads["b"].count == 5
-
-
-def test_update_state_takes_a_pure():
-    m, other = Model(), Model()
-    other(jnp.ones((1, 2)))
-    m.update_state(other.partition())
-    assert m.enc.layers[0].count == 1
-    m.update_state(Model().partition(nnx.Param, ...))
-    assert m.enc.layers[0].count == 0
-
-
-def test_update_state_takes_a_module_of_the_same_type():
-    m, other = Model(), Model()
-    other(jnp.ones((1, 2)))
-    m.update_state(other)
-    assert m.enc.layers[0].count == 1
-    np.testing.assert_array_equal(m.enc.mean, [1, 1])
-
-
-def test_update_state_refuses_a_module_of_another_type_and_changes_nothing():
-    m = Model()
-    before = snapshot(m)
-    with pytest.raises((TypeError, ValueError)) as error:
-        m.update_state(Linear())
-    assert "Linear" in str(error.value) and "Model" in str(error.value)
-    assert_unchanged(m, before)
-
-
-@pytest.mark.parametrize("wrong", [1, "state", None, [1]])
-def test_update_state_refuses_anything_else_and_shows_it(wrong):
-    m = Model()
-    before = snapshot(m)
-    with pytest.raises((TypeError, ValueError)):
-        m.update_state(wrong)
-    assert_unchanged(m, before)
-
-
-def test_update_state_adds_new_variables():
-    m = Model()
-    m.update_state(nnx.State({"heads/a/extra": nnx.Cache(jnp.ones(2), unit="m"), "bias": nnx.Param(1.0)}))
-    np.testing.assert_array_equal(m.heads["a"].extra, [1, 1])
-    assert type(m.heads["a"].variable("extra")) is nnx.Cache
-    assert m.heads["a"].variable("extra").unit == "m"
-    assert m.bias == 1.0
-    assert {"bias", "heads/a/extra"} <= set(m.get_state())
-
-
-@pytest.mark.parametrize("path", ["nowhere/w", "heads/c/w", "enc/layers/2/w", "enc/mean/deeper", "name/w"])
-def test_an_update_whose_parent_does_not_exist_is_an_error_and_changes_nothing(path):
-    m = Model()
-    before = snapshot(m)
-    update = m.filter(nnx.Param).map(lambda _, leaf: leaf.replace(value=leaf.value + 1))
-    with pytest.raises((ValueError, KeyError)) as error:
-        m.update_state(update | nnx.State({path: nnx.Param(1.0)}))
-    assert path in str(error.value)
-    assert_unchanged(m, before)
-
-
-@pytest.mark.parametrize("bad", [nnx.BatchStat(jnp.zeros(1)), nnx.Node(jnp.zeros(1))])
-def test_an_update_with_a_container_of_another_type_is_an_error_and_changes_nothing(bad):
-    m = Model()
-    before = snapshot(m)
-    update = m.filter(nnx.Param).map(lambda _, leaf: leaf.replace(value=leaf.value + 1))
-    with pytest.raises(ValueError) as error:
-        m.update_state(update | nnx.State({"heads/b/b": bad}))
-    assert "heads/b/b" in str(error.value)
-    assert_unchanged(m, before)
-
-
-def test_a_failing_second_state_of_a_tuple_changes_nothing():
-    m = Model()
-    before = snapshot(m)
-    good = jax.tree.map(lambda x: x + 1, m.filter(nnx.Param))
-    with pytest.raises((ValueError, KeyError), match="nowhere/w"):
-        m.update_state((good, nnx.State({"nowhere/w": nnx.Param(1.0)})))
-    assert_unchanged(m, before)
-
-
-@pytest.mark.parametrize("name", ["filter", "clone", "heads/a/partition"])
-def test_an_update_that_would_hide_a_method_is_an_error_and_changes_nothing(name):
-    m = Model()
-    before = snapshot(m)
-    good = jax.tree.map(lambda x: x + 1, m.filter(nnx.Param))
-    with pytest.raises((ValueError, AttributeError), match=name.split("/")[-1]):
-        m.update_state(good | nnx.State({name: nnx.Param(1.0)}))
-    assert_unchanged(m, before)
-
-
-@pytest.mark.parametrize("path", ["enc", "heads/a", "name"])
-def test_an_update_to_a_submodule_or_static_value_is_an_error_and_changes_nothing(path):
-    m = Model()
-    before = snapshot(m)
-    good = jax.tree.map(lambda x: x + 1, m.filter(nnx.Param))
-    with pytest.raises(ValueError, match=path):
-        m.update_state(good | nnx.State({path: nnx.Param(1.0)}))
-    assert_unchanged(m, before)
-
-
-def test_the_last_of_several_updates_wins_also_through_aliases():
-    def model():
-        m = nnx.Module()
-        m.a = m.b = Linear()
-        return m
-
-    first, second = nnx.State({"b/b": nnx.Param(jnp.full(3, 1.0))}), nnx.State({"a/b": nnx.Param(jnp.full(3, 2.0))})
-    m = model()
-    m.update_state((first, second))
-    np.testing.assert_array_equal(m.a.b, [2, 2, 2])
-    m = model()
-    m.update_state((second, first))
-    np.testing.assert_array_equal(m.a.b, [1, 1, 1])
-
-
-def test_update_state_with_a_module_of_another_structure_changes_nothing():
-    m, other = Model(), Model()
-    other(jnp.ones((1, 2)))
-    other.enc.layers.append(Linear(2, 2))
-    before = snapshot(m)
-    with pytest.raises(ValueError, match="enc/layers/2"):
-        m.update_state(other)
-    assert_unchanged(m, before)
-
-
-def test_update_state_keeps_the_caches_coherent():
-    m = Model()
-    first = m.get_module_def()
-    m.update_state(nnx.State({"new": nnx.Param(1.0)}))
-    assert m.get_module_def() != first
-    del m.new
-    assert m.get_module_def() == first
-
-
-def test_an_empty_update_changes_nothing():
-    m = Model()
-    before = snapshot(m)
-    m.update_state(nnx.State({}))
-    m.update_state(())
-    assert_unchanged(m, before)
 
 
 # clone
@@ -443,7 +211,7 @@ def test_clone_with_copied_arrays_copies_numpy_arrays_and_pytrees_too():
 
 def test_apply_runs_on_a_copy_and_returns_output_and_new_module():
     m = Linear(2, 3)
-    before = snapshot(m)
+    before = photograph(m)
     out, new = m.apply(jnp.ones((1, 2)))
     np.testing.assert_array_equal(out, [[2.0, 2.0, 2.0]])
     assert type(new) is Linear
@@ -468,6 +236,7 @@ def test_apply_follows_any_chain_and_returns_the_whole_new_module():
     assert type(new) is Model
     assert new.enc.layers[1].count == 1
     assert new.enc.layers[0].count == 0
+    assert new.heads["a"].count == 0
     out, new = m.apply.heads["b"].halve(jnp.ones(()))
     assert float(out) == 0.5
     assert type(new) is Model
@@ -507,61 +276,6 @@ def test_mutable_state_dict_writes_bare_nodes():
     leaves = m.mutable_state_dict()
     leaves["enc/table"].value = jnp.zeros(3)
     np.testing.assert_array_equal(m.enc.table, [0, 0, 0])
-
-
-# sow
-
-
-def test_sow_makes_a_tuple_on_first_use_and_appends_after():
-    m = Linear()
-    m.sow(nnx.Intermediate, "seen", 1)
-    assert m.seen == (1,)
-    m.sow(nnx.Intermediate, "seen", 2)
-    assert m.seen == (1, 2)
-    assert type(m.variable("seen")) is nnx.Intermediate
-    assert m.pop_state(nnx.Intermediate)["seen"].value == (1, 2)
-
-
-def test_sown_values_can_be_sown_again_after_popping():
-    m = Linear()
-    m.sow(nnx.Intermediate, "seen", 1)
-    m.pop_state(nnx.Intermediate)
-    m.sow(nnx.Intermediate, "seen", 3)
-    assert m.seen == (3,)
-
-
-@pytest.mark.parametrize("value", [jnp.ones(1), "text", 3], ids=["node", "static", "number"])
-def test_sowing_into_an_attribute_that_is_no_variable_is_an_error(value):
-    m = nnx.Module()
-    m.x = value
-    with pytest.raises(ValueError, match="to be a Variable, got") as error:
-        m.sow(nnx.Intermediate, "x", 1)
-    assert "x" in str(error.value)
-    assert m.x is value
-
-
-def test_sowing_into_a_variable_of_another_type_is_an_error():
-    m = Linear()
-    with pytest.raises(ValueError, match="to be of type") as error:
-        m.sow(nnx.Intermediate, "count", 1)
-    assert "count" in str(error.value)
-    assert m.count == 0
-
-
-def test_sowing_into_a_variable_that_holds_no_tuple_is_an_error():
-    m = Linear()
-    with pytest.raises(ValueError, match="to be a tuple,") as error:
-        m.sow(Count, "count", 1)
-    assert "count" in str(error.value)
-    assert m.count == 0
-
-
-def test_sowing_arrays():
-    m = Linear()
-    m.sow(nnx.Intermediate, "h", jnp.ones(2))
-    m.sow(nnx.Intermediate, "h", jnp.zeros(2))
-    assert len(m.h) == 2
-    assert len(jax.tree.leaves(m.filter(nnx.Intermediate))) == 2
 
 
 # for_each, modules, named_modules
@@ -671,6 +385,10 @@ def test_get_path_that_leads_nowhere_is_an_error_naming_the_path(path):
     assert path in str(error.value)
 
 
+def test_the_error_for_a_path_names_the_part_that_leads_nowhere():
+    assert_refused(lambda m: m.get_path("enc/layers/0"), (ValueError, LookupError), ("enc/layers",))
+
+
 def test_set_path_replaces_modules_and_values():
     m = Model()
     new = Linear(2, 5)
@@ -698,7 +416,7 @@ def test_set_path_into_containers():
 
 def test_set_path_whose_parent_does_not_exist_is_an_error_naming_the_path():
     m = Model()
-    before = snapshot(m)
+    before = photograph(m)
     with pytest.raises((AttributeError, ValueError, KeyError, LookupError)) as error:
         m.set_path("nowhere/w", 1)
     assert "nowhere" in str(error.value)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import nnx
+from tests.models import Tree
 
 
 class Block(nnx.Module):
@@ -273,6 +274,15 @@ def test_a_missing_variable_is_absent_and_reading_it_says_that_no_state_was_give
     assert list(again.get_state()) == list(m.filter(nnx.Param))
 
 
+def test_a_variable_for_which_no_state_was_merged_says_so_with_the_cure():
+    m = Tree()
+    merged = m.get_module_def().merge(m.filter(nnx.Param))
+    with pytest.raises(AttributeError, match="no state was given") as error:
+        merged.enc.stat  # noqa: B018
+    for fragment in ("'stat'", "Block", "BatchStat", "update_state"):
+        assert fragment in str(error.value)
+
+
 def test_a_missing_variable_may_be_given_later():
     m = Block()
     again = m.get_module_def().merge(m.filter(nnx.Param))
@@ -341,6 +351,16 @@ def test_apply_follows_any_chain():
     np.testing.assert_array_equal(new["encoder/layers/0/stat"].value, [0, 0])
     out, (new, _) = moduledef.apply(state).encoder.named["k"](jnp.ones(2))
     np.testing.assert_array_equal(new["encoder/named/k/stat"].value, [1, 1])
+
+
+def test_a_chain_of_apply_can_be_kept_and_branched():
+    state, moduledef = Model().partition()
+    layers = moduledef.apply(state).encoder.layers
+    _, first = layers[0].attend(jnp.ones(2))
+    _, second = layers[1].attend(jnp.ones(2))
+    np.testing.assert_array_equal(first.states["encoder/layers/1/stat"].value, [0, 0])
+    np.testing.assert_array_equal(second.states["encoder/layers/1/stat"].value, [10, 10])
+    np.testing.assert_array_equal(second.states["encoder/layers/0/stat"].value, [0, 0])
 
 
 def test_apply_works_under_raw_jit_and_grad():

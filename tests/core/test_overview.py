@@ -5,10 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import nnx
-
-
-class Count(nnx.Variable):
-    pass
+from tests.models import Count
 
 
 class Linear(nnx.Module):

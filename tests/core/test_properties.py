@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import nnx
+from tests.models import Count
 
 
 class A(nnx.Module):
@@ -21,10 +22,6 @@ class A(nnx.Module):
 
 
 class B(nnx.Module):
-    pass
-
-
-class Count(nnx.Variable):
     pass
 
 
@@ -493,42 +490,3 @@ def test_after_any_changes_a_module_agrees_with_a_copy_that_has_no_caches(recipe
         assert list(state) == list(fresh_state)
         assert state == fresh_state
         assert [path for path, _ in m.named_modules()] == [path for path, _ in fresh.named_modules()]
-
-
-# Keys.
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["draw", "fork", "merge", "copy", "pickle", "split"]), st.integers(0, 20)),
-        max_size=25,
-    ),
-    st.integers(0, 3),
-)
-@settings(max_examples=50)
-def test_no_key_is_ever_produced_twice(operations, seed):
-    contexts = [nnx.context(seed)]
-    keys = []
-
-    def draw(ctx):
-        keys.append(tuple(jax.random.key_data(ctx.make_rng("params")).tolist()))
-
-    for what, which in operations:
-        ctx = contexts[which % len(contexts)]
-        match what:
-            case "draw":
-                draw(ctx)
-            case "fork":
-                contexts.append(ctx.fork())
-            case "merge":
-                contexts.append(ctx.partition().merge())
-            case "copy":
-                contexts.append(ctx.copy())
-            case "split":
-                split, ctxdef = ctx.split(2)
-                contexts += [ctxdef.merge({"params": key}) for key in split["params"]]
-            case "pickle":
-                contexts.append(pickle.loads(pickle.dumps(ctx.fork())))
-    for ctx in contexts:
-        draw(ctx)
-    assert len(set(keys)) == len(keys)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import nnx
+from tests.models import Box
 
 
 class Leaf(nnx.Module):
@@ -181,6 +182,18 @@ def test_update_state_accepts_any_alias():
     assert len(m.get_state()) == 1
 
 
+def test_a_tied_tables_canonical_path_and_an_update_through_its_alias():
+    table = nnx.Ref(nnx.Param(jnp.ones((3, 2))))
+    m = Box(decoder=Box(out=Box(kernel=table)), embed=Box(table=table))
+    assert list(m.get_state()) == ["embed/table"]
+    m.update_state(nnx.State({"decoder/out/kernel": nnx.Param(jnp.zeros((3, 2)))}))
+    np.testing.assert_array_equal(m.embed.table, jnp.zeros((3, 2)))
+    np.testing.assert_array_equal(m.decoder.out.kernel, jnp.zeros((3, 2)))
+    assert list(m.get_state()) == ["embed/table"]
+    merged = m.get_module_def().merge(nnx.State({"decoder/out/kernel": nnx.Param(jnp.full((3, 2), 5.0))}))
+    np.testing.assert_array_equal(merged.embed.table, jnp.full((3, 2), 5.0))
+
+
 def test_pop_state_removes_every_attribute_of_the_cell():
     m = tied(1.0)
     popped = m.pop_state(nnx.Param)
@@ -269,3 +282,13 @@ def test_a_ref_in_a_sequence_and_an_attribute_is_one_cell():
     assert float(m.a[0].w) == 3.0
     assert list(m.get_state()) == ["b/w"]  # fewest segments win
     np.testing.assert_array_equal(m.get_path("a/0/w"), 3.0)
+
+
+@pytest.mark.parametrize(
+    "does",
+    [lambda: nnx.Ref(jnp.ones(1)), lambda: nnx.Ref(nnx.Ref(nnx.Param(1))), lambda: nnx.Ref(nnx.Static(1))],
+    ids=["array", "ref", "static"],
+)
+def test_a_ref_of_anything_but_a_variable_is_a_type_error(does):
+    with pytest.raises(TypeError, match="nnx.Ref"):
+        does()

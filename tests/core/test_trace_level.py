@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import nnx
+from tests.checks import assert_refused
 
 MESSAGE = "Cannot mutate Module from different trace level"
 
@@ -174,6 +175,33 @@ def test_the_message_says_which_attribute_of_which_class_and_what_to_do():
 def test_the_message_of_pop_says_what_to_do_too():
     text = run_and_expect_error(jax.jit, pop)
     assert "Model" in text or "Layer" in text
+
+
+def under_jit(use):
+    return lambda m: jax.jit(lambda x: (use(m), x)[1])(1.0)
+
+
+@pytest.mark.parametrize(
+    "does, error, says",
+    [
+        (
+            under_jit(lambda m: setattr(m.enc, "w", jnp.zeros(2))),
+            nnx.TraceContextError,
+            (MESSAGE, "'w'", "Block", "nnx.jit"),
+        ),
+        (under_jit(lambda m: delattr(m.enc, "w")), nnx.TraceContextError, (MESSAGE, "'w'", "Block", "nnx.jit")),
+        (under_jit(lambda m: m.pop_state(nnx.Param)), nnx.TraceContextError, (MESSAGE, "pop_state", "nnx.jit")),
+        (
+            under_jit(lambda m: m.update_state(m.get_state())),
+            nnx.TraceContextError,
+            (MESSAGE, "update_state", "nnx.jit"),
+        ),
+        (lambda m: jax.jit(lambda x: x)(m), ValueError, ("Tree", "nnx.jit", "partition", "merge")),
+    ],
+    ids=["set", "delete", "pop", "update", "passed to raw jit"],
+)
+def test_a_change_at_another_level_names_what_was_changed_and_what_to_do(does, error, says):
+    assert_refused(does, error, says)
 
 
 def test_the_error_is_importable_and_an_exception():

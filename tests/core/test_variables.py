@@ -13,10 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import nnx
-
-
-class Count(nnx.Variable):
-    pass
+from tests.models import Box, Count
 
 
 class RunningMean(nnx.Variable):
@@ -25,14 +22,6 @@ class RunningMean(nnx.Variable):
 
 class SpecialParam(nnx.Param):
     pass
-
-
-class Holder(nnx.Module):
-    """A Module that holds whatever it is given."""
-
-    def __init__(self, **attributes):
-        for name, value in attributes.items():
-            setattr(self, name, value)
 
 
 VARIABLE_TYPES = [nnx.Variable, nnx.Param, nnx.BatchStat, nnx.Cache, nnx.Intermediate, Count, SpecialParam]
@@ -248,7 +237,7 @@ def test_with_partitioning_is_the_short_form_for_sharding():
 
 
 def test_metadata_of_an_initialiser_reach_the_module():
-    m = Holder(w=nnx.Param(nnx.with_partitioning(zeros, ("a", "b"))(jax.random.key(0), (2, 3))))
+    m = Box(w=nnx.Param(nnx.with_partitioning(zeros, ("a", "b"))(jax.random.key(0), (2, 3))))
     assert isinstance(m.w, jax.Array)
     assert m.variable("w").sharding == ("a", "b")
 
@@ -268,13 +257,13 @@ def test_metadata_of_an_initialiser_reach_the_module():
     ],
 )
 def test_each_variable_type_has_a_collection_name(variable_type, name):
-    m = Holder(x=variable_type(1), other=nnx.Node(jnp.zeros(1)))
+    m = Box(x=variable_type(1), other=nnx.Node(jnp.zeros(1)))
     assert m.collections() == {name}
     assert list(m.filter(name)) == ["x"]
 
 
 def test_a_subclass_of_param_is_found_by_the_name_of_its_parent():
-    m = Holder(x=SpecialParam(1), y=nnx.BatchStat(2))
+    m = Box(x=SpecialParam(1), y=nnx.BatchStat(2))
     assert list(m.filter("params")) == ["x"]
 
 
@@ -285,7 +274,7 @@ def test_var_makes_a_variable_of_the_type_for_that_name():
     assert counts.unit == "steps"
     assert type(counts) is type(nnx.var("counts", 1))
     assert type(counts) is not type(nnx.var("other_counts", 0))
-    m = Holder(n=counts, w=nnx.Param(1))
+    m = Box(n=counts, w=nnx.Param(1))
     assert list(m.filter("counts")) == ["n"]
     assert m.collections() == {"counts", "params"}
 
@@ -302,7 +291,7 @@ def test_a_users_type_may_set_its_own_name():
     class Faster(Running):
         pass
 
-    m = Holder(a=Running(1), b=Faster(2), c=nnx.Param(3))
+    m = Box(a=Running(1), b=Faster(2), c=nnx.Param(3))
     assert m.collections() == {"running_things", "faster", "params"}
     assert list(m.filter("running_things")) == ["a", "b"]
     assert type(nnx.var("running_things", 1)) is Running
@@ -313,7 +302,7 @@ def test_a_users_type_may_set_its_own_name():
     [("KLLoss", "kl_loss"), ("Loss", "loss"), ("EMAParam2", "ema_param2"), ("lower", "lower")],
 )
 def test_class_names_become_snake_case(name, collection):
-    assert Holder(x=type(name, (nnx.Variable,), {})(1)).collections() == {collection}
+    assert Box(x=type(name, (nnx.Variable,), {})(1)).collections() == {collection}
 
 
 def test_another_type_of_a_built_in_name_does_not_take_the_name_over():
@@ -321,7 +310,7 @@ def test_another_type_of_a_built_in_name_does_not_take_the_name_over():
         collection = "params"
 
     assert type(nnx.var("params", 1)) is nnx.Param
-    m = Holder(a=Adapter(1), b=nnx.Param(2))
+    m = Box(a=Adapter(1), b=nnx.Param(2))
     assert list(m.filter("params")) == ["a", "b"]
     assert m.collections() == {"params"}
 
@@ -329,7 +318,7 @@ def test_another_type_of_a_built_in_name_does_not_take_the_name_over():
 def test_a_name_stays_known_while_one_of_its_types_lives():
     first = type("Transient", (nnx.Variable,), {})
     second = type("Transient", (nnx.Variable,), {})
-    m = Holder(a=first(1))
+    m = Box(a=first(1))
     del second
     gc.collect()
     assert list(m.filter("transient")) == ["a"]
@@ -338,7 +327,7 @@ def test_a_name_stays_known_while_one_of_its_types_lives():
 def test_two_types_of_the_same_name_belong_to_one_collection():
     first = type("Tally", (nnx.Variable,), {})
     second = type("Tally", (nnx.Variable,), {})
-    m = Holder(a=first(1), b=second(2))
+    m = Box(a=first(1), b=second(2))
     assert m.collections() == {"tally"}
     assert sorted(m.filter("tally")) == ["a", "b"]
 
@@ -406,7 +395,7 @@ def test_a_list_in_the_metadata_belongs_to_one_variable_alone():
 
 
 def test_metadata_that_hold_a_module_are_an_error_naming_them():
-    module = Holder(w=1)
+    module = Box(w=1)
     for value, where in ((module, "extra"), ([module], r"extra\[0\]"), ({"a": nnx.Param(1)}, r"extra\['a'\]")):
         with pytest.raises(ValueError, match=rf"The static value {where} is .*\n.*Make it an attribute of a Module"):
             nnx.Param(1, extra=value)
@@ -418,9 +407,9 @@ def test_a_static_container_may_hold_arrays():
     array = jnp.ones(2)
     a, b, c = nnx.Static([array, "x"]), nnx.Static([array, "x"]), nnx.Static([jnp.ones(2), "x"])
     assert a == b and hash(a) == hash(b) and a != c
-    m = Holder(table=a)
+    m = Box(table=a)
     assert m.clone().table[0] is array
-    assert m.clone().get_module_def() == m.get_module_def() == Holder(table=b).get_module_def()
+    assert m.clone().get_module_def() == m.get_module_def() == Box(table=b).get_module_def()
 
 
 def test_on_value_and_on_metadata_names_do_not_clash():
@@ -430,4 +419,10 @@ def test_on_value_and_on_metadata_names_do_not_clash():
 
 def test_the_result_of_an_initialiser_with_metadata_must_be_wrapped():
     with pytest.raises((ValueError, TypeError), match="'w'"):
-        Holder(w=nnx.with_metadata(zeros, unit="m")(None, (2,)))
+        Box(w=nnx.with_metadata(zeros, unit="m")(None, (2,)))
+
+
+def test_an_incompatible_wrap_says_how_to_change_the_type():
+    with pytest.raises(ValueError, match="is not compatible with return type") as error:
+        nnx.BatchStat(nnx.Param(1))
+    assert ".value" in str(error.value)

@@ -1,7 +1,7 @@
 """Portraits: everything about a world that the contract promises, as plain values that can be compared.
 
 A portrait has the class of every Module ever seen, each attribute's kind (the container's type and metadata), values,
-static values, which Module is where (by number, in order of first sight), which static containers and pytrees are one
+static values, which Module is where (by number), which static containers and pytrees are one
 object, and which attributes are tied. Of data, values and dtypes count; whether a number is a Python number, a numpy
 array or a `jax.Array` does not, since a transform may turn one into another. Static values keep their exact types.
 """
@@ -22,7 +22,11 @@ Difference = tuple[str, Any, Any]
 
 
 class Registry:
-    """Numbers the Modules of one side in the order of first sight, and keeps them."""
+    """Numbers the Modules of one side, and keeps them.
+
+    Modules that have appeared since the last look are numbered in the order of a walk, so two sides with isomorphic
+    graphs that look at the same moments have the same numbers, no matter in which order their Modules were created.
+    """
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}
@@ -35,13 +39,17 @@ class Registry:
         return self.numbers[id(module)]
 
     def see(self, roots: Iterable[Any]) -> None:
-        for module in modules_of(roots):
+        """Numbers what is new: below the roots, then below the Modules seen before, even if they have left the graph.
+
+        Every look has to be this complete. If `portrait` alone went on to the Modules that have left, a side that was
+        replayed without portraits would number their new submodules later than a side that was not.
+        """
+        for module in modules_of([*roots, *self.modules]):
             self.number(module)
 
     def portrait(self, roots: Iterable[Any] = (), types_only: bool = False) -> dict[str, Any]:
         """Every Module seen so far; `types_only` leaves out values and keeps what decides a compiled function."""
         self.see(roots)
-        self.see(list(self.modules))
         numbers: dict[int, int] = {}
         homes: dict[int, str] = {}
         lines: dict[str, Any] = {}

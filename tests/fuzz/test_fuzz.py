@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+import nnx
 from tests.fuzz import transforms
+from tests.fuzz.compare import Registry
 from tests.fuzz.programs import draw_program
 from tests.fuzz.runner import run_program, run_seed, run_seeds, shrunk
 from tests.fuzz.threads import run_threads
@@ -44,6 +46,27 @@ def test_a_listing_is_a_script_that_runs():
     program = next(p for p in map(draw_program, range(100)) if p.illegal is None and not any(c.fails for c in p.calls))
     with contextlib.redirect_stdout(io.StringIO()):
         exec(compile(program.listing(), "<listing>", "exec"), {"__name__": "listing"})
+
+
+def test_modules_below_one_that_has_left_the_graph_are_numbered_at_every_look():
+    def grow(looks: Callable[[Registry, Any], Any]) -> dict[str, Any]:
+        root, left, registry = nnx.Dict(), nnx.Dict(), Registry()
+        root.left = left
+        looks(registry, root)
+        del root.left
+        left.below = nnx.Dict(s=1)
+        looks(registry, root)
+        root.later = nnx.Dict(s=2)
+        return registry.portrait([root])
+
+    seen = grow(lambda registry, root: registry.see([root]))
+    assert seen == grow(lambda registry, root: registry.portrait([root]))
+    assert seen["#1.below"] == "#2" and seen["#0.later"] == "#3"
+
+
+def test_a_replayed_world_agrees_with_one_that_was_never_replayed():
+    """The first call changes a Module that leaves the graph; the second one raises, so its world is replayed."""
+    assert run_seed(1794846748070) is None
 
 
 def forgets_writes(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ class Block(nnx.Module):
         return self.dropout(self.norm(self.linear(x), ctx=ctx), ctx=ctx)
 
 
-class Net(nnx.Module):
+class TwoHeads(nnx.Module):
     def __init__(self, features=4, *, ctx):
         self.blocks = [Block(features, ctx=ctx), Block(features, ctx=ctx)]
         self.heads = {"mean": nnx.Linear(features, 2, ctx=ctx), "scale": nnx.Linear(features, 1, ctx=ctx)}
@@ -66,10 +66,10 @@ def test_the_text_is_a_table_with_totals_per_collection():
 
 
 def test_every_module_has_a_row_with_what_it_holds_and_gives_out():
-    summary = nnx.summary(Net(ctx=nnx.context(0)), jnp.ones((5, 4)), ctx=running_context())
+    summary = nnx.summary(TwoHeads(ctx=nnx.context(0)), jnp.ones((5, 4)), ctx=running_context())
     rows = rows_of(summary)
     assert list(rows)[:3] == ["", "blocks", "blocks/0"]
-    assert rows[""].layer == "Net"
+    assert rows[""].layer == "TwoHeads"
     assert rows[""].output == "{mean: float32[5,2], scale: float32[5,1]}"
     assert rows["blocks/1/linear"].output == "float32[5,4]"
     assert rows["blocks/1/linear"].parameters == 4 * 4 + 4
@@ -79,7 +79,7 @@ def test_every_module_has_a_row_with_what_it_holds_and_gives_out():
 
 
 def test_collections_are_totalled_apart():
-    summary = nnx.summary(Net(ctx=nnx.context(0)))
+    summary = nnx.summary(TwoHeads(ctx=nnx.context(0)))
     assert summary.collections["params"] == (12, 56 + 10 + 5, 4 * 71)
     assert summary.collections["batch_stats"] == (4, 16, 64)
     assert summary.collections["(none)"] == (1, 3, 12)
@@ -99,7 +99,7 @@ def test_keys_and_plain_numbers_are_counted_as_jax_stores_them():
 
 
 def test_without_inputs_there_are_no_outputs_and_no_flops():
-    summary = nnx.summary(Net(ctx=nnx.context(0)))
+    summary = nnx.summary(TwoHeads(ctx=nnx.context(0)))
     assert summary.flops is None
     assert str(summary).splitlines()[0].split() == ["path", "layer", "parameters", "bytes"]
 
@@ -322,7 +322,7 @@ def test_what_is_no_module_is_an_error():
 
 
 def test_neither_model_nor_context_nor_classes_change():
-    model, ctx = Net(ctx=nnx.context(0)), running_context()
+    model, ctx = TwoHeads(ctx=nnx.context(0)), running_context()
     state, moduledef = model.partition()
     calls = {cls: cls.__dict__.get("__call__") for cls in map(type, model.modules())}
     nnx.summary(model, jnp.ones((5, 4)), ctx=ctx)
@@ -362,7 +362,7 @@ def test_several_threads_may_look_at_once():
 
 
 def test_a_depth_leaves_out_what_lies_deeper():
-    text = nnx.summary(Net(ctx=nnx.context(0))).table(depth=1)
+    text = nnx.summary(TwoHeads(ctx=nnx.context(0))).table(depth=1)
     assert "heads" in text and "heads/mean" not in text
 
 
@@ -390,7 +390,7 @@ def test_large_numbers_are_readable():
 
 
 def test_parameters_are_counted_by_filter():
-    model = Net(ctx=nnx.context(0))
+    model = TwoHeads(ctx=nnx.context(0))
     assert nnx.count_params(model) == nnx.count_params(model.get_state()) == nnx.count_params(model.partition()) == 71
     assert nnx.count_params(model, nnx.BatchStat) == 16
     assert nnx.count_params(model, "batch_stats") == 16

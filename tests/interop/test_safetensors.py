@@ -19,7 +19,7 @@ import nnx
 from nnx.interop import safetensors_file
 
 
-class Net(nnx.Module):
+class Mixed(nnx.Module):
     def __init__(self, seed: float = 0.0):
         self.kernel = nnx.Param(jnp.arange(6.0).reshape(2, 3) + seed, sharding=("in", "out"))
         self.half = nnx.Param(jnp.full((3,), seed, jnp.bfloat16))
@@ -32,28 +32,28 @@ def path(tmp_path):
 
 
 def test_a_state_comes_back_with_types_and_metadata(path):
-    net = Net(1.0)
+    net = Mixed(1.0)
     nnx.save_safetensors(path, net.get_state())
-    state = nnx.load_safetensors(path, Net(2.0).get_state())
+    state = nnx.load_safetensors(path, Mixed(2.0).get_state())
     assert state == net.get_state()
     assert state["kernel"].sharding == ("in", "out") and state["half"].value.dtype == jnp.bfloat16
     assert isinstance(state["inner/mask"], np.ndarray)
 
 
 def test_a_module_may_stand_for_its_state_and_is_not_changed(path):
-    net, other = Net(1.0), Net(2.0)
+    net, other = Mixed(1.0), Mixed(2.0)
     nnx.save_safetensors(path, net)
     state = nnx.load_safetensors(path, other)
-    assert other.get_state() == Net(2.0).get_state()
+    assert other.get_state() == Mixed(2.0).get_state()
     other.update_state(state)
     assert other.get_state() == net.get_state()
 
 
 def test_the_reference_implementation_reads_what_we_write(path):
-    nnx.save_safetensors(path, Net(1.0), metadata={"format": "np"})
+    nnx.save_safetensors(path, Mixed(1.0), metadata={"format": "np"})
     read = safetensors.numpy.load_file(path)
     assert sorted(read) == ["half", "inner/mask", "inner/stat", "kernel"]
-    np.testing.assert_array_equal(read["kernel"], Net(1.0).kernel)
+    np.testing.assert_array_equal(read["kernel"], Mixed(1.0).kernel)
     with safetensors.safe_open(path, "np") as file:
         assert file.metadata()["format"] == "np"
 
@@ -164,7 +164,7 @@ def test_a_shard_size_that_is_none_is_refused(path, size):
 
 
 def test_what_does_not_fit_is_listed(path):
-    nnx.save_safetensors(path, Net())
+    nnx.save_safetensors(path, Mixed())
     target = nnx.State(
         {"kernel": nnx.Param(jnp.zeros((3, 3))), "half": nnx.Param(jnp.zeros(3)), "new": nnx.Param(jnp.zeros(1))}
     )
@@ -184,32 +184,32 @@ def test_what_does_not_fit_is_listed(path):
 
 
 def test_files_that_are_no_safetensors_are_refused(path):
-    nnx.save_safetensors(path, Net())
+    nnx.save_safetensors(path, Mixed())
     whole = path.read_bytes()
     for cut in (0, 4, 8, 40, len(whole) - 1):
         path.write_bytes(whole[:cut])
         with pytest.raises(nnx.CheckpointError, match="is not a valid safetensors file"):
-            nnx.load_safetensors(path, Net())
+            nnx.load_safetensors(path, Mixed())
     path.write_bytes(whole + b"x")
     with pytest.raises(nnx.CheckpointError, match="but its header describes"):
-        nnx.load_safetensors(path, Net())
+        nnx.load_safetensors(path, Mixed())
     unknown_dtype = b'{"w":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}'
     too_short = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}'
     for header in (b"[1]  ", unknown_dtype, too_short):
         path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
         with pytest.raises(nnx.CheckpointError, match="is not a valid safetensors file"):
-            nnx.load_safetensors(path, Net())
+            nnx.load_safetensors(path, Mixed())
     with pytest.raises(FileNotFoundError, match="There is no safetensors file at"):
-        nnx.load_safetensors(path.with_name("other.safetensors"), Net())
+        nnx.load_safetensors(path.with_name("other.safetensors"), Mixed())
     with pytest.raises(FileNotFoundError, match="the directory contains none"):
         (path.parent / "empty").mkdir()
-        nnx.load_safetensors(path.parent / "empty", Net())
+        nnx.load_safetensors(path.parent / "empty", Mixed())
     with pytest.raises(TypeError, match="load_safetensors takes a State or a Module, got"):
         nnx.load_safetensors(path, {"w": 1})
 
 
 def test_an_interrupted_write_leaves_the_old_file(path, monkeypatch):
-    nnx.save_safetensors(path, Net(1.0))
+    nnx.save_safetensors(path, Mixed(1.0))
 
     def no_space(*args):
         raise OSError(28, "No space left on device")
@@ -217,19 +217,19 @@ def test_an_interrupted_write_leaves_the_old_file(path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", no_space)
         with pytest.raises(nnx.CheckpointError, match="Could not save to .*No space left"):
-            nnx.save_safetensors(path, Net(2.0))
+            nnx.save_safetensors(path, Mixed(2.0))
     assert [file.name for file in path.parent.iterdir()] == ["model.safetensors"]
-    assert nnx.load_safetensors(path, Net()) == Net(1.0).get_state()
+    assert nnx.load_safetensors(path, Mixed()) == Mixed(1.0).get_state()
 
 
 def test_an_abstract_target_with_shardings_is_read_in_place(path):
-    nnx.save_safetensors(path, Net(1.0))
+    nnx.save_safetensors(path, Mixed(1.0))
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), P("data"))
-    abstract = nnx.eval_shape(Net)
+    abstract = nnx.eval_shape(Mixed)
     abstract.kernel = jax.ShapeDtypeStruct((2, 3), jnp.float32, sharding=sharding)
     state = nnx.load_safetensors(path, abstract)
     assert state["kernel"].value.sharding == sharding
-    assert (state["kernel"].value == Net(1.0).kernel).all()
+    assert (state["kernel"].value == Mixed(1.0).kernel).all()
 
 
 # Without a target

@@ -15,7 +15,7 @@ from tests.sharding.transformer import mesh_of
 RULES = nnx.fsdp_rules()
 
 
-class Net(nnx.Module):
+class Layers(nnx.Module):
     """Every array of it can be split by eight; the names are the defaults of the layers."""
 
     def __init__(self, *, ctx: nnx.Context):
@@ -54,8 +54,8 @@ def bytes_on_each(module: Any) -> tuple[int, int]:
     return max(held.values()), total // 8
 
 
-def net(ctx: nnx.Context) -> Net:
-    return Net(ctx=ctx)
+def net(ctx: nnx.Context) -> Layers:
+    return Layers(ctx=ctx)
 
 
 def built_together(mesh: Any, make: Any) -> Any:
@@ -71,7 +71,7 @@ def placed_afterwards(mesh: Any, make: Any) -> Any:
 
 
 def loaded(mesh: Any, make: Any) -> Any:
-    target = nnx.shard(make(nnx.eval_shape(Net, ctx=nnx.context(0))), mesh, RULES)
+    target = nnx.shard(make(nnx.eval_shape(Layers, ctx=nnx.context(0))), mesh, RULES)
     with tempfile.TemporaryDirectory() as folder:
         nnx.save(Path(folder) / "saved", make(net(nnx.context(0))))
         return nnx.load(Path(folder) / "saved", target)
@@ -116,7 +116,7 @@ def outer_names() -> list[str]:
 def skipped_updates() -> dict[str, Any]:
     """A sharded step whose gradient is not finite in one element, between two that are."""
     mesh = mesh_of(("data", 8))
-    build = lambda ctx: nnx.Optimizer(Net(ctx=ctx), optax.adam(1e-2), skip_nonfinite=True)  # noqa: E731
+    build = lambda ctx: nnx.Optimizer(Layers(ctx=ctx), optax.adam(1e-2), skip_nonfinite=True)  # noqa: E731
     optimizer = nnx.init_sharded(build, mesh, RULES, nnx.context(0))
 
     @nnx.jit

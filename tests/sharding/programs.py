@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
@@ -26,8 +26,8 @@ def start(program: Path, *arguments: str, devices: int | None = None) -> subproc
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def finish(processes: Sequence[subprocess.Popen], limit: float) -> list[str]:
-    """What the processes print within `limit` seconds; none is left running, whatever happens."""
+def finish(processes: Sequence[subprocess.Popen], limit: float, codes: Iterable[int] | None = None) -> list[str]:
+    """Returns what the processes print within `limit` seconds, ending with these codes; none is left running."""
     deadline = time.monotonic() + limit
     try:
         outputs = [process.communicate(timeout=max(1.0, deadline - time.monotonic())) for process in processes]
@@ -36,6 +36,7 @@ def finish(processes: Sequence[subprocess.Popen], limit: float) -> list[str]:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-3000:]
+    expected = [0] * len(processes) if codes is None else codes
+    for process, code, (_, errors) in zip(processes, expected, outputs, strict=True):
+        assert process.returncode == code, errors[-3000:]
     return [output for output, _ in outputs]

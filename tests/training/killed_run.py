@@ -20,7 +20,7 @@ import nnx
 DATA = np.random.default_rng(0).normal(size=(16, 4, 3)).astype(np.float32)
 
 
-class Net(nnx.Module):
+class Noisy(nnx.Module):
     def __init__(self, *, ctx: nnx.Context):
         self.w = nnx.Param(jax.random.normal(ctx.make_rng("params"), (3, 3)))
         self.seen = nnx.BatchStat(jnp.zeros(()))
@@ -39,7 +39,7 @@ def train_step(model, optimizer, x, ctx):
 
 def train(directory: str | None, steps: int, on_save=lambda seconds: None) -> np.ndarray:
     """Trains up to a number of steps and returns the losses; saves at every step if there is a directory."""
-    model = Net(ctx=nnx.context(0))
+    model = Noisy(ctx=nnx.context(0))
     run = {
         "model": model,
         "optimizer": nnx.Optimizer(model, optax.adam(1e-2)),

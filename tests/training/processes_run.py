@@ -25,7 +25,7 @@ from nnx.core import processes
 RULES = [("row", "data"), ("col", None)]
 
 
-class Net(nnx.Module):
+class Sharded(nnx.Module):
     def __init__(self, *, ctx: nnx.Context):
         kernel = jax.random.normal(ctx.make_rng("params"), (8, 4))
         self.kernel = nnx.Param(kernel, ("row", "col"))
@@ -38,7 +38,7 @@ def mesh():
 
 def make(own: int):
     """What a run saves: sharded parameters and optimizer, and what each process has by itself."""
-    model = nnx.init_sharded(lambda ctx: Net(ctx=ctx), mesh(), RULES, nnx.context(0))
+    model = nnx.init_sharded(lambda ctx: Sharded(ctx=ctx), mesh(), RULES, nnx.context(0))
     return {
         "optimizer": nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9)),
         "local": nnx.Dict(w=nnx.Param(jnp.full(3, float(own))), calls=nnx.var("counts", own)),

@@ -14,7 +14,7 @@ import nnx
 SHAPES = {"big": (16, 8), "wide": (8, 16), "bias": (16,)}
 
 
-class Net(nnx.Module):
+class Arrays(nnx.Module):
     def __init__(self, value: float):
         for i, (name, shape) in enumerate(SHAPES.items()):
             setattr(self, name, nnx.Param(value * (jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape) + i)))
@@ -23,7 +23,7 @@ class Net(nnx.Module):
 
 
 def make(value: float):
-    model = Net(value)
+    model = Arrays(value)
     optimizer = nnx.Optimizer(model, optax.adam(1e-2))
     return {"model": model, "optimizer": optimizer, "ctx": nnx.context(int(value), noise=3)}
 

@@ -19,7 +19,7 @@ import pytest
 import nnx
 
 
-class Net(nnx.Module):
+class Mixed(nnx.Module):
     def __init__(self, width: int = 4, *, ctx: nnx.Context):
         self.layers = [nnx.Linear(3, width, ctx=ctx), nnx.Linear(width, 2, ctx=ctx)]
         self.half = nnx.Param(jax.random.normal(ctx.make_rng("params"), (2, 3), jnp.bfloat16))
@@ -33,8 +33,8 @@ class Net(nnx.Module):
         return x
 
 
-def make_net(seed: int = 0, width: int = 4) -> Net:
-    return Net(width, ctx=nnx.context(seed))
+def make_net(seed: int = 0, width: int = 4) -> Mixed:
+    return Mixed(width, ctx=nnx.context(seed))
 
 
 def same(a, b) -> bool:

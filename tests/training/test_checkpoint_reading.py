@@ -13,7 +13,7 @@ import nnx
 from nnx.training.renaming import renamed
 
 
-class Net(nnx.Module):
+class Configured(nnx.Module):
     def __init__(self, rate: float = 0.1, *, ctx: nnx.Context):
         self.layers = [nnx.Linear(3, 4, ctx=ctx), nnx.Linear(4, 2, ctx=ctx)]
         self.dropout = nnx.Dropout(rate)
@@ -21,7 +21,7 @@ class Net(nnx.Module):
 
 
 def make_net(seed: int = 0, rate: float = 0.1):
-    return Net(rate, ctx=nnx.context(seed))
+    return Configured(rate, ctx=nnx.context(seed))
 
 
 # Without a target

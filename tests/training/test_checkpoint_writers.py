@@ -108,7 +108,7 @@ import sys, threading, time
 import jax, jax.numpy as jnp, nnx
 path = sys.argv[1]
 
-class Net(nnx.Module):
+class Large(nnx.Module):
     def __init__(self, value, *, ctx=None):
         for i in range(12):
             setattr(self, f"w{i}", nnx.Param(jnp.full(2_000_000, float(value)), ("row",)))  # 8 MB each, 96 MB in all
@@ -119,11 +119,11 @@ def used():
 
 mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 MAKE = {
-    "uncommitted": Net,
+    "uncommitted": Large,
     "init_sharded": lambda value: nnx.init_sharded(
-        lambda ctx: Net(value, ctx=ctx), mesh, [("row", "data")], nnx.context(0)
+        lambda ctx: Large(value, ctx=ctx), mesh, [("row", "data")], nnx.context(0)
     ),
-    "abstract": lambda value: nnx.eval_shape(lambda: Net(value)),
+    "abstract": lambda value: nnx.eval_shape(lambda: Large(value)),
 }
 
 def measure(make):
@@ -142,8 +142,8 @@ def measure(make):
     assert all((getattr(target, f"w{i}") == 3).all() for i in range(12))
     return peak - before
 
-nnx.save(path, Net(3))
-measure(Net)
+nnx.save(path, Large(3))
+measure(Large)
 for kind, make in MAKE.items():
     print(kind, measure(make))
 """

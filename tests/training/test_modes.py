@@ -6,7 +6,7 @@ import pytest
 import nnx
 
 
-class Net(nnx.Module):
+class NormAndDropout(nnx.Module):
     def __init__(self, *, ctx: nnx.Context):
         self.norm = nnx.BatchNorm(3, ctx=ctx)
         self.drop = nnx.Dropout(0.5)
@@ -20,7 +20,7 @@ X = jnp.arange(12.0).reshape(4, 3)
 
 
 def make_net():
-    return Net(ctx=nnx.context(0))
+    return NormAndDropout(ctx=nnx.context(0))
 
 
 def test_training_and_use_set_the_modes_of_all_layers():

@@ -22,7 +22,7 @@ class Layer(nnx.Module):
         return x @ self.kernel + self.bias
 
 
-class Net(nnx.Module):
+class Classifier(nnx.Module):
     def __init__(self, *, ctx: nnx.Context):
         self.encoder = Layer(3, 4, ctx=ctx)
         self.head = Layer(4, 2, ctx=ctx)
@@ -41,8 +41,8 @@ def loss_fn(model):
     return jnp.mean((model(X) - Y) ** 2)
 
 
-def make_net(seed: int = 0) -> Net:
-    return Net(ctx=nnx.context(seed))
+def make_net(seed: int = 0) -> Classifier:
+    return Classifier(ctx=nnx.context(seed))
 
 
 def raw_params(model):
@@ -239,7 +239,7 @@ def test_the_wrong_things_are_refused_by_name():
         nnx.Optimizer(model.filter(nnx.Param), optax.sgd(0.1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="such as optax.adam"):
         nnx.Optimizer(model, 1e-3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="wrt=BatchStat matches nothing in this Net.*calls, params"):
+    with pytest.raises(ValueError, match="wrt=BatchStat matches nothing in this Classifier.*calls, params"):
         nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.BatchStat)
 
 
@@ -320,7 +320,7 @@ def test_a_history_of_gradients_has_the_names_after_its_own_axis():
 
 
 def test_the_optimizer_of_an_abstract_model_is_abstract():
-    abstract = nnx.eval_shape(Net, ctx=nnx.context(0))
+    abstract = nnx.eval_shape(Classifier, ctx=nnx.context(0))
     optimizer = nnx.Optimizer(abstract, optax.adam(1e-3), skip_nonfinite=True)
     leaves = jax.tree.leaves(optimizer.get_state())
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
@@ -435,3 +435,10 @@ def test_an_optimizer_with_a_transformation_of_named_functions_survives_pickling
     restored.update(jax.tree.map(jnp.ones_like, model.filter(nnx.Param)))
     np.testing.assert_array_equal(restored.model.kernel, model.kernel - 1)
     np.testing.assert_array_equal(restored.opt_state.trace.kernel, jnp.ones((2, 3)))
+
+
+def test_an_optimizer_can_be_annotated_with_the_type_of_its_model():
+    model = make_net()
+    plain, typed = nnx.Optimizer(model, optax.adam(1e-3)), nnx.Optimizer[Classifier](model, optax.adam(1e-3))
+    assert type(typed) is nnx.Optimizer
+    assert typed.get_module_def() == plain.get_module_def() and list(typed.get_state()) == list(plain.get_state())

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import pytest
 
 import nnx
 from nnx.core.writer_lock import WriterLock
-from tests.sharding.programs import start
+from tests.sharding.programs import finish, start
 
 PROGRAM = Path(__file__).with_name("processes_run.py")
 LIMIT = 300
@@ -33,17 +32,7 @@ def start_pair(mode: str, directory: Path, devices: int) -> list[subprocess.Pope
 
 def finish_pair(pair: list[subprocess.Popen], codes: tuple[int, int]) -> list[dict]:
     """What each process printed, when both have ended with the expected codes."""
-    deadline = time.monotonic() + LIMIT
-    try:
-        outputs = [process.communicate(timeout=max(1.0, deadline - time.monotonic())) for process in pair]
-    finally:
-        for process in pair:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    for process, code, (_, errors) in zip(pair, codes, outputs, strict=True):
-        assert process.returncode == code, errors[-3000:]
-    lines = [[line for line in output.splitlines() if line.startswith("{")] for output, _ in outputs]
+    lines = [[line for line in output.splitlines() if line.startswith("{")] for output in finish(pair, LIMIT, codes)]
     return [json.loads(found[-1]) if found else {} for found in lines]
 
 

@@ -9,7 +9,7 @@ import pytest
 import nnx
 
 
-class Net(nnx.Module):
+class Projection(nnx.Module):
     def __init__(self, *, ctx: nnx.Context):
         self.w = nnx.Param(jax.random.normal(ctx.make_rng("params"), (3, 2)))
         self.seen = nnx.BatchStat(jnp.zeros(()))
@@ -26,7 +26,7 @@ X = jnp.arange(12.0).reshape(4, 3) / 10
 
 
 def make_state(tx=None, **more):
-    (params, batch_stats), moduledef = Net(ctx=nnx.context(0)).partition(nnx.Param, nnx.BatchStat)
+    (params, batch_stats), moduledef = Projection(ctx=nnx.context(0)).partition(nnx.Param, nnx.BatchStat)
     return nnx.TrainState(moduledef, params=params, tx=tx or optax.adam(1e-2), batch_stats=batch_stats, **more)
 
 

@@ -1,13 +1,10 @@
-"""A small Module and a check, shared by the tests of derivatives."""
+"""A small Module, shared by the tests of derivatives."""
 
 import jax
 import jax.numpy as jnp
 
 import nnx
-
-
-class Count(nnx.Variable):
-    pass
+from tests.models import Count
 
 
 class Affine(nnx.Module):
@@ -20,7 +17,3 @@ class Affine(nnx.Module):
     def __call__(self, x):
         self.count += 1
         return jnp.tanh(x @ self.kernel + self.bias) * self.mean
-
-
-def assert_no_tracers(model):
-    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.get_state()))

@@ -2,29 +2,10 @@
 
 import typing
 
-import jax
 import jax.numpy as jnp
 
 import nnx
-
-
-class Count(nnx.Variable):
-    pass
-
-
-class Linear(nnx.Module):
-    def __init__(self, din, dout, *, ctx):
-        self.kernel = nnx.Param(jax.random.normal(ctx.make_rng("params"), (din, dout)), ("din", "dout"))
-        self.bias = nnx.Param(jnp.zeros((dout,)))
-        self.count = Count(0)
-
-    def __call__(self, x):
-        self.count += 1
-        return x @ self.kernel + self.bias
-
-    def shifted(self, x, by):
-        self.count += 10
-        return self(x) + by
+from tests.models import Count
 
 
 class Counter(nnx.Module):
@@ -57,10 +38,6 @@ class Pair(nnx.Module):
 class Batch(typing.NamedTuple):
     model: typing.Any
     x: typing.Any
-
-
-def linear(seed=0, din=2, dout=3):
-    return Linear(din, dout, ctx=nnx.context(seed))
 
 
 def increment(model):

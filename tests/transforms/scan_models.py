@@ -4,10 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import nnx
-
-
-class Count(nnx.Variable):
-    pass
+from tests.models import Count
 
 
 class Block(nnx.Module):
@@ -55,7 +52,3 @@ def unrolled(m, x, axis=0, order=range(LENGTH)):
         x = jnp.tanh(x @ jnp.take(m.kernel, i, axis=axis) + jnp.take(m.bias, i, axis=0))
         ys[i] = x.sum()
     return x, jnp.stack(ys)
-
-
-def assert_no_tracers(module):
-    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(module.get_state()))

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.transforms.derivative_models import Affine, Count, assert_no_tracers
+from tests.checks import assert_no_tracers
+from tests.models import Count
+from tests.transforms.derivative_models import Affine
 
 X = jnp.array([0.3, -0.7])
 

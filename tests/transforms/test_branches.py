@@ -6,23 +6,13 @@ import numpy as np
 import pytest
 
 import nnx
-
-
-class Count(nnx.Variable):
-    pass
-
-
-class Net(nnx.Module):
-    def __init__(self, *, ctx):
-        self.kernel = nnx.Param(jax.random.normal(ctx.make_rng("params"), (2, 2)))
-        self.left = Count(jnp.zeros((), jnp.int32))
-        self.right = Count(jnp.zeros((), jnp.int32))
-        self.mode = "train"
-        self.tags = ["a"]
+from tests.models import Box, Count
 
 
 def net(seed=0):
-    return nnx.Dict(inner=Net(ctx=nnx.context(seed)))
+    kernel = jax.random.normal(jax.random.key(seed), (2, 2))
+    left, right = Count(jnp.zeros((), jnp.int32)), Count(jnp.zeros((), jnp.int32))
+    return nnx.Dict(inner=Box(kernel=nnx.Param(kernel), left=left, right=right, mode="train", tags=["a"]))
 
 
 def go_left(m, x):

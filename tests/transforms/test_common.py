@@ -10,20 +10,14 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import nnx
+from tests.models import Count, Scale
 
 
-class Count(nnx.Variable):
-    pass
+class Everything(nnx.Module):
+    """An attribute of every kind."""
 
-
-class Inner(nnx.Module):
-    def __init__(self, start=0.0):
-        self.w = nnx.Param(jnp.asarray(start))
-
-
-class Net(nnx.Module):
     def __init__(self):
-        self.left, self.right = Inner(1.0), Inner(2.0)
+        self.left, self.right = Scale(1.0), Scale(2.0)
         self.count = Count(jnp.zeros((), jnp.int32))
         self.spare = Count(jnp.ones(()))
         self.mode = "train"
@@ -139,15 +133,15 @@ def assert_no_tracers(module):
 def test_changed_values_are_there_afterwards(lift):
     def f(m):
         m.count += 1
-        m.left.w = m.left.w + m.right.w
+        m.left.s = m.left.s + m.right.s
         m.cache["n"] = m.cache["n"] + 1
 
     lifted = lift(f)
-    model = Net()
+    model = Everything()
     left = model.left
     for i in (1, 2):
         lifted(model)
-        assert model.count == i and model.left is left and model.left.w == 1 + 2 * i and model.cache["n"] == i
+        assert model.count == i and model.left is left and model.left.s == 1 + 2 * i and model.cache["n"] == i
         assert_no_tracers(model)
 
 
@@ -157,7 +151,7 @@ def test_modules_nested_in_arguments_are_updated(lift):
         tree["a"][0].count += 1
         pair[1].count += 2
 
-    a, b = Net(), Net()
+    a, b = Everything(), Everything()
     lift(f)({"a": [a, 1.0]}, (jnp.ones(1), b))
     assert a.count == 1 and b.count == 2
 
@@ -169,7 +163,7 @@ def test_modules_in_keyword_arguments_are_updated(lift):
         other.count += 2
         tree["m"].count += 3
 
-    a, b, c = Net(), Net(), Net()
+    a, b, c = Everything(), Everything(), Everything()
     lift(f)(a, other=b, tree={"m": c})
     assert (a.count, b.count, c.count) == (1, 2, 3)
 
@@ -182,33 +176,33 @@ def test_one_module_passed_twice_is_one_inside(lift):
         seen.append(a is tree["again"] and inner is a.left)
         a.count += 1
         tree["again"].count += 1
-        inner.w = inner.w + 1
+        inner.s = inner.s + 1
 
-    model = Net()
+    model = Everything()
     lift(f)(model, {"again": model}, model.left)
-    assert seen and all(seen) and model.count == 2 and model.left.w == 2
+    assert seen and all(seen) and model.count == 2 and model.left.s == 2
 
 
 @once
 def test_structural_changes_are_there_afterwards(lift):
     def f(m):
-        m.extra = nnx.Cache(m.left.w * 3, note="x")
+        m.extra = nnx.Cache(m.left.s * 3, note="x")
         del m.spare
         m.left, m.right = m.right, m.left
-        m.child = Inner(5.0)
+        m.child = Scale(5.0)
         m.child.back = m.left
         m.mode = "eval"
         m.tags.append("b")
 
     lifted = lift(f)
     for _ in range(2):
-        model = Net()
+        model = Everything()
         left, right = model.left, model.right
         lifted(model)
         assert model.extra == 3 and isinstance(model.variable("extra"), nnx.Cache)
         assert model.variable("extra").note == "x" and not hasattr(model, "spare")
         assert model.left is right and model.right is left
-        assert model.child.w == 5 and model.child.back is right
+        assert model.child.s == 5 and model.child.back is right
         assert model.mode == "eval" and model.tags == ["a", "b"]
         assert_no_tracers(model)
 
@@ -216,17 +210,17 @@ def test_structural_changes_are_there_afterwards(lift):
 @once
 def test_modules_in_the_result_keep_their_identity(lift):
     def f(m):
-        fresh = Inner(7.0)
+        fresh = Scale(7.0)
         fresh.owner = m
         return {"m": m, "left": [m.left], "fresh": fresh}
 
     lifted = lift(f)
     for _ in range(2):
-        model = Net()
+        model = Everything()
         out = lifted(model)
         assert out["m"] is model and out["left"][0] is model.left
-        assert out["fresh"].w == 7 and out["fresh"].owner is model
-        assert not isinstance(out["fresh"].w, jax.core.Tracer)
+        assert out["fresh"].s == 7 and out["fresh"].owner is model
+        assert not isinstance(out["fresh"].s, jax.core.Tracer)
 
 
 @every
@@ -238,7 +232,7 @@ def test_an_exception_leaves_the_modules_as_they_were(lift):
         del m.left
         raise KeyError("boom")
 
-    model = Net()
+    model = Everything()
     state, moduledef = model.partition()
     with pytest.raises(KeyError, match="boom"):
         lift(f)(model)
@@ -252,7 +246,7 @@ def test_stateful_false_discards_the_changes(lift):
         m.count += 1
         m.cache["n"] = m.cache["n"] + 1
 
-    model = Net()
+    model = Everything()
     lift(f, stateful=False)(model)
     assert model.count == 0 and model.cache["n"] == 0
 
@@ -262,7 +256,7 @@ def test_writing_a_module_of_another_trace_level_is_an_error(lift):
     def f(m):
         m.count += 1
 
-    model = Net()
+    model = Everything()
     count = model.count
     with pytest.raises(nnx.TraceContextError):
         jax.jit(lambda x: (lift(f)(model), x)[1])(1.0)
@@ -274,7 +268,7 @@ def test_lifted_transforms_nest_in_a_lifted_jit(lift):
     def f(m):
         m.count += 1
 
-    model = Net()
+    model = Everything()
     step = nnx.jit(lambda m: (lift(f)(m), None)[1])
     step(model)
     step(model)
@@ -288,24 +282,24 @@ def test_a_lifted_jit_nests_in_every_transform(lift):
     @nnx.jit
     def f(m):
         m.count += 1
-        m.left.w = m.left.w * 2
+        m.left.s = m.left.s * 2
 
-    model = Net()
+    model = Everything()
     lift(f)(model)
-    assert model.count == 1 and model.left.w == 2
+    assert model.count == 1 and model.left.s == 2
     assert_no_tracers(model)
 
 
 @every
 def test_a_context_gives_keys_inside(lift):
     def f(m, ctx):
-        m.left.w = jax.random.uniform(ctx.make_rng("noise"))
+        m.left.s = jax.random.uniform(ctx.make_rng("noise"))
 
-    model, ctx = Net(), nnx.context(noise=0)
+    model, ctx = Everything(), nnx.context(noise=0)
     values = set()
     for _ in range(2):
         lift(f)(model, ctx)
-        values.add(float(model.left.w))
+        values.add(float(model.left.s))
     assert len(values) == 2
     assert float(jax.random.uniform(ctx.make_rng("noise"))) not in values
 
@@ -339,7 +333,7 @@ def test_transforms_decorate_with_and_without_options_and_keep_the_face_of_the_f
 
 @pytest.mark.parametrize("lift", [ONCE[n] for n in ("jit", "remat")], ids=["jit", "remat"])
 def test_a_module_or_its_bound_method_can_be_the_function(lift):
-    class Model(Net):
+    class Model(Everything):
         def __call__(self, x):
             self.count += 1
             return x * 2
@@ -354,7 +348,7 @@ def test_a_module_or_its_bound_method_can_be_the_function(lift):
 
 
 def test_a_bound_method_can_be_a_branch_or_a_mapped_function():
-    class Model(Net):
+    class Model(Everything):
         def encode(self, x):
             self.count += 1
             return x * 3

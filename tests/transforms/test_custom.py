@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.transforms.derivative_models import Affine, assert_no_tracers
+from tests.checks import assert_no_tracers
+from tests.transforms.derivative_models import Affine
 
 # custom_vjp
 
@@ -64,12 +65,12 @@ def test_custom_vjp_inside_jit_and_grad():
     assert model.count == 1
 
 
-def test_a_state_change_in_the_custom_backward_pass_is_an_error():
-    model = Affine()
+def scaled_sum(m, x):
+    return m.kernel.sum() * x
 
-    @nnx.custom_vjp
-    def f(m, x):
-        return m.kernel.sum() * x
+
+def test_a_state_change_in_the_custom_backward_pass_is_an_error():
+    model, f = Affine(), nnx.custom_vjp(scaled_sum)
 
     def forward(m, x):
         return m.kernel.sum() * x, (m, x)
@@ -86,12 +87,7 @@ def test_a_state_change_in_the_custom_backward_pass_is_an_error():
 
 
 def test_a_custom_backward_of_other_paths_is_an_error_that_names_them():
-    model = Affine()
-
-    @nnx.custom_vjp
-    def f(m, x):
-        return m.kernel.sum() * x
-
+    model, f = Affine(), nnx.custom_vjp(scaled_sum)
     f.defvjp(lambda m, x: (m.kernel.sum() * x, m.filter(nnx.PathMatches("bias"))), lambda residuals, g: (residuals, g))
     with pytest.raises((TypeError, ValueError), match="kernel"):
         nnx.grad(f)(model, 2.0)

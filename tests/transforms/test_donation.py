@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.transforms.jit_models import Pair, linear
+from tests.models import linear
+from tests.transforms.jit_models import Pair
 
 
 def replace_kernel(m, x=1.0):
@@ -275,3 +276,76 @@ def test_a_donated_function_can_turn_a_value_into_a_tree():
     assert model.pop_state(nnx.Intermediate)["sown"].value[0].tolist() == [1.0, 1.0]
     replace(model)
     assert model.w["b"][0].tolist() == [2.0, 2.0] and model.w["a"].tolist() == [1.0, 1.0]
+
+
+# Different shapes replace different buffers
+
+
+def replace_by_shape(m, x):
+    if x.shape[0] == 2:
+        m.kernel = m.kernel + 1
+    else:
+        m.bias = m.bias + 1
+
+
+def test_alternating_shapes_under_donation_settle():
+    step, model = nnx.jit(replace_by_shape, donate_argnums=0), linear(0, 3, 3)
+    for n in (2, 3, 2, 3):
+        step(model, jnp.ones(n))
+    traces = step.trace_count
+    for n in (2, 3, 2, 3, 2):
+        step(model, jnp.ones(n))
+    assert step.trace_count == traces
+
+
+def test_the_unchanged_buffer_of_the_other_shape_is_never_donated():
+    step, model = nnx.jit(replace_by_shape, donate_argnums=0), linear(0, 3, 3)
+    for n in (2, 3, 2, 3):
+        kernel, bias = model.kernel, model.bias
+        step(model, jnp.ones(n))
+        kept = bias if n == 2 else kernel
+        assert not kept.is_deleted()
+
+
+# A model and its clone
+
+
+def test_a_model_and_its_clone_in_one_donated_call():
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(m, target):
+        m.kernel = m.kernel + 1
+        target.kernel = target.kernel * 0.5 + m.kernel * 0.5
+
+    model = linear(0, 3, 3)
+    start = np.asarray(model.kernel)
+    target = model.clone()
+    step(model, target)
+    np.testing.assert_allclose(model.kernel, start + 1, rtol=1e-6)
+    np.testing.assert_allclose(target.kernel, start + 0.5, rtol=1e-6)
+    step(model, target)
+    np.testing.assert_allclose(model.kernel, start + 2, rtol=1e-6)
+
+
+def test_a_clone_kept_outside_with_copied_buffers_survives_donation():
+    @nnx.jit(donate_argnums=0)
+    def step(m):
+        m.kernel = m.kernel + 1
+
+    model = linear(0, 3, 3)
+    backup = model.clone(copy_arrays=True)
+    start = np.asarray(model.kernel)
+    step(model)
+    np.testing.assert_array_equal(backup.kernel, start)
+
+
+def test_a_donated_model_whose_clone_is_passed_undonated():
+    @nnx.jit(donate_argnums=0)
+    def step(m, reference):
+        m.kernel = m.kernel + reference.kernel
+
+    model = linear(0, 3, 3)
+    reference = model.clone()
+    start = np.asarray(model.kernel)
+    step(model, reference)
+    np.testing.assert_allclose(reference.kernel, start)
+    np.testing.assert_allclose(model.kernel, 2 * start, rtol=1e-6)

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 import nnx
-
-
-class Count(nnx.Variable):
-    pass
+from tests.models import Count, Net
 
 
 class Linear(nnx.Module):
@@ -26,15 +23,6 @@ class Linear(nnx.Module):
         return x @ self.kernel + self.bias + self.mean
 
 
-class Net(nnx.Module):
-    def __init__(self, *, ctx):
-        self.encoder = Linear(2, 2, ctx=ctx)
-        self.decoder = Linear(2, 2, ctx=ctx)
-
-    def __call__(self, x):
-        return self.decoder(self.encoder(x))
-
-
 X = jnp.array([[1.0, 2.0]])
 
 
@@ -43,7 +31,7 @@ def linear(seed=0):
 
 
 def net(seed=0):
-    return Net(ctx=nnx.context(seed))
+    return Net(2, 2, 2, layer=Linear, ctx=nnx.context(seed))
 
 
 def loss(model, x=X):

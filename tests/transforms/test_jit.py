@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.transforms.jit_models import Batch, Counter, Linear, Pair, increment, linear
+from tests.models import Linear, linear
+from tests.transforms.jit_models import Batch, Counter, Pair, increment
 
 # Modules anywhere in the arguments
 

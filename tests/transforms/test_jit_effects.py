@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.transforms.jit_models import Counter, Pair, increment, linear
+from tests.models import linear
+from tests.transforms.jit_models import Counter, Pair, increment
 
 
 def check_on_first_and_cached_call(make, f, check, *args):
@@ -282,8 +283,31 @@ def test_alternating_shapes_may_change_different_things():
     assert model.count == 3 and model.bias[0] == 2 and f.trace_count == 2
 
 
+@pytest.mark.parametrize("option", [{}, {"donate_argnums": 0}], ids=["plain", "donated"])
+def test_alternating_shapes_with_different_change_sets(option):
+    def f(m, x):
+        if x.shape[0] == 2:
+            m.kernel = m.kernel + 1
+        elif x.shape[0] == 3:
+            m.bias = m.bias + 1
+        else:
+            m.kernel = m.kernel * 1
+            m.bias = m.bias - 1
+        m.count += 1
+        return x.sum() + m.bias[0]
+
+    eager, lifted, step = linear(0, 3, 3), linear(0, 3, 3), nnx.jit(f, **option)
+    for n in (2, 3, 2, 4, 3, 3, 2, 4, 2):
+        expected = f(eager, jnp.ones(n))
+        found = step(lifted, jnp.ones(n))
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        for name in ("kernel", "bias", "count"):
+            np.testing.assert_allclose(getattr(lifted, name), getattr(eager, name), rtol=1e-6)
+
+
 def test_python_numbers_in_variables_do_not_retrace():
     model = linear()
+    model.count = 0
     step = nnx.jit(increment)
     for _ in range(4):
         step(model)

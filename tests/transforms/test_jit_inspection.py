@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.transforms.jit_models import Counter, Linear, Pair, increment, linear
+from tests.models import Linear, linear
+from tests.transforms.jit_models import Counter, Pair, increment
 
 # Inspection: lower, trace, eval_shape, clear_cache, trace_count, explain_recompiles
 

@@ -9,17 +9,25 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.transforms.safety_models import Count, assert_unchanged, linear, photograph
+from tests.checks import assert_unchanged, photograph
+from tests.models import Count, linear
 
 # Closures
 
 
 def test_a_function_that_closes_over_a_module_is_a_warning_that_names_it():
     weights = linear()
+
+    def forward(x):
+        return x @ weights.kernel
+
     with pytest.warns(UserWarning, match="weights") as record:
-        y = nnx.jit(lambda x: x @ weights.kernel)(jnp.ones((1, 2)))
+        step = nnx.jit(forward)
+        y = step(jnp.ones((1, 2)))
+        step(jnp.ones((1, 2)))
     np.testing.assert_allclose(y, jnp.ones((1, 2)) @ weights.kernel, rtol=1e-6)
-    assert "constant" in str(record[0].message)
+    [message] = [str(w.message) for w in record if "weights" in str(w.message)]
+    assert "constant" in message and "forward" in message
 
 
 GLOBAL_WEIGHTS = None
@@ -40,8 +48,9 @@ def test_a_partial_that_captures_a_module_is_a_warning():
         nnx.jit(functools.partial(lambda m, x: x @ m.kernel, linear()))(jnp.ones((1, 2)))
 
 
-def test_closing_over_a_list_of_modules_is_a_warning_that_names_it():
-    experts = [linear(0), linear(1)]
+@pytest.mark.parametrize("container", [list, nnx.Sequence], ids=["list", "Sequence"])
+def test_closing_over_a_container_of_modules_is_a_warning_that_names_it(container):
+    experts = container([linear(0), linear(1)])
     with pytest.warns(UserWarning, match="experts"):
         nnx.jit(lambda x: x @ experts[0].kernel)(jnp.ones((1, 2)))
 
@@ -186,14 +195,29 @@ def test_raw_vmap_around_a_lifted_step_that_writes_is_an_error(option):
         return x
 
     model = linear()
+    start, before = np.asarray(model.kernel), photograph(model)
+    with pytest.raises(nnx.TraceContextError):
+        jax.vmap(lambda x: step(model, x))(jnp.ones(4))
+    assert_unchanged(model, before)
+    step(model, 1.0)
     before = photograph(model)
     with pytest.raises(nnx.TraceContextError):
         jax.vmap(lambda x: step(model, x))(jnp.ones(4))
     assert_unchanged(model, before)
     step(model, 1.0)
+    np.testing.assert_allclose(model.kernel, start + 2, rtol=1e-6)
+
+
+def test_vmap_around_a_step_that_writes_unbatched_values_is_the_same_error():
+    @nnx.jit
+    def step(m, x):
+        m.count += 1
+        return x
+
+    model = linear(0, 3, 3)
     with pytest.raises(nnx.TraceContextError):
-        jax.vmap(lambda x: step(model, x))(jnp.ones(4))
-    assert not isinstance(model.kernel, jax.core.Tracer)
+        jax.vmap(lambda x: step(model, x))(jnp.arange(3.0))
+    assert model.count == 0
 
 
 @pytest.mark.parametrize("around", [jax.jit, jax.grad, lambda f: jax.checkpoint(f)], ids=["jit", "grad", "checkpoint"])

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnx
-from tests.transforms.jit_models import Count, Counter, Linear, Pair, increment, linear
+from tests.models import Count, Linear, linear
+from tests.transforms.jit_models import Counter, Pair, increment
 
 # Modules and bound methods as the function; decorators
 

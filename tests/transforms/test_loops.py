@@ -6,23 +6,14 @@ import numpy as np
 import pytest
 
 import nnx
-
-
-class Count(nnx.Variable):
-    pass
-
-
-class Net(nnx.Module):
-    def __init__(self, *, ctx):
-        self.kernel = nnx.Param(jax.random.normal(ctx.make_rng("params"), (2, 2)))
-        self.count = Count(jnp.zeros((), jnp.int32))
-        self.mode = "train"
-        self.tags = ["a"]
-        self.cache = {"n": jnp.zeros(())}
+from tests.models import linear
 
 
 def net(seed=0):
-    return nnx.Dict(inner=Net(ctx=nnx.context(seed)))
+    inner = linear(seed, 2, 2)
+    inner.tags = ["a"]
+    inner.cache = {"n": jnp.zeros(())}
+    return nnx.Dict(inner=inner)
 
 
 def below(limit):
@@ -196,7 +187,7 @@ def add_submodule(m):
 
 
 def replace_submodule(m):
-    m.inner = Net(ctx=nnx.context(3))
+    m.inner = net(3).inner
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 import nnx
-
-
-class Count(nnx.Variable):
-    pass
+from tests.models import Count
 
 
 class Mlp(nnx.Module):

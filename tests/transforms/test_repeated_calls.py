@@ -199,12 +199,12 @@ def test_a_donated_call_repeats_and_gives_away_only_what_it_replaces():
     assert not constant.is_deleted() and pair.constant.tolist() == [1] * 4
 
 
-def test_a_donated_call_at_another_level_gives_nothing_away():
-    @nnx.jit(donate_argnums=0)
-    def step(counter, by):
-        counter.count += by
+def count_up(counter, by):
+    counter.count += by
 
-    counter = Counter()
+
+def test_a_donated_call_at_another_level_gives_nothing_away():
+    step, counter = nnx.jit(count_up, donate_argnums=0), Counter()
     for _ in range(2):
         step(counter, jnp.array(1))
     count = counter.count
@@ -215,11 +215,7 @@ def test_a_donated_call_at_another_level_gives_nothing_away():
 
 def test_clear_cache_forgets_what_repeated_calls_use():
     def run(**options):
-        @nnx.jit(**options)
-        def step(counter, by):
-            counter.count += by
-
-        counter = Counter()
+        step, counter = nnx.jit(count_up, **options), Counter()
         for _ in range(3):
             step(counter, jnp.array(1))
         before = step.trace_count
@@ -248,3 +244,19 @@ def test_a_static_list_changed_in_place_between_repeated_calls_is_noticed():
     for _ in range(2):
         assert step(module, x) == 5
     assert int(module.count) == 3 * 3 + 2 * 7 and step.trace_count == 2
+
+
+def test_repeated_calls_tell_their_arguments_apart():
+    model = nnx.Dict(n=nnx.Variable(jnp.array(0.0)))
+
+    @nnx.jit
+    def add(m, x, y=None):
+        total = x["a"] if isinstance(x, dict) else x
+        m.n = m.n + total + (0 if y is None else 10 * y)
+
+    one = jnp.array(1.0)
+    calls = [(1, ({"a": one},)), (2, (one,)), (3, (one,)), (14, (one, one)), (25, (one, one)), (26, (one,))]
+    for expected, args in calls:
+        add(model, *args)
+        assert float(model.n) == expected
+    assert add.trace_count == 3

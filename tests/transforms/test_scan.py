@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.transforms.scan_models import LENGTH, STACKED, Block, Count, X, assert_no_tracers, layers, stack, unrolled
+from tests.checks import assert_no_tracers
+from tests.models import Count
+from tests.transforms.scan_models import LENGTH, STACKED, Block, X, layers, stack, unrolled
 
 # The class form
 

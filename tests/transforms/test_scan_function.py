@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import nnx
-from tests.transforms.scan_models import LENGTH, STACKED, Block, Count, X, layers, stack, unrolled
+from tests.models import Count
+from tests.transforms.scan_models import LENGTH, STACKED, Block, X, layers, stack, unrolled
 
 
 def test_scan_lifts_a_plain_function():

@@ -13,10 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import nnx
-
-
-class Count(nnx.Variable):
-    pass
+from tests.models import Count
 
 
 class Linear(nnx.Module):
@@ -30,7 +27,7 @@ class Linear(nnx.Module):
         return x @ self.kernel
 
 
-class Net(nnx.Module):
+class Shared(nnx.Module):
     def __init__(self, *, ctx):
         self.a = Linear(2, 4, ctx=ctx)
         self.b = self.a
@@ -53,7 +50,7 @@ def test_eval_shape_allocates_nothing():
 
 
 def test_eval_shape_keeps_sharing():
-    model = nnx.eval_shape(Net, ctx=nnx.context(0))
+    model = nnx.eval_shape(Shared, ctx=nnx.context(0))
     assert model.a is model.b
     assert list(model.get_state()) == ["a/count", "a/kernel"]
 

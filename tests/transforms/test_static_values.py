@@ -117,7 +117,7 @@ class Method:
         return self.scale
 
 
-class Net(nnx.Module):
+class Configured(nnx.Module):
     def __init__(self, config=None):
         self.w = nnx.Param(jnp.ones(2))
         if config is not None:
@@ -127,7 +127,7 @@ class Net(nnx.Module):
 @pytest.mark.parametrize("make, read", MAKERS.values(), ids=MAKERS)
 def test_a_value_that_behaves_differently_has_another_key(make, read):
     f = nnx.jit(lambda net: net.w * read(net.config))
-    net = Net()
+    net = Configured()
     for scale in (1.0, 2.0, 1.0):
         net.config = make(scale)
         assert f(net)[0] == scale
@@ -139,7 +139,7 @@ def test_a_value_assigned_inside_a_compiled_function_is_there_afterwards(make, r
     def assign(net):
         net.config = make(2.0)
 
-    net = Net(make(1.0))
+    net = Configured(make(1.0))
     lifted = nnx.jit(assign)
     for _ in range(2):
         net.config = make(1.0)
@@ -150,7 +150,7 @@ def test_a_value_assigned_inside_a_compiled_function_is_there_afterwards(make, r
 @pytest.mark.parametrize("make, read", MAKERS.values(), ids=MAKERS)
 def test_a_flag_of_a_context_is_compared_by_all_it_holds(make, read):
     f = nnx.jit(lambda net, ctx: net.w * read(ctx.get_flag("config")))
-    net = Net()
+    net = Configured()
     for scale in (1.0, 2.0, 1.0):
         assert f(net, nnx.context(flags={"config": make(scale)}))[0] == scale
 
@@ -161,9 +161,9 @@ def test_a_static_argument_is_compared_by_all_it_holds(make, read):
     try:
         hash(make(1.0))
     except TypeError:
-        pytest.raises(ValueError, f, Net(), make(1.0))
+        pytest.raises(ValueError, f, Configured(), make(1.0))
     else:
-        assert [float(f(Net(), make(scale))[0]) for scale in (1.0, 2.0, 1.0)] == [1.0, 2.0, 1.0]
+        assert [float(f(Configured(), make(scale))[0]) for scale in (1.0, 2.0, 1.0)] == [1.0, 2.0, 1.0]
 
 
 # changes in place
@@ -209,7 +209,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("make, change, read", MUTATIONS.values(), ids=MUTATIONS)
 def test_a_value_changed_in_place_is_noticed_by_the_next_call(make, change, read):
     f = nnx.jit(lambda net: net.w * read(net.config))
-    net = Net(make())
+    net = Configured(make())
     assert [float(f(net)[0]) for _ in range(2)] == [1.0, 1.0]
     change(net.config)
     assert [float(f(net)[0]) for _ in range(2)] == [7.0, 7.0]
@@ -219,7 +219,7 @@ def test_a_value_changed_in_place_is_noticed_by_the_next_call(make, change, read
 @pytest.mark.parametrize("make, change, read", MUTATIONS.values(), ids=MUTATIONS)
 def test_a_value_changed_in_place_inside_is_changed_outside_and_stays_the_same_object(make, change, read):
     config = make()
-    net, other = Net(config), Net(config)
+    net, other = Configured(config), Configured(config)
     lifted = nnx.jit(lambda net: change(net.config) and None)
     if "tuple" not in str(type(config)):
         nnx.jit(lambda net: change(net.config) and None, stateful=False)(net)
@@ -232,14 +232,14 @@ def test_a_value_changed_in_place_inside_is_changed_outside_and_stays_the_same_o
 @pytest.mark.parametrize("make, change, read", MUTATIONS.values(), ids=MUTATIONS)
 def test_a_flag_changed_in_place_is_noticed(make, change, read):
     f = nnx.jit(lambda net, ctx: net.w * read(ctx.get_flag("config")))
-    net, ctx = Net(), nnx.context(noise=0, flags={"config": make()})
+    net, ctx = Configured(), nnx.context(noise=0, flags={"config": make()})
     assert [float(f(net, ctx)[0]) for _ in range(2)] == [1.0, 1.0]
     change(ctx.get_flag("config"))
     assert [float(f(net, ctx)[0]) for _ in range(2)] == [7.0, 7.0]
 
 
 def test_an_exception_leaves_a_value_that_the_body_changed_as_it_was():
-    net = Net(Config(1.0))
+    net = Configured(Config(1.0))
 
     @nnx.jit
     def fails(net):
@@ -253,7 +253,7 @@ def test_an_exception_leaves_a_value_that_the_body_changed_as_it_was():
 
 def test_a_value_replaced_by_an_equal_one_inside_is_another_object_outside():
     config = Config(1.0)
-    net = Net(config)
+    net = Configured(config)
 
     @nnx.jit
     def replace(net):
@@ -270,13 +270,13 @@ def test_what_a_cached_property_stores_is_not_a_change():
             return sum(self.sizes)
 
     f = nnx.jit(lambda net: net.w * net.config.total)
-    net = Net(Sizes(sizes=(1, 2)))
+    net = Configured(Sizes(sizes=(1, 2)))
     for _ in range(3):
         assert f(net)[0] == 3.0
     assert net.config.total == 3 and f(net)[0] == 3.0
     assert f.trace_count == 1
     scanned = nnx.scan(lambda net, carry, _: (carry * net.config.total, None), length=2)
-    assert scanned(Net(Sizes(sizes=(1, 2))), 1.0, None)[0] == 9.0  # reading it is no change of structure
+    assert scanned(Configured(Sizes(sizes=(1, 2))), 1.0, None)[0] == 9.0  # reading it is no change of structure
 
 
 # whose object it is
@@ -284,7 +284,7 @@ def test_what_a_cached_property_stores_is_not_a_change():
 
 def test_a_compiled_function_never_uses_the_config_of_another_model():
     f = nnx.jit(lambda net, x: net.w[0] * net.config.scale * x)
-    a, b = Net(Config(1.0)), Net(Config(1.0))
+    a, b = Configured(Config(1.0)), Configured(Config(1.0))
     f(a, jnp.ones(1))
     a.config.scale = 50.0
     for length in (2, 3):  # each shape is traced again
@@ -295,7 +295,7 @@ def test_a_compiled_function_never_uses_the_config_of_another_model():
 def test_a_compiled_function_never_uses_the_closure_of_another_model():
     def make():
         config = Config(1.0)
-        return Net(lambda: config.scale), config
+        return Configured(lambda: config.scale), config
 
     f = nnx.jit(lambda net, x: net.config() * x)
     (a, config), (b, _) = make(), make()
@@ -315,7 +315,7 @@ def test_a_compiled_function_never_uses_the_flags_of_another_context():
 def test_a_retrace_from_the_short_path_draws_the_keys_it_would_have_drawn():
     def draws():
         f = nnx.jit(lambda net, x, ctx: ctx.make_rng("noise"))
-        net, ctx = Net(), nnx.context(noise=0)
+        net, ctx = Configured(), nnx.context(noise=0)
         return [f(net, jnp.ones(length), ctx) for length in (1, 1, 1, 2, 1)]
 
     ctx = nnx.context(noise=0)
@@ -324,14 +324,14 @@ def test_a_retrace_from_the_short_path_draws_the_keys_it_would_have_drawn():
 
 @pytest.mark.parametrize("copy", [lambda net: net.clone(), lambda net: net.partition().merge()])
 def test_a_copy_of_a_module_has_its_own_config(copy):
-    net = Net(Config(1.0))
+    net = Configured(Config(1.0))
     copied = copy(net)
     copied.config.scale = 2.0
     assert net.config.scale == 1.0 and type(copied.config) is Config
 
 
 def test_the_mapping_of_a_moduledef_is_a_snapshot():
-    net = Net(Config(1.0))
+    net = Configured(Config(1.0))
     moduledef = net.get_module_def()
     net.config.scale = 2.0
     assert moduledef.merge(net.get_state()).config.scale == 1.0
@@ -343,8 +343,8 @@ def test_the_mapping_of_a_moduledef_is_a_snapshot():
 
 @pytest.mark.parametrize("make, change, read", MUTATIONS.values(), ids=MUTATIONS)
 def test_a_value_under_two_attributes_is_one_value_inside(make, change, read):
-    net = Net(make())
-    net.child = Net(net.config)
+    net = Configured(make())
+    net.child = Configured(net.config)
 
     @nnx.jit
     def through_the_child(net):
@@ -358,8 +358,8 @@ def test_a_value_under_two_attributes_is_one_value_inside(make, change, read):
 
 
 def test_values_that_a_body_ties_together_or_apart_are_so_outside():
-    net = Net([1])
-    net.child = Net([1])
+    net = Configured([1])
+    net.child = Configured([1])
 
     @nnx.jit
     def tie(net):
@@ -380,8 +380,8 @@ def test_values_that_a_body_ties_together_or_apart_are_so_outside():
 
 def test_a_loop_accepts_a_config_that_all_modules_share():
     config = Config(2.0)
-    net = Net(config)
-    net.child = Net(config)
+    net = Configured(config)
+    net.child = Configured(config)
     scanned = nnx.scan(lambda net, carry, _: (carry * net.child.config.scale, net.child.w), length=3)
     assert scanned(net, 1.0, None)[0] == 8.0
 
@@ -399,7 +399,7 @@ def test_a_body_that_runs_many_times_must_not_change_a_config_in_place():
         return carry, None
 
     with pytest.raises(ValueError, match="changes the static attribute 'config'"):
-        nnx.scan(change, length=2)(Net(Config(1.0)), 1.0, None)
+        nnx.scan(change, length=2)(Configured(Config(1.0)), 1.0, None)
 
 
 # values that contain themselves, and functions that change themselves
@@ -430,10 +430,10 @@ def test_values_that_contain_themselves_are_static_values():
         return recursive, items
 
     for value in (items, table, recursive, [recursive, table]):
-        net = Net(value)
+        net = Configured(value)
         f = nnx.jit(lambda net: net.w * 2)
         assert f(net)[0] == 2.0 and f(net.clone())[0] == 2.0 and f.trace_count == 1
-    copied = Net(items).clone().config
+    copied = Configured(items).clone().config
     assert copied[1] is copied and copied is not items
 
 
@@ -459,7 +459,7 @@ def test_a_schedule_that_changes_its_own_closure_is_traced_once():
 
 
 def test_a_jitted_function_can_be_an_attribute_in_every_transform():
-    net = Net()
+    net = Configured()
     net.activation = nnx.jit(lambda x: x * 2)
     net.activation(1.0)  # it counts its traces
     scanned = nnx.scan(lambda net, carry, _: (net.activation(carry), None), length=3)
@@ -471,42 +471,6 @@ def test_a_jitted_function_can_be_an_attribute_in_every_transform():
     assert f.trace_count == 1
 
 
-def test_equal_text_of_different_values_is_told_apart_in_an_explanation():
-    f = nnx.jit(lambda net: net.w, explain_recompiles=True)
-    net = Net(tuple(range(100)))
-    f(net)
-    net.config = (*range(99), 7)
-    with pytest.warns(UserWarning, match="compiled again") as caught:
-        f(net)
-    before, after = str(caught[0].message).split(" -> ")
-    assert before.split("static", 1)[1] != after.split("static", 1)[1]
-
-
-# what a static value must not reach
-
-
-class Holder:
-    def __init__(self, value):
-        self.value = value
-
-
-@pytest.mark.parametrize("depth", [1, 300, 3000])
-def test_a_module_is_found_however_many_objects_hide_it(depth):
-    value = Net()
-    for _ in range(depth):
-        value = Holder(value)
-    with pytest.raises(ValueError, match="holds a Module"):
-        Net().config = value
-    wide = [Holder(None) for _ in range(depth)] + [Holder(Net())]
-    with pytest.raises(ValueError, match="holds a Module"):
-        Net().config = Holder(wide)
-
-
-def test_a_module_in_an_attribute_of_a_list_is_found():
-    with pytest.raises(ValueError, match="holds a Module"):
-        Net().config = with_attribute(Scales(), Net())
-
-
 class Color(enum.Enum):
     RED = 1
     BLUE = 2
@@ -514,7 +478,9 @@ class Color(enum.Enum):
 
 def test_the_config_of_every_built_in_sort_is_equal_between_two_models_of_the_same_code():
     def build():
-        return Net([make(1.0) for make, _ in MAKERS.values()] + [Color.RED, jnp.float32, np.float32(1), slice(1), ...])
+        return Configured(
+            [make(1.0) for make, _ in MAKERS.values()] + [Color.RED, jnp.float32, np.float32(1), slice(1), ...]
+        )
 
     f = nnx.jit(lambda net: net.w)
     with warnings.catch_warnings():

@@ -41,3 +41,8 @@ def a_filter_by_position_makes_a_decorator() -> None:
 
 def a_context_is_seeded_by_what_can_seed_it(ctx: nnx.Context) -> None:
     ctx.make_rng(3)  # pyright: ignore[reportArgumentType]
+
+
+def the_rooms_of_the_package_are_not_part_of_it() -> None:
+    print(nnx.core)  # pyright: ignore[reportAttributeAccessIssue]
+    print(nnx.training.optimizer)  # pyright: ignore[reportAttributeAccessIssue]

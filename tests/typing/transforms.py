@@ -9,7 +9,6 @@ import optax
 from jax.sharding import PartitionSpec
 
 import nnx
-from nnx.transforms.annotations import JitWrapped
 
 
 class Model(nnx.Module):
@@ -75,7 +74,7 @@ def jit_keeps_arguments_and_result(model: Model, x: jax.Array) -> None:
     assert_type(nnx.jit(loss, static_argnums=(1,))(model, x, y=x), jax.Array)
     assert_type(nnx.jit(model)(x), jax.Array)
     assert_type(nnx.jit(model.step)(x, rate=0.2), jax.Array)
-    annotated: JitWrapped[[Model, jax.Array], float] = plain_step
+    annotated: nnx.JitWrapped[[Model, jax.Array], float] = plain_step
     assert_type(annotated(model, x), float)
 
 

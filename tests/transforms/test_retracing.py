@@ -1,4 +1,4 @@
-"""Two models built by the same code cost one trace; a changed static attribute costs one more and is explained."""
+"""When a compiled function is traced again, and what it says about that."""
 
 import copy
 import pickle
@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import nnx
+from tests.models import Box, linear
 
 
 def square(x):
@@ -67,6 +68,9 @@ def train(model, optimizer, x):
     value, grads = nnx.value_and_grad(loss)(model, x)
     optimizer.update(model, grads)
     return value
+
+
+# Equal models share one trace
 
 
 def test_models_with_their_own_fresh_optimizer_modules_share_one_trace():
@@ -135,6 +139,17 @@ def test_retraces_are_silent_unless_asked_for():
     assert step.trace_count == 2
 
 
+def test_equal_text_of_different_values_is_told_apart_in_an_explanation():
+    f = nnx.jit(lambda box: box.w, explain_recompiles=True)
+    box = Box(w=nnx.Param(jnp.ones(2)), config=tuple(range(100)))
+    f(box)
+    box.config = (*range(99), 7)
+    with pytest.warns(UserWarning, match="compiled again") as caught:
+        f(box)
+    before, after = str(caught[0].message).split(" -> ")
+    assert before.split("static", 1)[1] != after.split("static", 1)[1]
+
+
 def test_clones_copies_and_rebuilt_models_share_the_trace():
     step = nnx.jit(lambda m, x: m(x))
     model = Model(ctx=nnx.context(0))
@@ -157,17 +172,72 @@ def test_another_module_created_between_calls_does_not_retrace():
     assert step.trace_count == 1
 
 
-def test_the_short_way_of_a_call_tells_its_arguments_apart():
-    model = nnx.Dict(n=nnx.Variable(jnp.array(0.0)))
+# Contexts
 
+
+def test_a_new_fork_of_a_context_every_step_compiles_once():
+    step = nnx.jit(lambda m, ctx: m.kernel.sum() + jax.random.uniform(ctx.make_rng("noise")))
+    model, ctx = linear(0, 3, 3), nnx.context(noise=0)
+    values = {float(step(model, ctx.fork())) for _ in range(5)} | {float(step(model, ctx)) for _ in range(5)}
+    assert len(values) == 10 and step.trace_count == 1
+
+
+def test_keys_made_between_calls_do_not_recompile():
+    step = nnx.jit(lambda ctx: jax.random.uniform(ctx.make_rng("noise")))
+    ctx = nnx.context(noise=0)
+    for _ in range(3):
+        step(ctx)
+        ctx.make_rng("noise")
+    assert step.trace_count == 1
+
+
+# Static values that keep changing
+
+
+def test_a_static_counter_changed_every_step_warns_once():
     @nnx.jit
-    def add(m, x, y=None):
-        total = x["a"] if isinstance(x, dict) else x
-        m.n = m.n + total + (0 if y is None else 10 * y)
+    def step(m):
+        m.inner.n += 1
 
-    one = jnp.array(1.0)
-    calls = [(1, ({"a": one},)), (2, (one,)), (3, (one,)), (14, (one, one)), (25, (one, one)), (26, (one,))]
-    for expected, args in calls:
-        add(model, *args)
-        assert float(model.n) == expected
-    assert add.trace_count == 3
+    class Inner(nnx.Module):
+        def __init__(self):
+            self.n = 0
+
+    model = nnx.Dict(inner=Inner())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(25):
+            step(model)
+    about = [w for w in caught if "inner/n" in str(w.message)]
+    assert model.inner.n == 25 and len(about) == 1
+
+
+def test_a_static_counter_changed_outside_warns_once_too():
+    class Schedule(nnx.Module):
+        def __init__(self):
+            self.epoch = 0
+            self.w = nnx.Param(jnp.ones(()))
+
+    step = nnx.jit(lambda m: m.w * m.epoch)
+    model = Schedule()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch in range(25):
+            model.epoch = epoch
+            assert step(model) == epoch
+    assert len([w for w in caught if "epoch" in str(w.message)]) == 1
+
+
+def test_a_static_that_toggles_between_two_values_does_not_warn():
+    class Modal(nnx.Module):
+        def __init__(self):
+            self.mode = "train"
+            self.w = nnx.Param(jnp.ones(()))
+
+    step, model = nnx.jit(lambda m: m.w * (2 if m.mode == "train" else 3)), Modal()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(30):
+            model.mode = "train" if i % 2 else "eval"
+            step(model)
+    assert step.trace_count == 2

@@ -1,0 +1,43 @@
+"""Checks that tests of every room share: nothing has changed, nothing has leaked, and a refusal says why."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import pytest
+
+import nnx
+from tests.models import Tree
+
+
+def photograph(module: nnx.Module) -> Any:
+    """Everything that can be seen of a Module: its objects, the types and arrays of its state, its structure."""
+    state, moduledef = module.partition()
+    types = [(path, type(leaf)) for path, leaf in state.items()]
+    return list(module.modules()), types, jax.tree.leaves(state), moduledef
+
+
+def assert_unchanged(module: nnx.Module, before: Any) -> None:
+    """Compares a Module with its photograph; its Modules and arrays must be the same objects."""
+    modules, types, leaves, moduledef = photograph(module)
+    assert all(a is b for a, b in zip(modules, before[0], strict=True))
+    assert types == before[1]
+    assert all(a is b for a, b in zip(leaves, before[2], strict=True))
+    assert moduledef == before[3]
+    assert_no_tracers(module)
+
+
+def assert_no_tracers(module: nnx.Module) -> None:
+    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(module.get_state()))
+
+
+def assert_refused(does: Callable[[Tree], Any], error: Any, says: Iterable[str]) -> None:
+    """Whether `does(tree)` raises an error with all these fragments and leaves the Tree unchanged and usable."""
+    tree = Tree()
+    before = photograph(tree)
+    with pytest.raises(error) as raised:
+        does(tree)
+    for fragment in says:
+        assert fragment in str(raised.value)
+    assert_unchanged(tree, before)
+    tree.pop_state(nnx.Param)
