@@ -149,6 +149,15 @@ def test_an_error_of_the_library_shows_where_it_was_called():
     assert not library_frames(error) and frames_of(error)[-1].name == "scans"
 
 
+def test_a_note_says_that_frames_were_removed_even_if_jax_was_never_called():
+    def differentiates(model, x):
+        return nnx.grad(loss_of, argnums=5)(model, x)
+
+    error = fail(differentiates, Model(), jnp.ones(3), ValueError)
+    assert not library_frames(error) and frames_of(error)[-1].name == "differentiates"
+    assert [note for note in error.__notes__ if "NNX has removed its internal frames" in note] == error.__notes__
+
+
 @pytest.mark.parametrize("keywords", [False, True])
 def test_an_error_in_a_later_trace_is_not_chained_to_the_fast_path(keywords):
     @nnx.jit
