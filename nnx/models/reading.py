@@ -1,8 +1,8 @@
 """Reading parameters from the tensors of a checkpoint: only the rows that are needed, rearranged as they are copied.
 
 A `Piece` is the place of one parameter in a tensor. A `Reader` assembles a parameter (or the *part* of it that one
-device holds) from its piece, or from one piece per layer if it is stacked. A tensor is read once even if several devices
-hold different columns of it, and only one is in memory at a time.
+device holds) from its piece, or from one piece per layer if it is stacked. A tensor is read once even if several
+devices hold different columns of it, and only one is in memory at a time.
 """
 
 import math
