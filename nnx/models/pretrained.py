@@ -123,7 +123,8 @@ def from_pretrained(
         if mesh is not None or not inside_trace:  # the mesh of `jax.set_mesh` is out of reach inside a trace
             shard(model, mesh, rules)
         if not abstract:
-            _fill(model, known, files, _place_when_run if inside_trace else Reader().place)
+            reader = opened.enter_context(Reader())
+            _fill(model, known, files, _place_when_run if inside_trace else reader.place)
     return model
 
 
@@ -299,7 +300,7 @@ def _place_when_run(pieces: list[Piece], target: jax.ShapeDtypeStruct, stacked: 
                     files[path] = opened.enter_context(TensorFile(path))
             again = [piece._replace(file=files[path]) for path, piece in places]
             whole = tuple((0, size) for size in target.shape)
-            return Reader().read(again, whole, target.dtype, stacked)
+            return opened.enter_context(Reader()).read(again, whole, target.dtype, stacked)
 
     array = jax.pure_callback(read, jax.ShapeDtypeStruct(target.shape, target.dtype))
     return array if target.sharding is None else jax.lax.with_sharding_constraint(array, target.sharding)
