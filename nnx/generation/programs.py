@@ -27,7 +27,9 @@ TWO_BATCH_AXES = (
     "{name}.init_cache: expected arrays with at most one axis of the size of the batch, got shapes {few} for a batch of "
     "2 and {many} for a batch of 3."
 )
-WRONG_LOGITS = "{name}.decode: expected logits of shape {expected} (batch, length, vocab) for {count} tokens, got {got}."
+WRONG_LOGITS = (
+    "{name}.decode: expected logits of shape {expected} (batch, length, vocab) for {count} tokens, got {got}."
+)
 
 
 class Plan(NamedTuple):

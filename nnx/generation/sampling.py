@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-LOGITS_FN_SHAPE = "nnx.generate: expected logits_fn to return logits of shape {expected}, as it received them, got {got}."
+LOGITS_FN_SHAPE = (
+    "nnx.generate: expected logits_fn to return logits of shape {expected}, as it received them, got {got}."
+)
 
 
 class Sampling(NamedTuple):
