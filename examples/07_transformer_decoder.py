@@ -6,6 +6,7 @@ the keys and values of earlier tokens from a cache, and its log-probabilities ar
 """
 
 import argparse
+import operator
 import pathlib
 
 import jax
@@ -81,7 +82,7 @@ class Decoder(nnx.Module):
             return self
         stacked, block = self.blocks.scan_module.partition()
         decoder = self.clone()
-        decoder.blocks = [block.merge(jax.tree.map(lambda x: x[i], stacked)) for i in range(LAYERS)]
+        decoder.blocks = [block.merge(jax.tree.map(operator.itemgetter(i), stacked)) for i in range(LAYERS)]
         return decoder
 
 

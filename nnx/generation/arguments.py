@@ -17,12 +17,12 @@ from nnx.generation.programs import Prompt
 from nnx.generation.sampling import Sampling
 
 CANNOT_GENERATE = (
-    "nnx.generate: expected a Module with the methods `init_cache(batch, length, dtype=None)` and `decode(tokens, cache, "
-    "lengths=None)`, got {got}."
+    "nnx.generate: expected a Module with the methods `init_cache(batch, length, dtype=None)` and `decode(tokens, "
+    "cache, lengths=None)`, got {got}."
 )
 WRONG_PROMPTS = (
-    "nnx.generate: expected prompts of shape [batch, length] with whole numbers, got {got}. Pad rows of different lengths "
-    "on the right, and pass their real lengths as `lengths`; write `prompts[None]` for a single text."
+    "nnx.generate: expected prompts of shape [batch, length] with whole numbers, got {got}. Pad rows of different "
+    "lengths on the right, and pass their real lengths as `lengths`; write `prompts[None]` for a single text."
 )
 EMPTY_PROMPT = (
     "nnx.generate: a prompt needs at least one token, since that is what the first new token follows; got {got}. Begin "
@@ -38,12 +38,12 @@ NO_CONTEXT = (
     "temperature=0 to take the most likely token each time."
 )
 TOO_LONG = (
-    "nnx.generate: {name} holds texts of at most max_length={limit} tokens, and this call needs {needed}: {prompt} of the "
-    "prompt and {new} new ones. Shorten the prompt or lower max_new_tokens."
+    "nnx.generate: {name} holds texts of at most max_length={limit} tokens, and this call needs {needed}: {prompt} of "
+    "the prompt and {new} new ones, of which the last need not be held. Shorten the prompt or lower max_new_tokens."
 )
 STREAM_IN_TRANSFORM = (
-    "nnx.generate: `stream` is called while tokens are written, which is not possible inside a transform such as jit. Call "
-    "nnx.generate outside (it compiles what it runs), or leave `stream` out."
+    "nnx.generate: `stream` is called while tokens are written, which is not possible inside a transform such as jit. "
+    "Call nnx.generate outside (it compiles what it runs), or leave `stream` out."
 )
 
 

@@ -24,8 +24,8 @@ from nnx.generation.sampling import Sampling, choose
 from nnx.sharding.rules import Rules
 
 TWO_BATCH_AXES = (
-    "{name}.init_cache: expected arrays with at most one axis of the size of the batch, got shapes {few} for a batch of "
-    "2 and {many} for a batch of 3."
+    "{name}.init_cache: expected arrays with at most one axis of the size of the batch, got shapes {few} for a batch "
+    "of 2 and {many} for a batch of 3."
 )
 WRONG_LOGITS = (
     "{name}.decode: expected logits of shape {expected} (batch, length, vocab) for {count} tokens, got {got}."
@@ -79,7 +79,7 @@ class Progress(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a caller of the loop sees of it: the tokens of the last column, `[rows]`, and whether every row has stopped."""
+    """The result of writing that the host looks at: the last column, `[rows]`, and whether every row has stopped."""
 
     tokens: jax.Array
     is_last: jax.Array
