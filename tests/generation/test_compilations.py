@@ -1,0 +1,106 @@
+"""What `nnx.generate` compiles: one function per bucket of lengths, whatever the lengths, values and weights."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import nnx
+from nnx.generation.buckets import cache_bucket, prompt_bucket
+from tests.generation.models import Table
+
+
+class Counted(Table):
+    """A Table with its own list of traces."""
+
+    traces = []
+
+
+def make() -> Counted:
+    return Counted(9.0 * np.eye(150, k=1))
+
+
+def test_calls_with_random_lengths_compile_each_bucket_once_and_keep_no_memory():
+    Counted.traces.clear()
+    draw, model = np.random.default_rng(0), make()
+    prompt_buckets, cache_buckets = set(), set()
+    arrays = None
+    for call in range(300):
+        length = int(draw.integers(1, 150))
+        prompts = draw.integers(0, 99, (2, length))
+        tokens = nnx.generate(model, prompts, max_new_tokens=8, temperature=0)
+        assert tokens[:, 0].tolist() == (prompts[:, -1] + 1).tolist()
+        prompt, cache = prompt_bucket(length - 1, 1024), cache_bucket(max(length + 7, prompt_bucket(length - 1, 1024)))
+        prompt_buckets.add((prompt, cache))
+        cache_buckets.add(cache)
+        if call == 200:
+            gc.collect()
+            arrays = len(jax.live_arrays())
+    del tokens
+    gc.collect()
+    assert arrays is not None and len(jax.live_arrays()) <= arrays
+    written = [shape for shape in Counted.traces if shape[1] == 1]
+    read = [shape for shape in Counted.traces if shape[1] > 1]
+    assert len(written) == len(cache_buckets) < 8
+    assert len(read) == len([pair for pair in prompt_buckets if pair[0]]) < 12
+
+
+def test_other_values_weights_and_numbers_of_new_tokens_do_not_recompile():
+    model, ctx = make(), nnx.context(sample=0)
+
+    def run(temperature, top_k, top_p, min_p, penalty, stops, new):
+        nnx.generate(
+            model,
+            [[1, 2, 3]],
+            max_new_tokens=new,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=penalty,
+            stop_tokens=stops,
+            pad_token=new,
+            ctx=ctx,
+        )
+
+    run(1.0, 5, 0.9, 0.1, 1.1, [7], 3)
+    Counted.traces.clear()
+    run(0.5, 50, 0.5, 0.2, 1.3, [7, 8, 9], 40)
+    model.update_state(jax.tree.map(lambda x: x + 1, model.get_state()))
+    run(2.0, 1, 1, 0, 2, (5, 6), 12)
+    model = make()
+    run(np.float64(2.0), np.int64(1), jnp.float32(0.5), 0.5, 2, (5, 6), 12)
+    assert Counted.traces == []
+
+
+def test_functions_with_equal_code_share_a_compiled_loop_and_others_do_not():
+    model = make()
+
+    def without(token):
+        return lambda logits: logits.at[:, token].set(-jnp.inf)
+
+    def run(token):
+        return nnx.generate(model, [[1]], max_new_tokens=1, temperature=0, logits_fn=without(token)).tolist()
+
+    assert run(2) != [[2]]
+    Counted.traces.clear()
+    assert run(2) != [[2]] and Counted.traces == []
+    assert run(3) == [[2]] and len(Counted.traces) == 1
+
+
+def test_a_stream_uses_the_compiled_loop_of_a_call_without_one():
+    model = make()
+    nnx.generate(model, [[1, 2]], max_new_tokens=5, temperature=0)
+    Counted.traces.clear()
+    nnx.generate(model, [[1, 2]], max_new_tokens=5, temperature=0, stream=lambda tokens: None)
+    assert Counted.traces == []
+
+
+def test_other_axis_rules_recompile():
+    model = make()
+    nnx.generate(model, [[1, 2]], max_new_tokens=5, temperature=0)
+    Counted.traces.clear()
+    with nnx.logical_axis_rules([("batch", None)]):
+        nnx.generate(model, [[1, 2]], max_new_tokens=5, temperature=0)
+    assert len(Counted.traces) == 2
