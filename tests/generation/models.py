@@ -86,9 +86,10 @@ CONFIGS = {
 }
 
 
-def decoder(family: str = "llama", seed: int = 0, **options) -> nnx.models.Decoder:
+def decoder(family: str = "llama", seed: int = 0, heads: int = 4, kv_heads: int = 2, **options) -> nnx.models.Decoder:
     """A tiny decoder of a family."""
-    config = nnx.models.DecoderConfig(model_type=family, **{**BASE, **CONFIGS[family]})
+    sizes = {**BASE, "num_heads": heads, "num_kv_heads": kv_heads}
+    config = nnx.models.DecoderConfig(model_type=family, **{**sizes, **CONFIGS[family]})
     return nnx.jit(lambda ctx: nnx.models.Decoder(config, ctx=ctx, **options))(nnx.context(seed))
 
 
