@@ -1,4 +1,4 @@
-"""Which shapes are compiled: lengths are rounded up to *buckets*, and a few rows to eight.
+"""Which shapes are compiled: lengths are rounded up to *buckets*, a few rows to eight, and steps run in groups.
 
 A compiled function serves exactly one set of shapes. Rounding makes texts of many lengths share it: the number of
 compilations is the number of buckets, not of lengths.
@@ -7,6 +7,7 @@ compilations is the number of buckets, not of lengths.
 SMALLEST_PROMPT = 16
 SMALLEST_CACHE = 64
 ROWS_THAT_PAY = 8
+STEPS_WITHOUT_CHECK = 8  # divides SMALLEST_CACHE, so that there is a column for each of them
 
 
 def prompt_bucket(length: int, chunk: int) -> int:
@@ -56,6 +57,19 @@ def rows_to_run(rows: int, platform: str, cache_bytes_per_row: int, weight_bytes
     if platform not in ("gpu", "cuda") or rows >= ROWS_THAT_PAY:
         return rows
     return ROWS_THAT_PAY if ROWS_THAT_PAY * cache_bytes_per_row <= weight_bytes else rows
+
+
+def steps_between_checks(new: int, platform: str) -> int:
+    """Returns how many tokens the loop writes before it looks whether every row has stopped.
+
+    On a GPU, XLA copies the answer to the host and waits for it there, so that nothing is launched ahead meanwhile. A
+    loop with a fixed number of steps has no such pause. The price is at most seven steps too many.
+
+    >>> from nnx.generation.buckets import steps_between_checks
+    >>> steps_between_checks(512, "gpu"), steps_between_checks(5, "gpu"), steps_between_checks(512, "cpu")
+    (8, 1, 1)
+    """
+    return STEPS_WITHOUT_CHECK if platform in ("gpu", "cuda") and new >= SMALLEST_CACHE else 1
 
 
 def _power_of_two(number: int) -> int:

@@ -23,7 +23,7 @@ from nnx.generation.arguments import (
     check_room,
     padded,
 )
-from nnx.generation.buckets import cache_bucket, prompt_bucket
+from nnx.generation.buckets import cache_bucket, prompt_bucket, steps_between_checks
 from nnx.generation.programs import Plan, Progress, Step, read, unstack, write
 from nnx.sharding.rules import get_logical_axis_rules
 
@@ -186,8 +186,11 @@ def generate(
     shared = None if shared is None else padded(shared, shared_width)
     progress = read(pure, padded(prompt, width + 1), shared, pad, plan=plan)
 
+    stride = 1 if stream is not None else steps_between_checks(new, jax.default_backend())
+    options: Any = {"logits_fn": frozen_fn, "stride": stride, "rules": rules}
+
     def advance(progress: Progress, until: int) -> tuple[Progress, Step]:
-        return write(pure, progress, np.int32(until), sampling, key, stops, pad, logits_fn=frozen_fn, rules=rules)
+        return write(pure, progress, np.int32(until), sampling, key, stops, pad, **options)
 
     batch = prompt.tokens.shape[0]
     shape = (batch,) if num_samples is None else (batch, samples)

@@ -1,14 +1,17 @@
 """What `nnx.generate` compiles: one function per bucket of lengths, whatever the lengths, values and weights."""
 
 import gc
+import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import nnx
+from nnx.generation import programs
 from nnx.generation.buckets import cache_bucket, prompt_bucket
-from tests.generation.models import Table
+from tests.generation.models import Table, counting, decoder, random_prompts
 
 
 class Counted(Table):
@@ -104,3 +107,52 @@ def test_other_axis_rules_recompile():
     with nnx.logical_axis_rules([("batch", None)]):
         nnx.generate(model, [[1, 2]], max_new_tokens=5, temperature=0)
     assert len(Counted.traces) == 2
+
+
+def test_the_loop_writes_its_caches_in_place():
+    model, compiled = decoder(), []
+
+    def recording_write(*args, **kwargs):
+        compiled.append(programs.write.lower(*args, **kwargs).compile())
+        return programs.write(*args, **kwargs)
+
+    with mock.patch("nnx.generation.generate.write", recording_write):
+        nnx.generate(model, random_prompts(3, 40), max_new_tokens=70, temperature=0)
+    keys = r"f32\[3,128,2,8\]"
+    text = compiled[0].as_text()
+    assert re.search(rf"{keys}\S* scatter\(", text) and not re.search(rf"{keys}\S* copy\(", text)
+    memory = compiled[0].memory_analysis()
+    assert memory.alias_size_in_bytes > 0.99 * memory.output_size_in_bytes
+
+
+def test_steps_without_a_check_in_between_write_the_same_texts():
+    model = counting()
+    options = {"max_new_tokens": 70, "temperature": 0, "stop_tokens": [40, 67], "return_logprobs": True}
+    expected = nnx.generate(model, [[5], [50], [80]], **options)
+    with mock.patch("nnx.generation.generate.steps_between_checks", lambda new, platform: 8):
+        found = nnx.generate(model, [[5], [50], [80]], **options)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert found[0].shape == (3, 70)
+
+
+def test_steps_beyond_the_last_token_do_no_harm_at_the_end_of_the_context():
+    model, prompts = decoder("gpt2"), random_prompts(2, 61)  # learned positions for 64 tokens
+    options = {"max_new_tokens": 4, "temperature": 0, "return_logprobs": True}
+    expected = nnx.generate(model, prompts, **options)
+    with mock.patch("nnx.generation.generate.steps_between_checks", lambda new, platform: 8):
+        found = nnx.generate(model, prompts, **options)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_rows_that_are_computed_but_not_asked_for_change_nothing():
+    model, prompts = decoder(), random_prompts(2, 5)
+    received = []
+    expected = nnx.generate(model, prompts, max_new_tokens=4, ctx=nnx.context(sample=0))
+    with mock.patch("nnx.generation.programs.rows_to_run", lambda rows, *sizes: 8):
+        with nnx.logical_axis_rules([("unused", None)]):  # another key, so that it is traced again
+            ours = nnx.generate(model, prompts, max_new_tokens=4, ctx=nnx.context(sample=0))
+            nnx.generate(model, prompts, max_new_tokens=4, ctx=nnx.context(sample=0), stream=received.append)
+    np.testing.assert_array_equal(ours, expected)
+    np.testing.assert_array_equal(np.stack(received, 1), expected)
