@@ -41,13 +41,13 @@ BASE = {
     "vocab_size": 61,
     "features": 24,
     "hidden_features": 40,
-    "num_layers": 3,
+    "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 2,
     "head_dim": 8,
     "max_length": 64,
 }
-WINDOWED = {"layer_types": ("sliding", "full", "sliding"), "sliding_window": 4}
+WINDOWED = {"layer_types": ("sliding", "full"), "sliding_window": 4}
 CONFIGS = {
     "gpt2": {
         "num_kv_heads": 4,
@@ -61,7 +61,7 @@ CONFIGS = {
         "tie_embeddings": True,
     },
     "llama": {"rotary": nnx.models.RotaryConfig(base=500000.0)},
-    "mistral": {"layer_types": ("sliding",) * 3, "sliding_window": 5},
+    "mistral": {"layer_types": ("sliding",) * 2, "sliding_window": 5},
     "qwen2": {"use_qkv_bias": True, "tie_embeddings": True},
     "qwen3": {"normalize_qk": True},
     "gemma2": {
@@ -86,10 +86,9 @@ CONFIGS = {
 }
 
 
-def decoder(family: str = "llama", seed: int = 0, heads: int = 4, kv_heads: int = 2, **options) -> nnx.models.Decoder:
-    """A tiny decoder of a family."""
-    sizes = {**BASE, "num_heads": heads, "num_kv_heads": kv_heads}
-    config = nnx.models.DecoderConfig(model_type=family, **{**sizes, **CONFIGS[family]})
+def decoder(family: str = "llama", seed: int = 0, changes=(), **options) -> nnx.models.Decoder:
+    """A tiny decoder of a family; `changes` are other values in its config."""
+    config = nnx.models.DecoderConfig(model_type=family, **{**BASE, **CONFIGS[family], **dict(changes)})
     return nnx.jit(lambda ctx: nnx.models.Decoder(config, ctx=ctx, **options))(nnx.context(seed))
 
 

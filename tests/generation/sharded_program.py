@@ -18,7 +18,7 @@ SETTINGS = {
 
 
 def make(scanned):
-    return decoder(heads=8, kv_heads=8, scan_layers=scanned)
+    return decoder(changes={"num_heads": 8, "num_kv_heads": 8}, scan_layers=scanned)
 
 
 def texts(model):
