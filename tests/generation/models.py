@@ -1,5 +1,7 @@
 """Small models that can generate, for the tests of this folder."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,8 +90,13 @@ CONFIGS = {
 
 def decoder(family: str = "llama", seed: int = 0, changes=(), **options) -> nnx.models.Decoder:
     """A tiny decoder of a family; `changes` are other values in its config."""
+    return _decoder(family, seed, tuple(dict(changes).items()), tuple(options.items())).clone()
+
+
+@functools.cache
+def _decoder(family: str, seed: int, changes, options) -> nnx.models.Decoder:
     config = nnx.models.DecoderConfig(model_type=family, **{**BASE, **CONFIGS[family], **dict(changes)})
-    return nnx.jit(lambda ctx: nnx.models.Decoder(config, ctx=ctx, **options))(nnx.context(seed))
+    return nnx.models.Decoder(config, ctx=nnx.context(seed), **dict(options))
 
 
 def random_prompts(batch: int, length: int, vocab: int = BASE["vocab_size"], seed: int = 0) -> np.ndarray:
