@@ -4,6 +4,8 @@ A compiled function serves exactly one set of shapes. Rounding makes texts of ma
 compilations is the number of buckets, not of lengths.
 """
 
+from typing import NamedTuple
+
 SMALLEST_PROMPT = 16
 SMALLEST_CACHE = 64
 ROWS_THAT_PAY = 8
@@ -39,6 +41,39 @@ def cache_bucket(length: int) -> int:
     """
     step = max(SMALLEST_CACHE, _power_of_two(length) // 8)
     return -(-length // step) * step
+
+
+class Lengths(NamedTuple):
+    """The rounded lengths of one call: tokens to read of prompts and prefix, slots of the cache, and new tokens."""
+
+    prompt: int
+    prefix: int
+    cache: int
+    new: int
+
+
+def rounded_lengths(prompt: int, prefix: int, new: int, chunk: int, limit: int | None) -> Lengths:
+    """Returns the buckets for texts of so many tokens.
+
+    Args:
+        prompt: the length of the longest prompt. All its tokens but the last are read, and the last new token is never
+            decoded: neither needs a slot.
+        prefix: the length of the prefix, 0 for none.
+        new: the number of new tokens.
+        chunk: the number of tokens to read at a time.
+        limit: the length of the longest text that the model can hold, which no bucket exceeds.
+
+    >>> from nnx.generation.buckets import rounded_lengths
+    >>> rounded_lengths(prompt=100, prefix=0, new=60, chunk=1024, limit=None)
+    Lengths(prompt=128, prefix=0, cache=192, new=64)
+    >>> rounded_lengths(prompt=100, prefix=0, new=60, chunk=1024, limit=160).cache
+    160
+    """
+    read, shared = prompt_bucket(prompt - 1, chunk), prompt_bucket(prefix, chunk)
+    cache = cache_bucket(max(prefix + prompt + new - 1, read, shared))
+    if limit is not None:
+        read, shared, cache = min(read, limit), min(shared, limit), min(cache, limit)
+    return Lengths(read, shared, cache, cache_bucket(new))
 
 
 def rows_to_run(rows: int, platform: str, cache_bytes_per_row: int, weight_bytes: int) -> int:

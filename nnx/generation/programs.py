@@ -93,9 +93,11 @@ class Prompt(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="rules")
-def unstack(pure: Pure, *, rules: Rules) -> Pure:
-    """Returns the model with its layers in a list, one array per layer and parameter."""
-    return pure.merge().unscanned().partition()
+def unstack(pure: Pure, *, rules: Rules) -> Pure | None:
+    """Returns the model with its layers in a list, one array per layer and parameter; None if they already are."""
+    model = pure.merge()
+    unscanned = model.unscanned()
+    return None if unscanned is model else unscanned.partition()  # passing the arrays through would copy them
 
 
 @functools.partial(jax.jit, static_argnames="plan")

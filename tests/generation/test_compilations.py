@@ -156,3 +156,10 @@ def test_rows_that_are_computed_but_not_asked_for_change_nothing():
             nnx.generate(model, prompts, max_new_tokens=4, ctx=nnx.context(sample=0), stream=received.append)
     np.testing.assert_array_equal(ours, expected)
     np.testing.assert_array_equal(np.stack(received, 1), expected)
+
+
+def test_weights_that_are_already_in_a_list_are_not_copied():
+    listed, scanned = decoder().partition(), decoder(scan_layers=True).partition()
+    assert programs.unstack(listed, rules=()) is None
+    unstacked = programs.unstack(scanned, rules=())
+    assert unstacked is not None and list(unstacked.states) == list(listed.states)
