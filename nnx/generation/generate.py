@@ -15,6 +15,7 @@ from nnx.core.trace import is_tracer
 from nnx.generation.arguments import (
     STREAM_IN_TRANSFORM,
     as_count,
+    as_int,
     as_prefix,
     as_prompt,
     as_sampling,
@@ -161,7 +162,7 @@ def generate(
     stops = as_stop_tokens(stop_tokens)
     limit = check_room(model, shared_length + prompt_length, new)
     key = None if sampling.temperature is None or ctx is None else ctx.make_rng("sample")
-    pad = np.int32(pad_token)
+    pad = np.int32(as_int("pad_token", pad_token))
 
     room = rounded_lengths(prompt_length, shared_length, new, chunk, limit)
     rules = get_logical_axis_rules()
