@@ -251,6 +251,10 @@ from nnx.interop.safetensors import save_safetensors as save_safetensors
 # models: published architectures, under `nnx.models`
 from nnx import models as models
 
+# isort: split
+# generation: writing with a model
+from nnx.generation.generate import generate as generate
+
 __version__ = "0.1.0"
 
 # What `from nnx import *` takes. `nnx.Any` and `nnx.Sequence` are left out: they would shadow the names of `typing` and
@@ -296,6 +300,8 @@ __all__ = [
     "count_params", "display", "plot_metrics", "read_metrics", "summary", "tensorboard_sink", "TrainLog", "wandb_sink",
     # interop
     "checkpoint_entries", "load_safetensors", "save_safetensors",
+    # generation
+    "generate",
 ]
 # fmt: on
 
