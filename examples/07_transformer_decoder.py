@@ -1,11 +1,12 @@
 """A Transformer decoder with scan over layers and a KV cache that learns to write digits pixel by pixel.
 
 A handwritten digit from scikit-learn is a sequence of 65 tokens: its label, then 64 pixels with 17 gray levels. The
-layers are one Module with stacked parameters (`nnx.Scan`). New digits are drawn one token at a time, with the keys and
-values of earlier tokens from the cache, and the results of the cache are checked against a full pass.
+layers are one Module with stacked parameters (`nnx.Scan`). `nnx.generate` draws new digits one token at a time, with
+the keys and values of earlier tokens from a cache, and its log-probabilities are checked against a full pass.
 """
 
 import argparse
+import operator
 import pathlib
 
 import jax
@@ -38,29 +39,51 @@ class Block(nnx.Module):
         self.norm2 = nnx.LayerNorm(WIDTH, ctx=ctx)
         self.mlp = nnx.MLP(WIDTH, 4 * WIDTH, WIDTH, activation=nnx.gelu, ctx=ctx)
 
-    def __call__(self, x: jax.Array, _, decode: bool):  # [batch, length, WIDTH]
-        x = x + self.attention(self.norm1(x), is_causal=True, decode=decode)
+    def __call__(self, x: jax.Array, _):  # [batch, length, WIDTH]
+        x = x + self.attention(self.norm1(x), is_causal=True)
         return x + self.mlp(self.norm2(x)), None
+
+    def decode(self, x: jax.Array, cache: nnx.LayerCache, held: jax.Array, added: jax.Array | None):
+        attended, cache = self.attention.decode_step(self.norm1(x), cache, held, added)
+        x = x + attended
+        return x + self.mlp(self.norm2(x)), cache
 
 
 class Decoder(nnx.Module):
     def __init__(self, *, ctx: nnx.Context):
         self.embed = nnx.Embed(LEVELS + 10, WIDTH, ctx=ctx)
         self.position = nnx.LearnedPositionEmbed(LENGTH, WIDTH, ctx=ctx)
-        stacked = {(nnx.Param, nnx.Cache): 0}  # kernels: [LAYERS, ...]
+        stacked = {nnx.Param: 0}  # kernels: [LAYERS, ...]
         self.blocks = nnx.Scan(Block, variable_axes=stacked, split_rngs="params", length=LAYERS)(ctx=ctx)
         self.norm = nnx.LayerNorm(WIDTH, ctx=ctx)
         self.head = nnx.Linear(WIDTH, LEVELS, ctx=ctx)
 
-    def __call__(self, tokens: jax.Array, *, decode: bool = False) -> jax.Array:  # [batch, length]
-        attention = self.blocks.scan_module.attention
-        positions = attention.cache.positions(tokens.shape[1])[0] if decode else None  # [batch, length]
-        x = self.position(self.embed(tokens), positions)
-        x, _ = self.blocks(x, None, decode)
+    def __call__(self, tokens: jax.Array) -> jax.Array:  # [batch, length]
+        x, _ = self.blocks(self.position(self.embed(tokens)), None)
         return self.head(self.norm(x))  # logits of the next pixel: [batch, length, LEVELS]
 
-    def init_cache(self, batch: int) -> None:
-        self.blocks.scan_module.attention.init_cache((LAYERS, batch, LENGTH, WIDTH))
+    # What `nnx.generate` needs: a cache, a function that appends tokens to it, and the layers as a list. A scan would
+    # copy the cache of all layers for each token.
+
+    def init_cache(self, batch: int, length: int, dtype=None) -> nnx.DecoderCache:
+        return nnx.DecoderCache.empty(batch, length, [(HEADS, WIDTH // HEADS)] * LAYERS, dtype=dtype or jnp.float32)
+
+    def decode(self, tokens: jax.Array, cache: nnx.DecoderCache, lengths: jax.Array | None = None):
+        x = self.position(self.embed(tokens), cache.lengths[:, None] + jnp.arange(tokens.shape[1]))
+        layers = []
+        for block, layer in zip(self.unscanned().blocks, cache.layers, strict=True):
+            x, layer = block.decode(x, layer, cache.lengths, lengths)
+            layers.append(layer)
+        added = tokens.shape[1] if lengths is None else lengths
+        return self.head(self.norm(x)), cache.advanced(layers, added)
+
+    def unscanned(self) -> "Decoder":
+        if isinstance(self.blocks, nnx.Sequence):
+            return self
+        stacked, block = self.blocks.scan_module.partition()
+        decoder = self.clone()
+        decoder.blocks = [block.merge(jax.tree.map(operator.itemgetter(i), stacked)) for i in range(LAYERS)]
+        return decoder
 
 
 def loss_fn(decoder: Decoder, tokens: jax.Array) -> jax.Array:  # [batch, 65]
@@ -74,21 +97,6 @@ def train_step(optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
     return loss
 
 
-@nnx.jit(stateful=False)
-def write(decoder: Decoder, digit_labels: jax.Array, ctx: nnx.Context):
-    """Returns the pixels and logits of one digit per label: [batch, 64], [batch, 64, LEVELS]."""
-    decoder.init_cache(len(digit_labels))
-
-    @nnx.scan(variable_broadcast=nnx.Param, split_rngs="sample", length=LENGTH)
-    def draw(decoder, token, _, ctx):  # [batch]
-        logits = decoder(token[:, None], decode=True)[:, 0]
-        pixel = jax.random.categorical(ctx.make_rng("sample"), logits)
-        return pixel, (pixel, logits)
-
-    _, (pixels, logits) = draw(decoder, LEVELS + digit_labels, None, ctx)
-    return pixels.T, logits.swapaxes(0, 1)
-
-
 model = Decoder(ctx=nnx.context(0))
 optimizer = nnx.Optimizer(model, optax.adam(optax.cosine_decay_schedule(3e-3, steps)))
 draw = np.random.default_rng(1)
@@ -100,9 +108,14 @@ for step in range(steps):
         print(f"step {step:4d}  loss {loss:.4f}")
 
 digit_labels = jnp.arange(10, dtype=jnp.int32).repeat(4)  # [40]
-pixels, logits = write(model, digit_labels, nnx.context(sample=2))
-written = jnp.concatenate([LEVELS + digit_labels[:, None], pixels], axis=1)  # [40, 65]
-np.testing.assert_allclose(logits, nnx.jit(model)(written[:, :-1]), rtol=1e-3, atol=1e-3)
+labels = LEVELS + digit_labels[:, None]  # [40, 1]: the first token of each digit
+pixels, logprobs = nnx.generate(
+    model, labels, max_new_tokens=LENGTH, return_logprobs=True, ctx=nnx.context(sample=2)
+)  # [40, 64]
+written = jnp.concatenate([labels, pixels], axis=1)  # [40, 65]
+expected = jax.nn.log_softmax(nnx.jit(model)(written[:, :-1]))  # [40, 64, LEVELS]
+expected = jnp.take_along_axis(expected, pixels[..., None], axis=-1)[..., 0]
+np.testing.assert_allclose(logprobs, expected, rtol=1e-3, atol=1e-3)
 
 test_loss = float(nnx.jit(loss_fn)(model, test_tokens))
 counts = 0.1 + np.stack([np.bincount(column, minlength=LEVELS) for column in train_tokens[:, 1:].T])  # [64, LEVELS]

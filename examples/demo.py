@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from gpt.model import GPT, Config, continue_texts
+from gpt.model import GPT, Config
 
 import nnx
 
@@ -124,13 +124,14 @@ with nnx.TrainLog(total=args.steps, path=output, name="demo", interval=5) as log
         else:
             log(step, loss=loss)
 
-# Sample text with the cache of keys and values
+# Sample text. A text can be longer than the model's context: it then continues from its last half.
 
 half = context // 2
 texts = valid_windows[:2, :half]  # [2, half]: a real beginning, which the model continues
 ctx = nnx.context(sample=0)
 for _ in range(2 if args.smoke else 10):
-    texts = jnp.concatenate([texts, continue_texts(model, texts[:, -half:], ctx, length=half, temperature=0.7)], axis=1)
+    more = nnx.generate(model, texts[:, -half:], max_new_tokens=half, temperature=0.7, ctx=ctx)
+    texts = jnp.concatenate([texts, more], axis=1)
 for row in np.asarray(texts):
     characters = [alphabet[number] for number in row]
     print("\n" + "".join(characters[:half]) + " ▶ " + "".join(characters[half:]) + "\n" + 60 * "-")

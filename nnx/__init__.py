@@ -148,7 +148,9 @@ from nnx.nn.embed import Embed as Embed
 from nnx.nn.embed import LearnedPositionEmbed as LearnedPositionEmbed
 from nnx.nn.embed import SinusoidalPositionEmbed as SinusoidalPositionEmbed
 from nnx.nn.embed import sinusoidal_positions as sinusoidal_positions
+from nnx.nn.kv_cache import DecoderCache as DecoderCache
 from nnx.nn.kv_cache import KVCache as KVCache
+from nnx.nn.kv_cache import LayerCache as LayerCache
 from nnx.nn.linear import Linear as Linear
 from nnx.nn.linear import LinearGeneral as LinearGeneral
 from nnx.nn.lora import LoRA as LoRA
@@ -164,6 +166,7 @@ from nnx.nn.masks import make_padding_mask as make_padding_mask
 from nnx.nn.masks import make_segment_mask as make_segment_mask
 from nnx.nn.masks import make_sliding_window_mask as make_sliding_window_mask
 from nnx.nn.mlp import MLP as MLP
+from nnx.nn.mlp import GatedMLP as GatedMLP
 from nnx.nn.mlp import Identity as Identity
 from nnx.nn.norm import GroupNorm as GroupNorm
 from nnx.nn.norm import InstanceNorm as InstanceNorm
@@ -243,6 +246,10 @@ from nnx.interop.entries import checkpoint_entries as checkpoint_entries
 from nnx.interop.safetensors import load_safetensors as load_safetensors
 from nnx.interop.safetensors import save_safetensors as save_safetensors
 
+# isort: split
+# generation: writing with a model
+from nnx.generation.generate import generate as generate
+
 __version__ = "0.1.0"
 
 # What `from nnx import *` takes. `nnx.Any` and `nnx.Sequence` are left out: they would shadow the names of `typing` and
@@ -267,19 +274,19 @@ __all__ = [
     # nn
     "adaptive_avg_pool", "adaptive_max_pool", "AdaptiveAvgPool", "AdaptiveMaxPool", "add_lora", "apply_rotary",
     "attention_implementation", "avg_pool", "AvgPool", "BatchNorm", "Bidirectional", "Bilinear", "celu",
-    "combine_masks", "Conv", "ConvLSTMCell", "ConvTranspose", "dot_product_attention", "Dropout", "DropPath", "Einsum",
-    "elu", "Embed", "GaussianNoise", "gelu", "get_scaled_dot_general_config", "global_avg_pool", "global_max_pool",
-    "GlobalAvgPool", "GlobalMaxPool", "glu", "GroupNorm", "GRUCell", "hard_sigmoid", "hard_silu", "hard_swish",
-    "hard_tanh", "Identity", "identity", "initializers", "InstanceNorm", "KVCache", "LayerNorm", "leaky_relu",
-    "LearnedPositionEmbed", "Linear", "LinearGeneral", "LinearScaling", "Llama3Scaling", "log1mexp", "log_sigmoid",
-    "log_softmax", "logmeanexp", "logsumexp", "LoRA", "LoRALinear", "LoRALinearGeneral", "LoRAParam", "LSTMCell",
-    "make_attention_mask", "make_causal_mask", "make_padding_mask", "make_segment_mask", "make_sliding_window_mask",
-    "max_pool", "MaxPool", "merge_lora", "min_pool", "MinPool", "mish", "MLP", "MultiHeadAttention", "NTKScaling",
-    "one_hot", "OptimizedLSTMCell", "pool", "PReLU", "relu", "relu6", "RMSNorm", "RNN", "RNNCellBase",
-    "RotaryEmbedding", "RotaryScaling", "scaled_dot_general", "scaled_matmul", "selu", "sigmoid", "silu", "SimpleCell",
-    "sinusoidal_positions", "SinusoidalPositionEmbed", "soft_sign", "softmax", "softplus", "sparse_plus",
-    "sparse_sigmoid", "SpectralNorm", "squareplus", "standardize", "swish", "tanh", "Upsample", "WeightNorm",
-    "YaRNScaling",
+    "combine_masks", "Conv", "ConvLSTMCell", "ConvTranspose", "DecoderCache", "dot_product_attention", "Dropout",
+    "DropPath", "Einsum", "elu", "Embed", "GatedMLP", "GaussianNoise", "gelu", "get_scaled_dot_general_config",
+    "global_avg_pool", "global_max_pool", "GlobalAvgPool", "GlobalMaxPool", "glu", "GroupNorm", "GRUCell",
+    "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "Identity", "identity", "initializers", "InstanceNorm",
+    "KVCache", "LayerCache", "LayerNorm", "leaky_relu", "LearnedPositionEmbed", "Linear", "LinearGeneral",
+    "LinearScaling", "Llama3Scaling", "log1mexp", "log_sigmoid", "log_softmax", "logmeanexp", "logsumexp", "LoRA",
+    "LoRALinear", "LoRALinearGeneral", "LoRAParam", "LSTMCell", "make_attention_mask", "make_causal_mask",
+    "make_padding_mask", "make_segment_mask", "make_sliding_window_mask", "max_pool", "MaxPool", "merge_lora",
+    "min_pool", "MinPool", "mish", "MLP", "MultiHeadAttention", "NTKScaling", "one_hot", "OptimizedLSTMCell", "pool",
+    "PReLU", "relu", "relu6", "RMSNorm", "RNN", "RNNCellBase", "RotaryEmbedding", "RotaryScaling", "scaled_dot_general",
+    "scaled_matmul", "selu", "sigmoid", "silu", "SimpleCell", "sinusoidal_positions", "SinusoidalPositionEmbed",
+    "soft_sign", "softmax", "softplus", "sparse_plus", "sparse_sigmoid", "SpectralNorm", "squareplus", "standardize",
+    "swish", "tanh", "Upsample", "WeightNorm", "YaRNScaling",
     # training
     "Accuracy", "Average", "CheckpointEntry", "CheckpointError", "CheckpointManager", "EMA", "EmaState", "load",
     "LoadReport", "Metric", "MetricState", "MultiMetric", "Optimizer", "OptState", "save", "Statistics", "TrainState",
@@ -288,5 +295,7 @@ __all__ = [
     "count_params", "display", "plot_metrics", "read_metrics", "summary", "tensorboard_sink", "TrainLog", "wandb_sink",
     # interop
     "checkpoint_entries", "load_safetensors", "save_safetensors",
+    # generation
+    "generate",
 ]
 # fmt: on

@@ -35,7 +35,7 @@ def test_gpt_learns_and_then_writes_text_from_its_checkpoint():
 
 @pytest.mark.timeout(TIME_LIMIT + 20)
 def test_our_step_and_the_hand_written_ones_start_from_the_same_loss():
-    table = run("-m", "benchmarks.gpt_gpu", "--tiny", "--seconds", "0.1")
+    table = run("-m", "benchmarks.gpu.train", "--tiny", "--seconds", "0.1")
     rows = {cells[1].strip(): cells for cells in (line.split("|") for line in table) if len(cells) > 5}
     ours, raw, tuned = (float(rows[name][-2]) for name in ("nnx", "hand-written JAX", "the same, tuned"))
     assert ours == pytest.approx(raw, rel=2e-3)  # all compute in bfloat16, in another order

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOMS = ("core", "sharding", "transforms", "nn", "training", "inspection", "interop")
+ROOMS = ("core", "sharding", "transforms", "nn", "training", "inspection", "interop", "generation")
 
 
 def package_root() -> Path:

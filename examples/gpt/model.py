@@ -1,13 +1,15 @@
 """GPT: a decoder-only Transformer with the shape of GPT-2, made of built-in layers.
 
 The blocks are one Module whose parameters are stacked along a leading axis of layers, and `nnx.Scan` runs over it: the
-block is traced and compiled once, however deep the model. The token table also serves as the output layer. With
-`decode`, the keys and values of earlier tokens come from a cache, so a new token costs one position instead of the
-whole text.
+block is traced and compiled once, however deep the model. The token table also serves as the output layer.
+
+`init_cache`, `decode` and `unscanned` are for `nnx.generate`, which writes text: the keys and values of earlier tokens
+come from a cache, so a new token costs one position instead of the whole text.
 """
 
 import dataclasses
 import math
+import operator
 from typing import Any
 
 import jax
@@ -59,10 +61,15 @@ class Block(nnx.Module):
         self.down = nnx.Linear(4 * width, width, dtype=dtype, kernel_init=init_out, ctx=ctx)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, x, _, decode: bool, ctx: nnx.Context | None):  # [batch, length, width]
-        x = x + self.dropout(self.attention(self.norm1(x), is_causal=True, decode=decode, ctx=ctx), ctx=ctx)
+    def __call__(self, x, _, *, ctx: nnx.Context | None = None):  # [batch, length, width]
+        x = x + self.dropout(self.attention(self.norm1(x), is_causal=True, ctx=ctx), ctx=ctx)
         x = x + self.dropout(self.down(gelu(self.up(self.norm2(x)))), ctx=ctx)
         return x, None
+
+    def decode(self, x, cache: nnx.LayerCache, held, added):  # [batch, length, width], _, [batch], [batch] or None
+        attended, cache = self.attention.decode_step(self.norm1(x), cache, held, added)
+        x = x + attended
+        return x + self.down(nnx.gelu(self.up(self.norm2(x)))), cache
 
 
 class GPT(nnx.Module):
@@ -76,35 +83,49 @@ class GPT(nnx.Module):
         )
         self.blocks = nnx.Scan(
             Block,
-            variable_axes={(nnx.Param, nnx.Cache): 0},  # every layer has its own weights, and its own cache
+            variable_axes={nnx.Param: 0},  # every layer has its own weights
             split_rngs=("params", "dropout"),
             length=config.layers,
             unroll=config.unroll,
         )(config, ctx=ctx)
         self.norm = nnx.LayerNorm(config.width, epsilon=1e-5, dtype=dtype, ctx=ctx)
 
-    def __call__(self, tokens: jax.Array, *, decode: bool = False, ctx: nnx.Context | None = None) -> jax.Array:
-        """Returns the logits of the token after each one; `decode` continues the text that is in the cache."""
-        length = tokens.shape[1]
-        if decode:
-            positions = self.cache.positions(length)[0]  # [batch, length], as in layer 0
-        else:
-            # Looked up for each text, though they are all the same. Otherwise the gradient is a sum over texts, and on
-            # GPUs XLA lays out every activation of the model to suit that one sum: a step then takes 8% longer.
-            positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    def __call__(self, tokens: jax.Array, *, ctx: nnx.Context | None = None) -> jax.Array:
+        """Returns the logits of the token after each one."""
+        # Looked up for each text, though they are all the same. Otherwise the gradient is a sum over texts, and on GPUs
+        # XLA lays out every activation of the model to suit that one sum: a step then takes 8% longer.
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x = self.position(self.embed(tokens), positions)  # [batch, length, width]
-        x, _ = self.blocks(x, None, decode, ctx)
+        x, _ = self.blocks(x, None, ctx=ctx)
         return self.embed.attend(self.norm(x))  # [batch, length, vocab]
 
     @property
-    def cache(self) -> nnx.KVCache:
-        """The keys and values of all layers, `[layers, batch, context, heads, head_dim]`."""
-        return self.blocks.scan_module.attention.cache
+    def max_length(self) -> int:
+        return self.config.context
 
-    def init_cache(self, batch: int) -> None:
-        """Makes an empty cache for `batch` texts."""
-        shape = (self.config.layers, batch, self.config.context, self.config.width)
-        self.blocks.scan_module.attention.init_cache(shape, self.config.dtype or jnp.float32)
+    def init_cache(self, batch: int, length: int, dtype=None) -> nnx.DecoderCache:
+        """Returns an empty cache for `batch` texts of up to `length` tokens."""
+        heads = [(self.config.heads, self.config.width // self.config.heads)] * self.config.layers
+        return nnx.DecoderCache.empty(batch, length, heads, dtype=dtype or self.config.dtype or jnp.float32)
+
+    def decode(self, tokens: jax.Array, cache: nnx.DecoderCache, lengths: jax.Array | None = None):
+        """Returns logits, and the cache with `lengths` of the tokens in each row appended; all of them by default."""
+        length = tokens.shape[1]
+        x = self.position(self.embed(tokens), cache.lengths[:, None] + jnp.arange(length))
+        layers = []
+        for block, layer in zip(self.unscanned().blocks, cache.layers, strict=True):
+            x, layer = block.decode(x, layer, cache.lengths, lengths)
+            layers.append(layer)
+        return self.embed.attend(self.norm(x)), cache.advanced(layers, length if lengths is None else lengths)
+
+    def unscanned(self) -> "GPT":
+        """Returns the same model with its blocks in a list."""
+        if isinstance(self.blocks, nnx.Sequence):
+            return self
+        stacked, block = self.blocks.scan_module.partition()
+        model = self.clone()
+        model.blocks = [block.merge(jax.tree.map(operator.itemgetter(i), stacked)) for i in range(self.config.layers)]
+        return model
 
 
 @jax.custom_vjp
@@ -136,18 +157,3 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 def decayed(params: nnx.State) -> nnx.State:
     """Returns what weight decay applies to: true for matrices, false for biases and norms."""
     return params.map(lambda path, _: path.endswith(("kernel", "embedding")))
-
-
-@nnx.jit(static_argnames="length", stateful=False)  # the cache is discarded afterwards
-def continue_texts(model: GPT, prompts: jax.Array, ctx: nnx.Context, *, length: int, temperature: float = 1.0):
-    """Returns `length` more tokens for each prompt, `[batch, length]`, drawn one at a time with the cache."""
-    model.init_cache(prompts.shape[0])
-    logits = model(prompts, decode=True)[:, -1]  # [batch, vocab]
-
-    @nnx.scan(variable_broadcast=nnx.Param, split_rngs="sample", length=length)
-    def draw(model, logits, _, ctx):
-        tokens = jax.random.categorical(ctx.make_rng("sample"), logits.astype(jnp.float32) / temperature)  # [batch]
-        return model(tokens[:, None], decode=True)[:, -1], tokens
-
-    _, tokens = draw(model, logits, None, ctx)  # [length, batch]
-    return tokens.T

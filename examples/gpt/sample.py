@@ -1,4 +1,4 @@
-"""Writes text with a model trained by train.py, one byte at a time, using the cache of keys and values.
+"""Writes text with a model trained by train.py, one byte at a time, with `nnx.generate`.
 
     python examples/gpt/sample.py
     python examples/gpt/sample.py --size mini --prompt "class " --length 500 --temperature 0.7
@@ -14,7 +14,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from model import GPT, Config, continue_texts
+from model import GPT, Config
 
 import nnx
 
@@ -45,7 +45,7 @@ prompt = np.frombuffer(args.prompt.encode()[-half:], np.uint8).astype(np.int32)
 texts = jnp.tile(prompt, (args.number, 1))  # [number, length so far]
 ctx = nnx.context(sample=args.seed)
 while texts.shape[1] < len(prompt) + args.length:
-    more = continue_texts(model, texts[:, -half:], ctx, length=half, temperature=args.temperature)
+    more = nnx.generate(model, texts[:, -half:], max_new_tokens=half, temperature=args.temperature, ctx=ctx)
     texts = jnp.concatenate([texts, more], axis=1)
 texts = texts[:, : len(prompt) + args.length]
 

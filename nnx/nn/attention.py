@@ -2,7 +2,8 @@
 
 `MultiHeadAttention` projects queries, keys and values into heads, optionally normalizes and rotates them, attends, and
 projects back. With `num_kv_heads` below `num_heads`, several query heads share a key head (grouped-query attention). In
-*decode* mode it appends the keys and values of its inputs to a `KVCache` and attends to all tokens so far.
+*decode* mode it appends the keys and values of its inputs to a `KVCache` and attends to all tokens so far;
+`decode_step` does the same with a `LayerCache` that the caller owns.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.nn.attention_kernel import Implementation
 from nnx.nn.dot_product import dot_product_attention
-from nnx.nn.kv_cache import KVCache
+from nnx.nn.kv_cache import KVCache, LayerCache, causal_options
 from nnx.nn.linear import DotGeneral, LinearGeneral
 from nnx.nn.norm import LayerNorm, RMSNorm
 from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, default_bias_init, default_kernel_init
@@ -71,6 +72,7 @@ class MultiHeadAttention(Module):
         kernel_init, bias_init: the initializers of the projections of queries, keys and values.
         out_kernel_init, out_bias_init: the initializers of the output projection; by default, the same.
         use_bias: whether the projections have biases.
+        use_out_bias: whether the output projection has a bias; by default, the same.
         attention_fn: a function with the signature of `dot_product_attention`.
         decode: whether to use the cache (see `init_cache`); can also be set by the call.
         normalize_qk: how to normalize queries and keys per head: `True` or "layer" with `LayerNorm` without bias, "rms"
@@ -81,6 +83,8 @@ class MultiHeadAttention(Module):
         qkv_dot_general_cls, out_dot_general_cls: classes whose instances are used as such.
         rotary: an embedding that rotates queries and keys by their positions; one instance can serve many layers.
         sliding_window: the number of tokens a query sees, including itself; causal calls only look back.
+        scale: the scale of the attention logits; `1 / sqrt(head_dim)` by default.
+        logits_soft_cap: a bound that the scaled logits approach smoothly, see `dot_product_attention`.
         implementation: "cudnn" or "xla" for `dot_product_attention`; chosen automatically by default.
         rng_collection: the name of the Context's stream for dropout.
         ctx: the Context; its stream "params" initializes the parameters.
@@ -131,6 +135,8 @@ class MultiHeadAttention(Module):
     attention_fn: Callable[..., jax.Array]
     decode: bool | None
     sliding_window: int | None
+    scale: float | None
+    logits_soft_cap: float | None
     implementation: Implementation | None
     rng_collection: str
     query: LinearGeneral
@@ -162,6 +168,7 @@ class MultiHeadAttention(Module):
         bias_init: InitializerLike = default_bias_init,
         out_bias_init: InitializerLike | None = None,
         use_bias: bool = True,
+        use_out_bias: bool | None = None,
         attention_fn: Callable[..., jax.Array] = dot_product_attention,
         decode: bool | None = None,
         normalize_qk: bool | Literal["layer", "rms"] = False,
@@ -174,6 +181,8 @@ class MultiHeadAttention(Module):
         out_dot_general_cls: Callable[[], DotGeneral] | None = None,
         rotary: RotaryEmbedding | None = None,
         sliding_window: int | None = None,
+        scale: float | None = None,
+        logits_soft_cap: float | None = None,
         implementation: Implementation | None = None,
         rng_collection: str = "dropout",
         ctx: Context,
@@ -215,6 +224,8 @@ class MultiHeadAttention(Module):
         self.attention_fn = attention_fn
         self.decode = decode
         self.sliding_window = sliding_window
+        self.scale = scale
+        self.logits_soft_cap = logits_soft_cap
         self.implementation = implementation
         self.rng_collection = rng_collection
 
@@ -243,7 +254,7 @@ class MultiHeadAttention(Module):
             (num_heads, head_dim),
             out_features,
             axis=(-2, -1),
-            use_bias=use_bias,
+            use_bias=use_bias if use_out_bias is None else use_out_bias,
             dtype=dtype,
             param_dtype=param_dtype,
             kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
@@ -321,20 +332,7 @@ class MultiHeadAttention(Module):
             inputs_v = inputs_k
         if key_positions is None and inputs_k is inputs_q:
             key_positions = positions
-        for name, inputs, expected in (
-            ("inputs_q", inputs_q, self.in_features),
-            ("inputs_k", inputs_k, self.in_kv_features),
-            ("inputs_v", inputs_v, self.in_kv_features),
-        ):
-            if inputs.ndim < 2 or inputs.shape[-1] != expected:
-                raise ValueError(WRONG_INPUT.format(name=name, features=expected, got=inputs.shape))
-
-        query = self.query(inputs_q, qkv_sharding)  # [batch..., query_length, heads, head_dim]
-        key = self.key(inputs_k, qkv_sharding)  # [batch..., key_length, kv_heads, head_dim]
-        value = self.value(inputs_v, qkv_sharding)
-        if self.query_ln is not None and self.key_ln is not None:
-            query, key = self.query_ln(query), self.key_ln(key)
-
+        query, key, value = self._projected(inputs_q, inputs_k, inputs_v, qkv_sharding)
         decode = self.decode if decode is None else decode
         # Options are passed only when set: a user's `attention_fn` need not know all of them.
         options: dict[str, Any] = {"mask": mask, "is_causal": is_causal}
@@ -349,8 +347,6 @@ class MultiHeadAttention(Module):
             if self.sliding_window is not None:
                 reach = self.sliding_window - 1
                 options["local_window_size"] = (reach, 0 if is_causal else reach)
-        if self.implementation is not None:
-            options["implementation"] = self.implementation
 
         if self.dropout_rate > 0.0:
             deterministic = resolve_mode(self, "deterministic", deterministic, ctx)
@@ -360,19 +356,44 @@ class MultiHeadAttention(Module):
                 options["dropout_rng"] = ctx.make_rng(self.rng_collection)
         else:
             deterministic = True
-        attended = self.attention_fn(
-            query,
-            key,
-            value,
-            dropout_rate=self.dropout_rate,
-            broadcast_dropout=self.broadcast_dropout,
-            deterministic=deterministic,
-            dtype=self.dtype,
-            precision=self.precision,
-            module=self if sow_weights else None,
-            **options,
-        )
-        return self.out(attended, out_sharding)
+        options["module"] = self if sow_weights else None
+        return self.out(self._attended(query, key, value, options, deterministic), out_sharding)
+
+    def decode_step(
+        self, inputs: jax.Array, cache: LayerCache, lengths: jax.Array, seq_lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, LayerCache]:
+        """Appends tokens to a cache that the caller owns, and attends causally to all tokens so far.
+
+        Nothing on the layer changes, and there is no dropout.
+
+        Args:
+            inputs: `[batch..., length, in_features]`, the next tokens.
+            cache: the cache, see `make_cache`.
+            lengths: `[batch...]`, the number of tokens each row holds before this call.
+            seq_lengths: `[batch...]`, the number of real tokens in each row of `inputs`; they come first, and the
+                others are not written.
+
+        Returns:
+            An array of shape `[batch..., length, out_features]`, and the cache with the tokens appended.
+
+        >>> layer, x = nnx.MultiHeadAttention(4, 16, ctx=nnx.context(0)), jnp.ones((2, 3, 16))
+        >>> out, cache = layer.decode_step(x, layer.make_cache(2, max_length=8), lengths=jnp.array([0, 0]))
+        >>> bool(jnp.allclose(out, layer(x, is_causal=True), atol=1e-5))
+        True
+        """
+        query, key, value = self._projected(inputs, inputs, inputs)
+        positions = lengths[..., None] + jnp.arange(inputs.shape[-2], dtype=jnp.int32)
+        query, key = self._rotated(query, key, positions, positions)
+        cache = cache.append(key, value, lengths, seq_lengths)
+        options = causal_options(positions, cache.max_length, self.sliding_window)
+        key, value = (cast(held, query.dtype) for held in cache)
+        return self.out(self._attended(query, key, value, options, deterministic=True)), cache
+
+    def make_cache(
+        self, batch_shape: int | tuple[int, ...], max_length: int, dtype: DTypeLike = jnp.float32
+    ) -> LayerCache:
+        """Returns an empty cache for `decode_step`, with room for `max_length` tokens per row."""
+        return LayerCache.empty(batch_shape, max_length, self.num_kv_heads, self.head_dim, dtype=dtype)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> None:
         """Makes an empty cache, replacing any earlier one.
@@ -385,6 +406,23 @@ class MultiHeadAttention(Module):
             raise ValueError(CACHE_SHAPE.format(got=tuple(input_shape)))
         *batch, max_length, _ = input_shape
         self.cache = KVCache(tuple(batch), max_length, self.num_kv_heads, self.head_dim, dtype=dtype)
+
+    def _projected(
+        self, inputs_q: jax.Array, inputs_k: jax.Array, inputs_v: jax.Array, sharding: Any = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        for name, inputs, expected in (
+            ("inputs_q", inputs_q, self.in_features),
+            ("inputs_k", inputs_k, self.in_kv_features),
+            ("inputs_v", inputs_v, self.in_kv_features),
+        ):
+            if inputs.ndim < 2 or inputs.shape[-1] != expected:
+                raise ValueError(WRONG_INPUT.format(name=name, features=expected, got=inputs.shape))
+        query = self.query(inputs_q, sharding)  # [batch..., query_length, heads, head_dim]
+        key = self.key(inputs_k, sharding)  # [batch..., key_length, kv_heads, head_dim]
+        value = self.value(inputs_v, sharding)
+        if self.query_ln is not None and self.key_ln is not None:
+            query, key = self.query_ln(query), self.key_ln(key)
+        return query, key, value
 
     def _rotated(
         self, query: jax.Array, key: jax.Array, positions: jax.Array | None, key_positions: jax.Array | None
@@ -422,18 +460,34 @@ class MultiHeadAttention(Module):
         key, value = cache.append(key, value, seq_lengths)
         key, value = cast(key, query.dtype), cast(value, query.dtype)
 
-        # `is_causal` would compare queries with slots as if the first query were in slot 0. For a single token, the
-        # number of filled slots says it all, and a fused kernel skips the rest; otherwise a mask does.
+        # `is_causal` would compare queries with slots as if the first query were in slot 0.
         options["is_causal"] = False
-        if length == 1 and mask is None and self.sliding_window is None:
-            options["key_value_seq_lengths"] = jnp.minimum(slots[..., 0] + 1, cache.max_length)
+        if mask is None:
+            options |= causal_options(slots, cache.max_length, self.sliding_window)
         else:
-            visible = cache.mask(slots, self.sliding_window)
-            if mask is not None:
-                # A query that sees nothing returns zeros, but no mask may hide that its row has overflowed.
-                visible = (visible & mask.astype(bool)) | cache.overflowed[..., None, None, None]
-            options["mask"] = visible
+            # A query that sees nothing returns zeros, but no mask may hide that its row has overflowed.
+            visible = cache.mask(slots, self.sliding_window) & mask.astype(bool)
+            options["mask"] = visible | cache.overflowed[..., None, None, None]
         return query, key, value
+
+    def _attended(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, options: dict[str, Any], deterministic: bool
+    ) -> jax.Array:
+        """Calls `attention_fn` with these options and those of the layer that are set."""
+        for name in ("scale", "logits_soft_cap", "implementation"):
+            if getattr(self, name) is not None:
+                options[name] = getattr(self, name)
+        return self.attention_fn(
+            query,
+            key,
+            value,
+            dropout_rate=self.dropout_rate,
+            broadcast_dropout=self.broadcast_dropout,
+            deterministic=deterministic,
+            dtype=self.dtype,
+            precision=self.precision,
+            **options,
+        )
 
 
 def _head_norm(kind: bool | Literal["layer", "rms"], head_dim: int, **options: Any) -> LayerNorm | RMSNorm | None:

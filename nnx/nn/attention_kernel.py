@@ -37,6 +37,7 @@ def attention_implementation(
     dropout: bool = False,
     weights: bool = False,
     precision: PrecisionLike = None,
+    logits_soft_cap: float | None = None,
     platform: str | None = None,
     compute_capability: str | None = None,
 ) -> Implementation:
@@ -44,7 +45,7 @@ def attention_implementation(
 
     Args:
         query, key, value, bias, mask: arrays, or `jax.ShapeDtypeStruct`s in their place.
-        is_causal, local_window_size, precision: the arguments of `dot_product_attention`.
+        is_causal, local_window_size, precision, logits_soft_cap: the arguments of `dot_product_attention`.
         dropout: whether dropout is active.
         weights: whether the weights are requested.
         platform: "gpu", "cpu" or "tpu"; by default, that of JAX's default backend.
@@ -67,6 +68,7 @@ def attention_implementation(
         dropout=dropout,
         weights=weights,
         precision=precision,
+        logits_soft_cap=logits_soft_cap,
         platform=platform,
         compute_capability=compute_capability,
     )
@@ -85,6 +87,7 @@ def fusion_obstacle(
     dropout: bool,
     weights: bool,
     precision: PrecisionLike,
+    logits_soft_cap: float | None = None,
     platform: str | None = None,
     compute_capability: str | None = None,
 ) -> str | None:
@@ -115,6 +118,8 @@ def fusion_obstacle(
         return "it does not produce the attention weights"
     if precision is not None:
         return f"it takes no precision, and precision={precision!r} was given"
+    if logits_soft_cap is not None:
+        return f"it does not cap the logits, and logits_soft_cap={logits_soft_cap} was given"
     if local_window_size is not None and not is_causal:
         right = local_window_size if isinstance(local_window_size, int) else local_window_size[1]
         if right != 0:

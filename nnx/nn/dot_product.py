@@ -5,8 +5,8 @@ head_dim]` with `heads` a multiple of `kv_heads` (grouped-query attention). Ther
 
 - **cudnn**, the fused kernel of NVIDIA GPUs, which never writes the attention weights to memory;
 - **xla**, the same through `jax.nn.dot_product_attention` without a fused kernel;
-- the *explicit* weights below, also "xla", for what the other two cannot do: dropout, returning the weights, a
-  `precision`, values with a different head size, float16 off the GPU, and no keys at all.
+- the *explicit* weights below, also "xla", for what the other two cannot do: dropout, returning the weights, a soft
+  cap, a `precision`, values with a different head size, float16 off the GPU, and no keys at all.
 
 `attention_kernel` decides which kernel a call uses. A query that sees no key returns zeros with each of them: left
 alone, the kernels disagree on such a query (the average of all values, zeros or NaN, depending on what hides the keys).
@@ -72,6 +72,7 @@ def dot_product_attention(
     key_value_seq_lengths: jax.Array | None = None,
     local_window_size: Window | None = None,
     implementation: Implementation | None = None,
+    logits_soft_cap: float | None = None,
 ) -> jax.Array:
     """Attends from queries to keys, and averages the values accordingly.
 
@@ -99,6 +100,7 @@ def dot_product_attention(
         key_value_seq_lengths: `[batch...]`, the number of real keys in each row; the others are hidden.
         local_window_size: a pair `(left, right)`: query `i` sees the keys `i - left..i + right`; an int means both.
         implementation: "cudnn" or "xla"; by default, the one that `attention_implementation` returns.
+        logits_soft_cap: a bound that the scaled logits approach smoothly, `cap * tanh(logits / cap)`; none by default.
 
     Returns:
         An array of shape `[batch..., query_length, heads, value_dim]`.
@@ -130,6 +132,7 @@ def dot_product_attention(
         "dropout": dropout,
         "weights": module is not None,
         "precision": precision,
+        "logits_soft_cap": logits_soft_cap,
     }
     if implementation is None:
         implementation = attention_implementation(query, key, value, bias, mask, **features)
@@ -146,6 +149,7 @@ def dot_product_attention(
     explicit = (
         dropout
         or precision is not None
+        or logits_soft_cap is not None
         or module is not None
         or value.shape[-1] != key.shape[-1]
         or key.shape[-3] == 0
@@ -160,6 +164,7 @@ def dot_product_attention(
         dropout_rate=dropout_rate,
         broadcast_dropout=broadcast_dropout,
         precision=precision,
+        soft_cap=logits_soft_cap,
     )
     if module is not None:
         module.sow(Intermediate, "attention_weights", weights)
@@ -259,6 +264,7 @@ def _explicit(
     dropout_rate: float,
     broadcast_dropout: bool,
     precision: PrecisionLike,
+    soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output and the attention weights, `[batch..., heads, query_length, key_length]`."""
     *batch, query_length, heads, head_dim = query.shape
@@ -271,6 +277,8 @@ def _explicit(
     grouped = query.reshape(*batch, query_length, kv_heads, heads // kv_heads, head_dim)
     logits = jnp.einsum("...tkgh,...skh->...kgts", grouped, key, precision=precision, preferred_element_type=wide)
     logits = logits.reshape(*batch, heads, query_length, key_length) * scale
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
     if bias is not None:
         logits = logits + bias.astype(wide)
 

@@ -4,6 +4,9 @@ A `KVCache` keeps, for every row of a batch, the keys and values of the tokens s
 *index*, the number of tokens it holds, so prompts can be ragged. Token `i` of a row is in *slot* `i`; slots from the
 index on are not yet written, and `mask` hides them.
 
+The same as plain data, for a caller that owns the cache: `LayerCache` holds the keys and values of one layer, and
+`DecoderCache` those of a whole model, with one count of tokens (*lengths*) for all layers.
+
 **A full cache refuses.** Outside of transforms, an append that does not fit raises `ValueError`, and nothing is
 written. Inside `jit`, `scan` and the like, the index is not known while tracing. There a row that overflows is
 *poisoned*: its new values become NaN, so every output of that row is NaN from then on, and its index stays above
@@ -11,7 +14,9 @@ written. Inside `jit`, `scan` and the like, the index is not known while tracing
 than the whole cache raises `ValueError` even while tracing.)
 """
 
-from typing import Any, ClassVar
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +30,14 @@ from nnx.nn.masks import positions_visible
 from nnx.nn.parameters import AxisNames
 
 FULL = (
-    "KVCache is full: it has room for max_length={max_length} tokens per row, {details}. Nothing was written. Make a "
-    "longer cache (`init_cache` with a greater length), call `reset()`, or stop generating."
+    "{cache} is full: it has room for max_length={max_length} tokens per row, {details}. Nothing was written. Make a "
+    "longer cache (`init_cache` with a greater length){or_reset}, or stop generating."
 )
-NOT_FLOATS = "KVCache stores floating-point numbers: expected such a dtype, got {got}."
-NO_ROOM = "KVCache: expected max_length >= 1, got {got}."
-WRONG_SHAPE = "KVCache: expected {name} of shape {expected} (batch..., length, heads, head_dim), got {got}."
-UNPAIRED = "KVCache: expected as many keys as values, got {keys} and {values}."
-WRONG_LENGTHS = "KVCache: expected seq_lengths of shape {expected}, one per row, got {got}."
+NOT_FLOATS = "{cache} stores floating-point numbers: expected such a dtype, got {got}."
+NO_ROOM = "{cache}: expected max_length >= 1, got {got}."
+WRONG_SHAPE = "{cache}: expected {name} of shape {expected} (batch..., length, heads, head_dim), got {got}."
+UNPAIRED = "{cache}: expected as many keys as values, got {keys} and {values}."
+WRONG_LENGTHS = "{cache}: expected {name} of shape {expected}, one per row, got {got}."
 
 
 class KVCache(Module):
@@ -85,10 +90,7 @@ class KVCache(Module):
         *,
         dtype: DTypeLike = jnp.float32,
     ) -> None:
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(NOT_FLOATS.format(got=dtype))
-        if max_length < 1:
-            raise ValueError(NO_ROOM.format(got=max_length))
+        _check_settings("KVCache", max_length, dtype)
         batch_shape = (batch_shape,) if isinstance(batch_shape, int) else tuple(batch_shape)
         value_dim = head_dim if value_dim is None else value_dim
         self.max_length = max_length
@@ -118,8 +120,7 @@ class KVCache(Module):
             ValueError: if shapes do not fit, or a row would overflow. While tracing, an overflow poisons the row
                 instead: its outputs become NaN, and `check` raises later.
         """
-        length = self._check_shapes(key, value, seq_lengths)
-        self._check_room(length, seq_lengths)
+        _check_append("KVCache", self.key, self.value, self.index, key, value, seq_lengths)
         self.key, self.value, self.index = _append(self.key, self.value, self.index, key, value, seq_lengths)
         return self.key, self.value
 
@@ -133,11 +134,7 @@ class KVCache(Module):
         Returns:
             A boolean mask of shape `[batch..., 1, length, max_length]`.
         """
-        slots = jnp.arange(self.max_length, dtype=jnp.int32)
-        # The query of an overflowing row sees the last slot even through a window, because the NaN is there. If it saw
-        # nothing, its output would be zeros, and the overflow would go unnoticed.
-        positions = jnp.minimum(positions, self.max_length - 1)
-        return positions_visible(positions[..., None, :, None], slots, causal=True, window=window)
+        return visible_slots(positions, self.max_length, window)
 
     @property
     def overflowed(self) -> jax.Array:
@@ -146,38 +143,188 @@ class KVCache(Module):
 
     def check(self) -> None:
         """Raises `ValueError` if a row has overflowed inside a transform; call it outside of transforms."""
-        self._check_room(0, None)
+        _check_room("KVCache", self.max_length, self.index, 0, None)
 
     def reset(self) -> None:
         """Empties every row."""
         self.key, self.value, self.index = (jnp.zeros_like(held) for held in (self.key, self.value, self.index))
 
-    def _check_shapes(self, key: jax.Array, value: jax.Array, seq_lengths: jax.Array | None) -> int:
-        batch = self.index.shape
-        for name, held, given in (("keys", self.key, key), ("values", self.value, value)):
-            length = given.shape[-3] if given.ndim >= 3 else 0
-            expected = (*batch, length, *held.shape[-2:])
-            if given.shape != expected:
-                raise ValueError(WRONG_SHAPE.format(name=name, expected=_with_length(held.shape), got=given.shape))
-        if key.shape[-3] != value.shape[-3]:
-            raise ValueError(UNPAIRED.format(keys=key.shape, values=value.shape))
-        if seq_lengths is not None and seq_lengths.shape != batch:
-            raise ValueError(WRONG_LENGTHS.format(expected=batch, got=seq_lengths.shape))
-        return key.shape[-3]
 
-    def _check_room(self, length: int, seq_lengths: jax.Array | None) -> None:
-        if seq_lengths is None and length > self.max_length:
-            raise ValueError(FULL.format(max_length=self.max_length, details=f"got {length} tokens at once"))
-        added = length if seq_lengths is None else seq_lengths
-        if not (_is_known(self.index) and _is_known(added)):
-            return
-        held = np.asarray(self.index)
-        needed = held + np.asarray(added)
-        if (needed > self.max_length).any():
-            row = np.unravel_index(int(needed.argmax()), needed.shape)
-            where = f"row {', '.join(map(str, row))}" if row else "it"
-            details = f"{where} holds {held[row]} tokens and would come to {needed[row]}"
-            raise ValueError(FULL.format(max_length=self.max_length, details=details))
+class LayerCache(NamedTuple):
+    """The keys and values of one layer, as a pytree that the caller owns; nothing is ever changed in place.
+
+    Attributes:
+        key: the keys, `[batch..., max_length, num_heads, head_dim]`.
+        value: the values, `[batch..., max_length, num_heads, value_dim]`.
+
+    >>> cache = nnx.LayerCache.empty(2, 8, num_heads=4, head_dim=16)
+    >>> prompt = jnp.ones((2, 5, 4, 16))
+    >>> lengths = jnp.array([0, 0])
+    >>> cache = cache.append(prompt, prompt, lengths)
+    >>> cache.key[0, :, 0, 0].tolist()
+    [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    """
+
+    key: jax.Array
+    value: jax.Array
+
+    @classmethod
+    def empty(
+        cls,
+        batch_shape: int | tuple[int, ...],
+        max_length: int,
+        num_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        dtype: DTypeLike = jnp.float32,
+    ) -> "LayerCache":
+        """Returns a cache with room for `max_length` tokens per row; the arguments are those of `KVCache`."""
+        _check_settings("LayerCache", max_length, dtype)
+        batch_shape = (batch_shape,) if isinstance(batch_shape, int) else tuple(batch_shape)
+        value_dim = head_dim if value_dim is None else value_dim
+        return cls(
+            jnp.zeros((*batch_shape, max_length, num_heads, head_dim), dtype),
+            jnp.zeros((*batch_shape, max_length, num_heads, value_dim), dtype),
+        )
+
+    @property
+    def max_length(self) -> int:
+        """The number of tokens a row can hold."""
+        return self.key.shape[-3]
+
+    def append(
+        self, key: jax.Array, value: jax.Array, lengths: jax.Array, seq_lengths: jax.Array | None = None
+    ) -> "LayerCache":
+        """Returns the cache with one or more tokens added to each row.
+
+        Args:
+            key: the keys, `[batch..., length, num_heads, head_dim]`.
+            value: the values, `[batch..., length, num_heads, value_dim]`.
+            lengths: `[batch...]`, the number of tokens each row holds before the append.
+            seq_lengths: `[batch...]`, the number of real tokens in each row; they come first, and the others are not
+                kept.
+
+        Raises:
+            ValueError: if shapes do not fit, or a row would overflow. While tracing, an overflow poisons the row
+                instead: its outputs become NaN.
+        """
+        _check_append("LayerCache", self.key, self.value, lengths, key, value, seq_lengths)
+        return LayerCache(*_append(self.key, self.value, lengths, key, value, seq_lengths)[:2])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecoderCache:
+    """The cache of a decoder: what `init_cache` returns, and what `decode` takes and returns.
+
+    Each layer has its own arrays. A stack of all layers would be copied whole for each token when a loop updates it.
+
+    Attributes:
+        layers: one `LayerCache` per layer.
+        lengths: int32 `[batch]`, the number of tokens each row holds. A row that overflowed inside a transform has a
+            length above `max_length`, and its outputs are NaN.
+
+    >>> cache = nnx.DecoderCache.empty(2, 8, [(4, 16)] * 3)  # three layers of 4 heads with 16 features
+    >>> len(cache.layers), cache.max_length, cache.lengths.tolist()
+    (3, 8, [0, 0])
+    """
+
+    layers: tuple[LayerCache, ...]
+    lengths: jax.Array
+
+    @classmethod
+    def empty(
+        cls, batch: int, max_length: int, heads: Iterable[tuple[int, int]], *, dtype: DTypeLike = jnp.float32
+    ) -> "DecoderCache":
+        """Returns a cache with room for `max_length` tokens per row.
+
+        Args:
+            batch: the number of rows.
+            max_length: the number of tokens a row can hold.
+            heads: for each layer, the number of heads of keys and values and the number of features of a head.
+            dtype: the dtype in which keys and values are stored, a floating-point type.
+        """
+        layers = tuple(LayerCache.empty(batch, max_length, number, dim, dtype=dtype) for number, dim in heads)
+        return cls(layers, jnp.zeros((batch,), jnp.int32))
+
+    @property
+    def max_length(self) -> int:
+        """The number of tokens a row can hold."""
+        return self.layers[0].max_length
+
+    def advanced(self, layers: Iterable[LayerCache], added: int | jax.Array) -> "DecoderCache":
+        """Returns a cache with these layers, whose rows hold `added` tokens more: one number, or one per row."""
+        return DecoderCache(tuple(layers), self.lengths + jnp.asarray(added, jnp.int32))
+
+    def check(self) -> None:
+        """Raises `ValueError` if a row has overflowed inside a transform; call it outside of transforms."""
+        _check_room("DecoderCache", self.max_length, self.lengths, 0, None)
+
+
+def causal_options(positions: jax.Array, max_length: int, window: int | None) -> dict[str, Any]:
+    """Returns the options of `dot_product_attention` with which tokens at `positions` see the slots up to their own."""
+    # For a single token, the number of filled slots is enough, and a fused kernel skips the others.
+    if positions.shape[-1] == 1 and window is None:
+        return {"key_value_seq_lengths": jnp.minimum(positions[..., 0] + 1, max_length)}
+    return {"mask": visible_slots(positions, max_length, window)}
+
+
+def visible_slots(positions: jax.Array, max_length: int, window: int | None) -> jax.Array:
+    """Returns which slots the tokens at `positions` see, as a mask `[batch..., 1, length, max_length]`."""
+    slots = jnp.arange(max_length, dtype=jnp.int32)
+    # The query of an overflowing row sees the last slot even through a window, because the NaN is there. If it saw
+    # nothing, its output would be zeros, and the overflow would go unnoticed.
+    positions = jnp.minimum(positions, max_length - 1)
+    return positions_visible(positions[..., None, :, None], slots, causal=True, window=window)
+
+
+def _check_settings(cache: str, max_length: int, dtype: DTypeLike) -> None:
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(NOT_FLOATS.format(cache=cache, got=dtype))
+    if max_length < 1:
+        raise ValueError(NO_ROOM.format(cache=cache, got=max_length))
+
+
+def _check_append(
+    cache: str,
+    keys: jax.Array,
+    values: jax.Array,
+    index: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    seq_lengths: jax.Array | None,
+) -> None:
+    """Raises `ValueError` unless the new tokens fit the arrays of the cache and, as far as is known, its room."""
+    batch = keys.shape[:-3]
+    for name, held, given in (("keys", keys, key), ("values", values, value)):
+        length = given.shape[-3] if given.ndim >= 3 else 0
+        if given.shape != (*batch, length, *held.shape[-2:]):
+            expected = _with_length(held.shape)
+            raise ValueError(WRONG_SHAPE.format(cache=cache, name=name, expected=expected, got=given.shape))
+    if key.shape[-3] != value.shape[-3]:
+        raise ValueError(UNPAIRED.format(cache=cache, keys=key.shape, values=value.shape))
+    for name, given in (("lengths", index), ("seq_lengths", seq_lengths)):
+        if given is not None and given.shape != batch:
+            raise ValueError(WRONG_LENGTHS.format(cache=cache, name=name, expected=batch, got=given.shape))
+    _check_room(cache, keys.shape[-3], index, key.shape[-3], seq_lengths)
+
+
+def _check_room(cache: str, max_length: int, index: jax.Array, length: int, seq_lengths: jax.Array | None) -> None:
+    or_reset = ", call `reset()`" if cache == "KVCache" else ""
+    options = {"cache": cache, "max_length": max_length, "or_reset": or_reset}
+    if seq_lengths is None and length > max_length:
+        raise ValueError(FULL.format(**options, details=f"got {length} tokens at once"))
+    added = length if seq_lengths is None else seq_lengths
+    if not (_is_known(index) and _is_known(added)):
+        return
+    held = np.asarray(index)
+    needed = held + np.asarray(added)
+    if (needed > max_length).any():
+        row = np.unravel_index(int(needed.argmax()), needed.shape)
+        where = f"row {', '.join(map(str, row))}" if row else "it"
+        details = f"{where} holds {held[row]} tokens and would come to {needed[row]}"
+        raise ValueError(FULL.format(**options, details=details))
 
 
 def _is_known(value: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Plain compositions: `MLP`, and `Identity` as a placeholder for a layer."""
+"""Plain compositions: `MLP`, `GatedMLP`, and `Identity` as a placeholder for a layer."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from nnx.core.containers import Sequence as Layers
 from nnx.core.context import Context
 from nnx.core.module import Module
-from nnx.nn.activations import relu
+from nnx.nn.activations import relu, silu
 from nnx.nn.checks import as_tuple, check_last_axis
 from nnx.nn.linear import Linear
 from nnx.nn.parameters import AxisNames, InitializerLike, default_bias_init, default_kernel_init
@@ -127,3 +127,89 @@ class MLP(Module):
                 x = self.activation(x)
                 x = self.dropout(x, deterministic=deterministic, ctx=ctx)
         return x
+
+
+class GatedMLP(Module):
+    """A gated feed-forward layer: `down(activation(gate(x)) * up(x))`.
+
+    With the default activation it is SwiGLU; with `nnx.gelu` GeGLU; with `nnx.sigmoid` the original GLU.
+
+    Args:
+        in_features: the size of the input's last axis.
+        hidden_features: the number of hidden features.
+        out_features: the size of the output's last axis; `in_features` by default.
+        activation: the activation of the gate.
+        use_bias: whether the three layers add biases.
+        dtype: the computation dtype; by default, the dtype that input and parameters promote to.
+        param_dtype: the dtype in which the parameters are stored.
+        precision: the precision of the products, see `jax.lax.Precision`.
+        kernel_init: the initializer of the kernels.
+        bias_init: the initializer of the biases.
+        ctx: the Context; its stream "params" initializes the parameters.
+
+    Attributes:
+        gate, up: the `Linear`s from the input to the hidden features.
+        down: the `Linear` from the hidden features to the output.
+
+    >>> layer = nnx.GatedMLP(4, 16, ctx=nnx.context(0))
+    >>> layer(jnp.ones((5, 4))).shape
+    (5, 4)
+    """
+
+    logical_axes: ClassVar[AxisNames] = {
+        **dict.fromkeys(("gate/kernel", "up/kernel"), ("embed", "mlp")),
+        **dict.fromkeys(("gate/bias", "up/bias"), ("mlp",)),
+        "down/kernel": ("mlp", "embed"),
+        "down/bias": ("embed",),
+    }
+
+    in_features: int
+    hidden_features: int
+    out_features: int
+    activation: Callable[[jax.Array], jax.Array]
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        activation: Callable[[jax.Array], jax.Array] = silu,
+        use_bias: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: PrecisionLike = None,
+        kernel_init: InitializerLike = default_kernel_init,
+        bias_init: InitializerLike = default_bias_init,
+        ctx: Context,
+    ) -> None:
+        out_features = in_features if out_features is None else out_features
+
+        def linear(features_in: int, features_out: int) -> Linear:
+            return Linear(
+                features_in,
+                features_out,
+                use_bias=use_bias,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                precision=precision,
+                kernel_init=kernel_init,
+                bias_init=bias_init,
+                ctx=ctx,
+            )
+
+        self.in_features = in_features
+        self.hidden_features = hidden_features
+        self.out_features = out_features
+        self.activation = activation
+        self.gate = linear(in_features, hidden_features)
+        self.up = linear(in_features, hidden_features)
+        self.down = linear(hidden_features, out_features)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer to an array of shape `(..., in_features)`."""
+        check_last_axis(self, x, self.in_features, "in_features")
+        return self.down(self.activation(self.gate(x)) * self.up(x))

@@ -120,6 +120,8 @@ class RMSNorm(NormBase):
         promote_dtype: a replacement for the function that decides the dtype of the result.
         ctx: the Context; needed only for initializers that draw random numbers.
         scale_metadata: metadata of the scale's Variable.
+        scale_offset: a number added to the scale before it multiplies. Gemma's norms have 1.0 and
+            `scale_init=nnx.initializers.zeros()`: the parameter is the difference from 1.
 
     >>> layer = nnx.RMSNorm(2, ctx=nnx.context(0))
     >>> [round(v, 3) for v in layer(jnp.array([3.0, 3.0])).tolist()]
@@ -128,6 +130,7 @@ class RMSNorm(NormBase):
 
     reduction_axes: tuple[int, ...]
     feature_axes: tuple[int, ...]
+    scale_offset: float
 
     def __init__(
         self,
@@ -146,6 +149,7 @@ class RMSNorm(NormBase):
         promote_dtype: PromoteDtype = default_promote_dtype,
         ctx: Context | None = None,
         scale_metadata: Mapping[str, Any] = NO_METADATA,
+        scale_offset: float = 0.0,
     ) -> None:
         super().__init__(
             num_features,
@@ -163,10 +167,13 @@ class RMSNorm(NormBase):
         )
         self.reduction_axes = as_tuple(reduction_axes)
         self.feature_axes = as_tuple(feature_axes)
+        self.scale_offset = scale_offset
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """Normalizes `x`; only entries where `mask` is true count toward the mean square."""
-        return self._normalize(x, mask, self.reduction_axes, self.feature_axes, center=False)
+        return self._normalize(
+            x, mask, self.reduction_axes, self.feature_axes, center=False, scale_offset=self.scale_offset
+        )
 
 
 class GroupNorm(NormBase):

@@ -115,11 +115,15 @@ def _normalize(
     axis_name: Any,
     axis_index_groups: Any,
     dtype: Any,
+    scale_offset: float,
     promote: PromoteDtype = default_promote_dtype,
 ) -> jax.Array:
     """Normalizes `x` by its own moments, over whole axes or over `groups` of the last one."""
     out_dtype = result_dtype((x, scale, bias), dtype, promote)
     x = cast(x, statistics_dtype(x.dtype))
+    if scale is not None and scale_offset != 0.0:
+        # Added in the statistics dtype: bfloat16 would round a scale of 1.001 back to 1.
+        scale = cast(scale, statistics_dtype(scale.dtype)) + scale_offset
     shape = x.shape
     axes = tuple(axis % x.ndim for axis in reduction_axes)
     options: dict[str, Any] = {
@@ -219,6 +223,7 @@ class NormBase(Module):
         *,
         center: bool = True,
         groups: int | None = None,
+        scale_offset: float = 0.0,
     ) -> jax.Array:
         """Normalizes `x` by its own moments over these axes, after checking it."""
         self._check(x, mask, feature_axes)
@@ -236,5 +241,6 @@ class NormBase(Module):
             axis_name=self.axis_name,
             axis_index_groups=self.axis_index_groups,
             dtype=self.dtype,
+            scale_offset=scale_offset,
             promote=self.promote_dtype,
         )

@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def by_hand(query, key, value, mask=None, bias=None, scale=None) -> np.ndarray:
+def by_hand(query, key, value, mask=None, bias=None, scale=None, soft_cap=None) -> np.ndarray:
     """Attention in numpy, one batch row and head after the other; zeros for a query that sees no key."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     *batch, length, heads, dim = query.shape
@@ -15,6 +15,8 @@ def by_hand(query, key, value, mask=None, bias=None, scale=None) -> np.ndarray:
     for row in np.ndindex(*batch):
         for head in range(heads):
             logits = query[row][:, head] @ key[row][:, head // group].T * (dim**-0.5 if scale is None else scale)
+            if soft_cap is not None:
+                logits = soft_cap * np.tanh(logits / soft_cap)
             logits += bias[row][head]
             weights = np.exp(logits - logits.max(-1, keepdims=True, initial=0)) * mask[row][head]
             weights /= np.maximum(weights.sum(-1, keepdims=True), np.finfo(float).tiny)

@@ -123,6 +123,13 @@ def _layers() -> list[Entry]:
         ),
         e("Identity", lambda ctx: nnx.Identity(), ((2, 3),), (2, 3), dtypes=()),
         e("MLP", lambda ctx, **d: nnx.MLP(3, (4, 4), 2, ctx=ctx, **d), ((2, 3),), (2, 2), ctx=True, wrong=(((2, 1),),)),
+        e("GatedMLP", lambda ctx, **d: nnx.GatedMLP(3, 4, ctx=ctx, **d), ((2, 3),), (2, 3), wrong=(((2, 1),),)),
+        e(
+            "GatedMLP with biases",
+            lambda ctx, **d: nnx.GatedMLP(3, 4, 2, activation=nnx.gelu, use_bias=True, ctx=ctx, **d),
+            ((3,),),
+            (2,),
+        ),
         # convolution
         e(
             "Conv 1d",
@@ -177,6 +184,7 @@ def _layers() -> list[Entry]:
             wrong=(((3, 1),), ((3, 5),), ((),)),
         ),
         e("RMSNorm", lambda ctx, **d: nnx.RMSNorm(4, ctx=ctx, **d), ((3, 4),), (3, 4), wrong=(((3, 1),), ((3, 5),))),
+        e("RMSNorm with an offset", lambda ctx, **d: nnx.RMSNorm(4, scale_offset=1.0, ctx=ctx, **d), ((3, 4),), (3, 4)),
         e(
             "GroupNorm",
             lambda ctx, **d: nnx.GroupNorm(6, num_groups=3, reduction_axes=(-2, -1), ctx=ctx, **d),
@@ -318,6 +326,15 @@ def _layers() -> list[Entry]:
             call={"is_causal": True},
             wrong=(((3, 1),), ((8,),), ((3, 8), (3, 1)), ((3, 8), (2, 3, 8))),
             blames="MultiHeadAttention|dot_product_attention",
+        ),
+        e(
+            "MultiHeadAttention capped",
+            lambda ctx, **d: nnx.MultiHeadAttention(
+                2, 8, scale=0.3, logits_soft_cap=5.0, sliding_window=2, use_out_bias=False, ctx=ctx, **d
+            ),
+            ((3, 8),),
+            (3, 8),
+            call={"is_causal": True},
         ),
         e(
             "MultiHeadAttention across",

@@ -58,6 +58,12 @@ class TestFunction:
         agrees(out[1, :2], expected[1, :2])
         assert (np.asarray(out[1, 2:]) == 0).all()
 
+    def test_a_soft_cap_bends_the_scaled_logits_before_bias_and_mask(self):
+        causal, bias = np.tril(np.ones((5, 6), bool)), numpy_normal(4, 5, 6, seed=4)
+        options = {"is_causal": True, "scale": 0.7, "logits_soft_cap": 1.5}
+        out = nnx.dot_product_attention(QUERY, KEY, VALUE, bias, **options)
+        agrees(out, by_hand(QUERY, KEY, VALUE, causal, bias, scale=0.7, soft_cap=1.5))
+
     def test_masks_need_not_be_boolean(self):
         mask = nnx.make_causal_mask(jnp.zeros((2, 5)))
         agrees(
@@ -265,6 +271,17 @@ class TestMultiHeadAttention:
         for causal in (True, False):
             mask = nnx.make_sliding_window_mask(x[..., 0], 2, causal=causal)
             agrees(layer(x, is_causal=causal), np.asarray(plain(x, mask=mask)))
+
+    def test_scale_and_soft_cap_reach_the_attention_function(self):
+        layer, x = attention(scale=0.9, logits_soft_cap=0.4), numpy_normal(2, 5, 16)
+        heads = by_hand(layer.query(x), layer.key(x), layer.value(x), scale=0.9, soft_cap=0.4)
+        agrees(layer(x), np.asarray(layer.out(jnp.asarray(heads, jnp.float32))))
+
+    @pytest.mark.parametrize("use_bias", [True, False])
+    def test_the_output_projection_can_differ_in_its_bias(self, use_bias):
+        layer = attention(use_bias=use_bias, use_out_bias=not use_bias)
+        assert (layer.query.bias is not None) == use_bias
+        assert (layer.out.bias is None) == use_bias
 
     def test_bias_is_added_to_the_logits(self):
         layer, x = attention(), numpy_normal(2, 5, 16)

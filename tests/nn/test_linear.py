@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import nnx
-from tests.nn.arrays import normal
+from tests.nn.arrays import normal, numpy_normal
 
 
 def primitives(function, *args):
@@ -204,3 +204,19 @@ def test_layers_work_with_strict_rank_promotion():
         nnx.Conv(3, 4, (3,), ctx=nnx.context(0))(x)
         nnx.LayerNorm(3)(x)
         nnx.BatchNorm(3)(x, use_running_average=False)
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_gated_mlp_multiplies_the_activated_gate_with_the_other_projection(use_bias):
+    layer = nnx.GatedMLP(
+        3, 5, 2, activation=nnx.gelu, use_bias=use_bias, bias_init=nnx.initializers.normal(), ctx=nnx.context(0)
+    )
+    x = numpy_normal(4, 3)
+    expected = layer.down(nnx.gelu(layer.gate(x)) * layer.up(x))
+    np.testing.assert_allclose(layer(x), expected, rtol=1e-6)
+    assert len(layer.get_state()) == (6 if use_bias else 3)
+    assert layer.gate.kernel.shape == layer.up.kernel.shape == (3, 5) and layer.down.kernel.shape == (5, 2)
+
+
+def test_gated_mlp_returns_as_many_features_as_it_takes_by_default():
+    assert nnx.GatedMLP(3, 5, ctx=nnx.context(0))(numpy_normal(4, 3)).shape == (4, 3)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.nn.arrays import normal
+from tests.nn.arrays import normal, numpy_normal
 
 THREE_WAYS = r"in the call.*use_running_average=.*on the instance.*flag of the Context.*nnx\.context"
 
@@ -102,6 +102,16 @@ def test_layer_norm_over_several_axes():
     np.testing.assert_allclose(layer(x), (x - x.mean((1, 2), keepdims=True)) / x.std((1, 2), keepdims=True), atol=1e-4)
     with pytest.raises(ValueError, match=r"LayerNorm expected 12 features on axes \(-2, -1\), got 6"):
         layer(normal(5, 2, 3))
+
+
+def test_an_offset_is_added_to_the_scale_in_float32():
+    zeros = nnx.initializers.zeros()
+    layer = nnx.RMSNorm(4, scale_offset=1.0, scale_init=zeros, param_dtype=jnp.bfloat16, ctx=nnx.context(0))
+    x = numpy_normal(3, 4)
+    plain = nnx.RMSNorm(4, ctx=nnx.context(0))
+    np.testing.assert_allclose(layer(x), plain(x), rtol=1e-6)
+    layer.scale = jnp.full(4, 1e-3, jnp.bfloat16)  # 1 + 1e-3 is 1 in bfloat16
+    np.testing.assert_allclose(layer(x), plain(x) * (1 + float(layer.scale[0])), rtol=1e-5)
 
 
 def test_group_norm_with_one_group_is_layer_norm_over_everything_but_the_batch():

@@ -1,14 +1,14 @@
 """Training steps of GPT-2 per second: nnx, hand-written JAX and PyTorch, interleaved in one process.
 
-    python -m benchmarks.gpt_gpu                       GPT-2 small, batches of 32 × 1024 tokens, on a GPU
-    python -m benchmarks.gpt_gpu --tiny                the default without a GPU: a tiny model, to see that it runs
-    python -m benchmarks.gpt_gpu --seconds 60          measure longer
-    python -m benchmarks.gpt_gpu --without torch       leave a contender out
+    python -m benchmarks.gpu.train                  GPT-2 small, batches of 32 × 1024 tokens, on a GPU
+    python -m benchmarks.gpu.train --tiny           the default without a GPU: a tiny model, to see that it runs
+    python -m benchmarks.gpu.train --seconds 60     measure longer
+    python -m benchmarks.gpu.train --without torch  leave a contender out
 
 All contenders compute in bfloat16 with float32 parameters, and use AdamW. Tokens are random, because speed does not
 depend on them. The JAX steps start from the same weights, and therefore from the same loss. "The same, tuned" is
-hand-written JAX with the changes that examples/gpt/model.py explains (see raw.py): any remaining difference to nnx is
-the library's. PyTorch takes part if it is installed and there is a GPU.
+hand-written JAX with the changes that examples/gpt/model.py explains (see raw_train.py): any remaining difference to
+nnx is the library's. PyTorch takes part if it is installed and there is a GPU.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import optax
 
 import nnx
-from benchmarks.gpt_gpu import raw
+from benchmarks.gpu import raw_train as raw
 from benchmarks.harness import interleave
 from examples.gpt.model import GPT, GPU_OPTIONS, Config, cross_entropy, decayed
 
@@ -95,7 +95,7 @@ def nested_params(model: GPT) -> dict[str, Any]:
 
 def make_torch(setting: Setting) -> Callable[[], Any]:
     """Makes the step in PyTorch."""
-    from benchmarks.gpt_gpu.torch_step import make_contender
+    from benchmarks.gpu.torch_train import make_contender
 
     config = setting.config
     sizes = (config.vocab, config.context, config.layers, config.heads, config.width)

@@ -1,0 +1,1 @@
+"""What needs a GPU: training steps (`train`) and writing text (`decode`), next to hand-written JAX and PyTorch."""

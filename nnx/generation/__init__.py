@@ -1,0 +1,1 @@
+"""Writing with a model: sampling rules and the compiled loop of `nnx.generate`."""

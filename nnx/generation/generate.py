@@ -1,0 +1,236 @@
+"""`nnx.generate`: continues texts with a model that has a cache of keys and values."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from nnx.core.context import Context
+from nnx.core.module import Module
+from nnx.core.statics import Frozen
+from nnx.core.trace import is_tracer
+from nnx.generation.arguments import (
+    STREAM_IN_TRANSFORM,
+    as_count,
+    as_prefix,
+    as_prompt,
+    as_sampling,
+    as_stop_tokens,
+    check_model,
+    check_room,
+    padded,
+)
+from nnx.generation.buckets import cache_bucket, prompt_bucket
+from nnx.generation.programs import Plan, Progress, Step, read, unstack, write
+from nnx.sharding.rules import get_logical_axis_rules
+
+NOT_FINITE = (
+    "nnx.generate: the logits of row(s) {rows} were NaN or infinite, or ruled out every token. These rows end there, "
+    "padded with pad_token, and their log-probabilities are NaN from there on. Run the model on such a text to see "
+    "where it fails, or check `logits_fn`."
+)
+
+
+class Options(TypedDict, total=False):
+    """The optional arguments of `generate`, for editors and type checkers."""
+
+    lengths: ArrayLike | None
+    temperature: float | jax.Array
+    top_k: int | jax.Array | None
+    top_p: float | jax.Array | None
+    min_p: float | jax.Array | None
+    repetition_penalty: float | jax.Array | None
+    logits_fn: Callable[[jax.Array], jax.Array] | None
+    stop_tokens: int | Iterable[int]
+    pad_token: int
+    num_samples: int | None
+    prefix: ArrayLike | None
+    prefill_chunk: int
+    stream: Callable[[np.ndarray], Any] | None
+    ctx: Context | None
+
+
+@overload
+def generate(
+    model: Module,
+    prompts: ArrayLike,
+    *,
+    max_new_tokens: int,
+    return_logprobs: Literal[False] = False,
+    **options: Unpack[Options],
+) -> jax.Array: ...
+@overload
+def generate(
+    model: Module,
+    prompts: ArrayLike,
+    *,
+    max_new_tokens: int,
+    return_logprobs: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+def generate(
+    model: Module,
+    prompts: ArrayLike,
+    *,
+    max_new_tokens: int,
+    lengths: ArrayLike | None = None,
+    temperature: float | jax.Array = 1.0,
+    top_k: int | jax.Array | None = None,
+    top_p: float | jax.Array | None = None,
+    min_p: float | jax.Array | None = None,
+    repetition_penalty: float | jax.Array | None = None,
+    logits_fn: Callable[[jax.Array], jax.Array] | None = None,
+    stop_tokens: int | Iterable[int] = (),
+    pad_token: int = 0,
+    num_samples: int | None = None,
+    prefix: ArrayLike | None = None,
+    prefill_chunk: int = 1024,
+    return_logprobs: bool = False,
+    stream: Callable[[np.ndarray], Any] | None = None,
+    ctx: Context | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Continues texts, one token at a time, with a cache of keys and values.
+
+    The model runs in evaluation mode and is not changed. Reading the prompts and writing tokens are one compiled
+    function each. They are compiled once for each combination of batch size, *bucket* of lengths and set of rules in
+    use; the values of the rules, the weights, and lengths within a bucket can change freely.
+
+    Args:
+        model: a Module with the methods `init_cache(batch, length, dtype=None)`, which returns a cache, and
+            `decode(tokens, cache, lengths=None)`, which returns logits `[batch, length, vocab]` and the cache with the
+            tokens appended, `lengths` of them in each row. If it has an attribute `max_length`, texts are limited to
+            it. If it has a method `unscanned`, the loop runs the result of it.
+        prompts: the texts to continue, whole numbers `[batch, length]`, padded on the right.
+        max_new_tokens: the number of tokens to write.
+        lengths: `[batch]`, the number of real tokens in each prompt; all of them by default.
+        temperature: the number that logits are divided by; 0 takes the most likely token each time.
+        top_k: the number of most likely tokens to draw from; tokens as likely as the last of them are included.
+        top_p: the total probability, above 0 and at most 1, of the tokens to draw from, most likely first.
+        min_p: the lowest probability to draw from, as a fraction of the highest.
+        repetition_penalty: the number by which the logits of tokens that already occurred are divided (multiplied, if
+            they are negative).
+        logits_fn: a function from logits `[rows, vocab]` in float32 to logits, applied after the repetition penalty
+            and before the temperature. It is compiled: functions with equal code and equal captured values share a
+            compiled loop.
+        stop_tokens: tokens that end a row.
+        pad_token: the number that fills a row after a stop token.
+        num_samples: the number of texts to write for each prompt, which is read only once. The result then has an axis
+            for them.
+        prefix: `[length]`, tokens before all prompts, read only once.
+        prefill_chunk: the number of prompt tokens to read at a time. Smaller chunks need less memory.
+        return_logprobs: whether to return log-probabilities as well. They are those of the model itself, before any
+            rule is applied.
+        stream: a function that is called with the tokens of each step, a numpy array `[batch]` or `[batch,
+            num_samples]`, as soon as they are known.
+        ctx: the Context; its stream "sample" is required unless `temperature=0`.
+
+    Returns:
+        The new tokens, int32 `[batch, max_new_tokens]`, or `[batch, num_samples, max_new_tokens]` with `num_samples`;
+        with `return_logprobs`, also their log-probabilities in float32, which are 0 after a stop token.
+
+    Raises:
+        ValueError: if an argument is out of range, or prompt and new tokens do not fit into the model's `max_length`.
+
+    Warns:
+        RuntimeWarning: if the logits of a row are not finite. The row ends there.
+
+    >>> class Next(nnx.Module):  # a model that counts: after token n comes n + 1
+    ...     def init_cache(self, batch, length, dtype=None):
+    ...         return jnp.zeros(batch, jnp.int32)  # it needs none, but a cache has to be a pytree
+    ...
+    ...     def decode(self, tokens, cache, lengths=None):
+    ...         return 9.0 * jax.nn.one_hot(tokens + 1, 100), cache
+    >>> prompts = jnp.array([[5, 6, 7], [20, 0, 0]])
+    >>> nnx.generate(Next(), prompts, lengths=[3, 1], max_new_tokens=4, temperature=0, stop_tokens=[10]).tolist()
+    [[8, 9, 10, 0], [21, 22, 23, 24]]
+    """
+    check_model(model)
+    prompt, prompt_length = as_prompt(prompts, lengths)
+    shared, shared_length = (None, 0) if prefix is None else as_prefix(prefix)
+    new = as_count("max_new_tokens", max_new_tokens)
+    chunk = as_count("prefill_chunk", prefill_chunk)
+    samples = 1 if num_samples is None else as_count("num_samples", num_samples)
+    sampling = as_sampling(temperature, top_k, top_p, min_p, repetition_penalty, ctx)
+    stops = as_stop_tokens(stop_tokens)
+    limit = check_room(model, shared_length + prompt_length, new)
+
+    # Every row reads all tokens but its last, which is the first to be decoded by the loop.
+    width = prompt_bucket(prompt_length - 1, chunk)
+    shared_width = prompt_bucket(shared_length, chunk)
+    cache_length = cache_bucket(max(shared_length + prompt_length + new - 1, width, shared_width))
+    if limit is not None:
+        width, shared_width, cache_length = min(width, limit), min(shared_width, limit), min(cache_length, limit)
+    rules = get_logical_axis_rules()
+    plan = Plan(
+        cache_length=cache_length,
+        chunk=chunk,
+        width=cache_bucket(new),
+        num_samples=samples,
+        logprobs=bool(return_logprobs),
+        penalty=sampling.repetition_penalty is not None,
+        rules=rules,
+    )
+    key = None if sampling.temperature is None or ctx is None else ctx.make_rng("sample")
+    frozen_fn = None if logits_fn is None else Frozen(logits_fn, "logits_fn")
+    pad = np.int32(pad_token)
+
+    # A scan over layers would copy the whole cache for each token. The copy of the weights lives as long as this call
+    # and costs one pass over them, about as much as one token. Keeping it for the next call would hold the weights
+    # twice in the meantime, and would have to notice every update.
+    pure = model.partition()
+    if callable(getattr(model, "unscanned", None)):
+        pure = unstack(pure, rules=rules)
+    shared = None if shared is None else padded(shared, shared_width)
+    progress = read(pure, padded(prompt, width + 1), shared, pad, plan=plan)
+
+    def advance(progress: Progress, until: int) -> tuple[Progress, Step]:
+        return write(pure, progress, np.int32(until), sampling, key, stops, pad, logits_fn=frozen_fn, rules=rules)
+
+    batch = prompt.tokens.shape[0]
+    shape = (batch,) if num_samples is None else (batch, samples)
+
+    def texts(rows: Any) -> Any:
+        """Returns rows of the loop, which may be more than asked for, in the shape of the result."""
+        return rows[: batch * samples].reshape(*shape, *rows.shape[1:])
+
+    if stream is None:
+        progress, _ = advance(progress, new)
+    elif is_tracer(progress.step):
+        raise ValueError(STREAM_IN_TRANSFORM)
+    else:
+        progress = _streamed(advance, progress, new, lambda tokens: stream(texts(np.asarray(tokens))))
+    if not is_tracer(progress.broken):
+        _warn_of_broken_rows(np.asarray(progress.broken))
+    tokens = texts(progress.tokens[:, :new])
+    return tokens if progress.logprobs is None else (tokens, texts(progress.logprobs[:, :new]))
+
+
+def _streamed(
+    advance: Callable[[Progress, int], tuple[Progress, Step]],
+    progress: Progress,
+    new: int,
+    deliver: Callable[[jax.Array], None],
+) -> Progress:
+    """Writes one token per call of the compiled loop, and delivers each.
+
+    The next step is started before the tokens of the last are delivered, so that the device does not wait for the
+    receiver. After every row has stopped, one such step finds nothing to do.
+    """
+    progress, step = advance(progress, 1)
+    for until in range(2, new + 1):
+        progress, later = advance(progress, until)
+        deliver(step.tokens)
+        if step.is_last:
+            return progress
+        step = later
+    deliver(step.tokens)
+    return progress
+
+
+def _warn_of_broken_rows(broken: np.ndarray) -> None:
+    if broken.any():
+        rows = ", ".join(map(str, np.flatnonzero(broken)))
+        warnings.warn(NOT_FINITE.format(rows=rows), RuntimeWarning, stacklevel=3)

@@ -1,0 +1,242 @@
+"""The compiled functions of generation: unstack the layers, read the prompts, write tokens.
+
+*Reading* (prefill) appends all tokens of a prompt but the last to the cache, and ignores the logits, so that XLA drops
+the output layer from it. *Writing* is a loop: it decodes the newest token, which at first is the prompt's last, chooses
+the next one, and stops when every row has stopped. `Progress` is what the loop carries; its buffers are donated, so a
+cache is written in place and never copied.
+
+All three are pure functions of a `Pure`. The model is rebuilt inside, in evaluation mode, wherever a trace begins: a
+`decode` that changes its Module changes the copy.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from nnx.core.modes import set_mode
+from nnx.core.pure import Pure
+from nnx.core.statics import Frozen
+from nnx.generation.buckets import rows_to_run
+from nnx.generation.sampling import Sampling, choose
+from nnx.sharding.rules import Rules
+
+TWO_BATCH_AXES = (
+    "{name}.init_cache: expected arrays with at most one axis of the size of the batch, got shapes {few} for a batch "
+    "of 2 and {many} for a batch of 3."
+)
+WRONG_LOGITS = (
+    "{name}.decode: expected logits of shape {expected} (batch, length, vocab) for {count} tokens, got {got}."
+)
+
+
+class Plan(NamedTuple):
+    """What is static about a call.
+
+    Attributes:
+        cache_length: the number of slots of the cache.
+        chunk: the number of prompt tokens to read at a time.
+        width: the number of columns for new tokens.
+        num_samples: the number of texts to write for each prompt.
+        logprobs: whether to record log-probabilities.
+        penalty: whether to record which tokens occurred.
+        rules: the logical axis rules. A model may read them while it is traced, so they are part of the key.
+    """
+
+    cache_length: int
+    chunk: int
+    width: int
+    num_samples: int
+    logprobs: bool
+    penalty: bool
+    rules: Rules
+
+
+class Progress(NamedTuple):
+    """The state of the writing loop.
+
+    Attributes:
+        step: the number of tokens written to each row.
+        cache: the model's cache.
+        newest: int32 `[rows]`, the token to decode next.
+        finished: boolean `[rows]`, the rows that have stopped.
+        broken: boolean `[rows]`, the rows that stopped because their logits were not finite.
+        tokens: int32 `[rows, width]`, the new tokens.
+        logprobs: float32 `[rows, width]`, their log-probabilities, or None.
+        seen: boolean `[rows, vocab]`, the tokens that occurred in each row, or None.
+    """
+
+    step: jax.Array
+    cache: Any
+    newest: jax.Array
+    finished: jax.Array
+    broken: jax.Array
+    tokens: jax.Array
+    logprobs: jax.Array | None
+    seen: jax.Array | None
+
+
+class Step(NamedTuple):
+    """The result of writing that the host looks at: the last column, `[rows]`, and whether every row has stopped."""
+
+    tokens: jax.Array
+    is_last: jax.Array
+
+
+class Prompt(NamedTuple):
+    """Padded texts to continue: tokens `[batch, length]` and the number of real ones in each row, both int32."""
+
+    tokens: Any
+    lengths: Any
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def unstack(pure: Pure, *, rules: Rules) -> Pure:
+    """Returns the model with its layers in a list, one array per layer and parameter."""
+    return pure.merge().unscanned().partition()
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def read(pure: Pure, prompts: Prompt, prefix: Prompt | None, pad_token: Any, *, plan: Plan) -> Progress:
+    """Reads the prompts, and returns the state in which the writing loop begins."""
+    batch = prompts.tokens.shape[0]
+    cache = _rebuilt(pure).init_cache(batch if prefix is None else 1, plan.cache_length)
+    if prefix is not None:
+        cache = _append(pure, prefix.tokens, prefix.lengths, cache, plan.chunk)
+        cache = _take_rows(pure, cache, jnp.zeros(batch, jnp.int32), plan)
+    if prompts.tokens.shape[1] > 1:
+        cache = _append(pure, prompts.tokens[:, :-1], prompts.lengths - 1, cache, plan.chunk)
+    newest = jnp.take_along_axis(prompts.tokens, prompts.lengths[:, None] - 1, axis=1)[:, 0]
+    seen = _tokens_seen(pure, cache, prompts, prefix) if plan.penalty else None
+
+    # From here on there is one row per text to write. Their prompts have been read once.
+    wanted = batch * plan.num_samples
+    rows = rows_to_run(wanted, jax.default_backend(), _bytes(cache) // batch, _bytes(pure))
+    if rows != batch:
+        source = jnp.minimum(jnp.arange(rows) // plan.num_samples, batch - 1)
+        cache = _take_rows(pure, cache, source, plan)
+        newest = newest[source]
+        seen = None if seen is None else seen[source]
+    return Progress(
+        step=jnp.zeros((), jnp.int32),
+        cache=cache,
+        newest=newest,
+        finished=jnp.arange(rows) >= wanted,
+        broken=jnp.zeros(rows, bool),
+        tokens=jnp.full((rows, plan.width), pad_token, jnp.int32),
+        logprobs=jnp.zeros((rows, plan.width), jnp.float32) if plan.logprobs else None,
+        seen=seen,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("logits_fn", "rules"), donate_argnames="progress")
+def write(
+    pure: Pure,
+    progress: Progress,
+    until: Any,
+    sampling: Sampling,
+    key: jax.Array | None,
+    stop_tokens: Any,
+    pad_token: Any,
+    *,
+    logits_fn: Frozen | None,
+    rules: Rules,
+) -> tuple[Progress, Step]:
+    """Writes tokens until there are `until` of them in each row, or every row has stopped."""
+    rows = jnp.arange(progress.newest.shape[0])
+    # A key per row: what is drawn for a row does not depend on the number of rows.
+    row_keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+
+    def goes_on(progress: Progress) -> jax.Array:
+        return (progress.step < until) & ~jnp.all(progress.finished)
+
+    def write_one(progress: Progress) -> Progress:
+        step, finished, seen = progress.step, progress.finished, progress.seen
+        raw, cache = _decoded(pure, progress.newest[:, None], progress.cache)
+        logits = raw[:, 0].astype(jnp.promote_types(raw.dtype, jnp.float32))  # [rows, vocab]
+        keys = None if row_keys is None else jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
+        token, valid = choose(logits, sampling, keys, seen, None if logits_fn is None else logits_fn.value)
+
+        broken = progress.broken | (~finished & ~valid)
+        finished = finished | broken
+        tokens = progress.tokens.at[:, step].set(jnp.where(finished, pad_token, token))
+        logprobs = progress.logprobs
+        if logprobs is not None:
+            chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+            logprob = jnp.where(finished, 0, chosen - jax.nn.logsumexp(logits, axis=-1))
+            logprobs = logprobs.at[:, step].set(jnp.where(broken, jnp.nan, logprob).astype(jnp.float32))
+        if stop_tokens is not None:
+            finished = finished | jnp.any(token[:, None] == stop_tokens, axis=-1)
+        if seen is not None:
+            seen = seen.at[rows, token].set(True)
+        return Progress(step + 1, cache, token, finished, broken, tokens, logprobs, seen)
+
+    progress = jax.lax.while_loop(goes_on, write_one, progress)
+    return progress, Step(jnp.take(progress.tokens, until - 1, axis=1), jnp.all(progress.finished))
+
+
+def _rebuilt(pure: Pure) -> Any:
+    """Returns the model at the current trace level, in evaluation mode."""
+    model = pure.merge()
+    set_mode(model, training=False)
+    return model
+
+
+def _decoded(pure: Pure, tokens: jax.Array, cache: Any, lengths: jax.Array | None = None) -> tuple[jax.Array, Any]:
+    model = _rebuilt(pure)
+    logits, cache = model.decode(tokens, cache, lengths=lengths)
+    if logits.ndim != 3 or logits.shape[:2] != tokens.shape:
+        expected = f"({tokens.shape[0]}, {tokens.shape[1]}, vocab)"
+        name = type(model).__name__
+        raise ValueError(WRONG_LOGITS.format(name=name, expected=expected, count=tokens.shape, got=logits.shape))
+    return logits, cache
+
+
+def _append(pure: Pure, tokens: jax.Array, lengths: jax.Array, cache: Any, chunk: int) -> Any:
+    """Returns the cache after `lengths` of the tokens in each row, read in chunks."""
+    if tokens.shape[1] <= chunk:
+        return _decoded(pure, tokens, cache, lengths)[1]
+    tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
+
+    def read_chunk(index: jax.Array, cache: Any) -> Any:
+        part = jax.lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, axis=1)
+        return _decoded(pure, part, cache, jnp.clip(lengths - index * chunk, 0, chunk))[1]
+
+    # The number of chunks is a value, not a shape: chunks of padding alone are not computed.
+    return jax.lax.fori_loop(0, -(-jnp.max(lengths) // chunk), read_chunk, cache)
+
+
+def _take_rows(pure: Pure, cache: Any, source: jax.Array, plan: Plan) -> Any:
+    """Returns a cache whose row `i` is row `source[i]` of this one."""
+
+    def shapes(batch: int) -> list[Any]:
+        return jax.tree.leaves(jax.eval_shape(lambda: _rebuilt(pure).init_cache(batch, plan.cache_length)))
+
+    leaves, treedef = jax.tree.flatten(cache)
+    taken = []
+    for leaf, few, many in zip(leaves, shapes(2), shapes(3), strict=True):
+        # A cache can be any pytree. Its batch axis is the one whose size follows the batch.
+        axes = [axis for axis, sizes in enumerate(zip(few.shape, many.shape, strict=True)) if sizes[0] != sizes[1]]
+        if len(axes) > 1:
+            name = type(_rebuilt(pure)).__name__
+            raise ValueError(TWO_BATCH_AXES.format(name=name, few=few.shape, many=many.shape))
+        taken.append(jnp.take(leaf, source, axis=axes[0]) if axes else leaf)
+    return treedef.unflatten(taken)
+
+
+def _tokens_seen(pure: Pure, cache: Any, prompts: Prompt, prefix: Prompt | None) -> jax.Array:
+    """Returns which tokens occur in each row, boolean `[batch, vocab]`."""
+    batch = prompts.tokens.shape[0]
+    one = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+    vocab = jax.eval_shape(lambda tokens, cache: _decoded(pure, tokens, cache)[0], one, cache).shape[-1]
+    seen = jnp.zeros((batch, vocab), bool)
+    for text in (prompts,) if prefix is None else (prefix, prompts):
+        is_real = jnp.arange(text.tokens.shape[1]) < text.lengths[:, None]
+        seen = seen.at[jnp.arange(batch)[:, None], text.tokens].max(is_real)
+    return seen
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,148 @@
+"""Decoding with a cache that the caller owns: it equals the full pass, and nothing on the layer changes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnx
+from tests.nn.arrays import numpy_normal
+
+MAX_LENGTH = 8
+FEATURES = 16
+
+VARIANTS = {
+    "plain": {},
+    "grouped and rotary": {"num_kv_heads": 2, "rotary": nnx.RotaryEmbedding(4)},
+    "window": {"sliding_window": 2, "rotary": nnx.RotaryEmbedding(4)},
+    "scale and soft cap": {"scale": 2.0, "logits_soft_cap": 0.5},
+    "all": {
+        "num_kv_heads": 1,
+        "rotary": nnx.RotaryEmbedding(4, scaling=nnx.NTKScaling(2.0)),
+        "sliding_window": 3,
+        "normalize_qk": "rms",
+        "scale": 3.0,
+        "logits_soft_cap": 0.5,
+        "use_out_bias": False,
+    },
+}
+variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+def attention(**options) -> nnx.MultiHeadAttention:
+    return nnx.MultiHeadAttention(4, FEATURES, ctx=nnx.context(0), **options)
+
+
+def agree(out, expected) -> None:
+    np.testing.assert_allclose(out, expected, atol=2e-5, rtol=1e-4)
+
+
+@variants
+@pytest.mark.parametrize("chunks", [[1] * 6, [3, 1, 1, 1], [3, 3]], ids=["tokens", "prompt then tokens", "chunks"])
+def test_decoding_equals_the_full_pass(options, chunks):
+    layer, x = attention(**options), numpy_normal(2, 6, FEATURES)
+    cache, lengths, pieces = layer.make_cache(2, MAX_LENGTH), jnp.zeros(2, jnp.int32), []
+    for length in chunks:
+        start = int(lengths[0])
+        out, cache = layer.decode_step(x[:, start : start + length], cache, lengths)
+        pieces.append(out)
+        lengths = lengths + length
+    agree(np.concatenate(pieces, axis=1), layer(x, is_causal=True))
+
+
+@variants
+def test_ragged_rows_equal_each_row_alone(options):
+    layer, texts = attention(**options), numpy_normal(2, 6, FEATURES)
+    alone = np.asarray(layer(texts, is_causal=True))
+    held = np.array([1, 3])
+    prompt = texts[:, :3].copy()
+    prompt[0, 1:] = np.nan  # padding must not reach the cache
+    cache = layer.make_cache(2, MAX_LENGTH)
+    out, cache = layer.decode_step(prompt, cache, jnp.zeros(2, jnp.int32), jnp.asarray(held))
+    for row, n in enumerate(held):
+        agree(out[row, :n], alone[row, :n])
+
+    second = np.stack([texts[row, n : n + 3] for row, n in enumerate(held)])
+    out, cache = layer.decode_step(second, cache, jnp.asarray(held), jnp.array([3, 2]))
+    agree(out[0], alone[0, 1:4])
+    agree(out[1, :2], alone[1, 3:5])
+
+    token = np.stack([texts[0, 4, None], texts[1, 5, None]])
+    out, cache = layer.decode_step(token, cache, jnp.array([4, 5]))
+    agree(out[:, 0], [alone[0, 4], alone[1, 5]])
+
+
+def test_any_number_of_batch_axes():
+    for batch in ((), (2, 3)):
+        layer, x = attention(), numpy_normal(*batch, 4, FEATURES)
+        out, _ = layer.decode_step(x, layer.make_cache(batch, MAX_LENGTH), jnp.zeros(batch, jnp.int32))
+        agree(out, layer(x, is_causal=True))
+
+
+def test_the_layer_and_the_given_cache_do_not_change():
+    layer, x = attention(), numpy_normal(2, 3, FEATURES)
+    before, cache = layer.get_state(), layer.make_cache(2, MAX_LENGTH)
+    layer.decode_step(x, cache, jnp.zeros(2, jnp.int32))
+    assert layer.get_state() == before and layer.cache is None
+    assert not cache.key.any()
+
+
+def test_a_narrow_cache_keeps_its_dtype():
+    layer, x = attention(), numpy_normal(2, 3, FEATURES)
+    out, cache = layer.decode_step(x, layer.make_cache(2, MAX_LENGTH, jnp.bfloat16), jnp.zeros(2, jnp.int32))
+    assert cache.key.dtype == jnp.bfloat16 and out.dtype == jnp.float32
+    np.testing.assert_allclose(out, layer(x, is_causal=True), atol=0.05)
+
+
+class TestOverflow:
+    def test_eagerly_it_is_an_error_that_names_the_row(self):
+        layer, x = attention(), numpy_normal(2, 3, FEATURES)
+        with pytest.raises(ValueError, match="(?s)LayerCache is full.*max_length=8.*row 1 holds 6 tokens.*come to 9"):
+            layer.decode_step(x, layer.make_cache(2, MAX_LENGTH), jnp.array([5, 6]))
+
+    @pytest.mark.parametrize("window", [None, 2], ids=["all", "window"])
+    def test_under_jit_the_row_turns_nan_and_stays_so(self, window):
+        layer, x = attention(sliding_window=window), numpy_normal(2, 1, FEATURES)
+        step = nnx.jit(lambda m, *args: m.decode_step(*args))
+        cache, lengths = layer.make_cache(2, MAX_LENGTH), jnp.array([7, 2])
+        out, cache = step(layer, x, cache, lengths)
+        assert np.isfinite(out).all()  # the last slot of row 0
+        for more in (1, 2, 3):
+            out, cache = step(layer, x, cache, lengths + more)
+            assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+        assert np.isfinite(cache.key).all()  # no old key was lost
+        assert step.trace_count == 1
+
+    def test_a_decoder_cache_that_overflowed_says_so_outside(self):
+        cache = nnx.DecoderCache.empty(2, 4, [(1, 2)])
+        cache = jax.jit(lambda c: c.advanced(c.layers, jnp.array([5, 1])))(cache)
+        with pytest.raises(ValueError, match="DecoderCache is full.*row 0 holds 5 tokens"):
+            cache.check()
+
+
+class TestDecoderCache:
+    def test_it_is_a_pytree_of_one_key_and_value_per_layer_and_the_lengths(self):
+        cache = nnx.DecoderCache.empty(2, 4, [(1, 2), (3, 5)], dtype=jnp.bfloat16)
+        shapes = [leaf.shape for leaf in jax.tree.leaves(cache)]
+        assert shapes == [(2, 4, 1, 2)] * 2 + [(2, 4, 3, 5)] * 2 + [(2,)]
+        assert cache.layers[1].key.dtype == jnp.bfloat16 and cache.lengths.dtype == jnp.int32
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(cache)]
+        assert paths[0] == ".layers[0].key" and paths[-1] == ".lengths"
+
+    def test_advancing_adds_one_number_or_one_per_row(self):
+        cache = nnx.DecoderCache.empty(2, 4, [(1, 2)])
+        assert cache.advanced(cache.layers, 2).lengths.tolist() == [2, 2]
+        assert cache.advanced(cache.layers, jnp.array([0, 3])).lengths.tolist() == [0, 3]
+
+    def test_bad_settings_are_errors(self):
+        with pytest.raises(ValueError, match="floating-point"):
+            nnx.DecoderCache.empty(2, 4, [(1, 2)], dtype=jnp.int8)
+        with pytest.raises(ValueError, match="max_length >= 1, got 0"):
+            nnx.DecoderCache.empty(2, 0, [(1, 2)])
+
+    def test_wrong_shapes_say_expected_and_got(self):
+        layer, x = attention(), numpy_normal(3, 1, FEATURES)
+        with pytest.raises(ValueError, match=r"LayerCache: expected keys of shape \(2, length, 4, 4\)"):
+            layer.decode_step(x, layer.make_cache(2, MAX_LENGTH), jnp.zeros(3, jnp.int32))
+        with pytest.raises(ValueError, match=r"LayerCache: expected lengths of shape \(3,\), one per row, got \(2,\)"):
+            layer.make_cache(3, 8).append(jnp.ones((3, 1, 4, 4)), jnp.ones((3, 1, 4, 4)), jnp.zeros(2, jnp.int32))
