@@ -8,7 +8,6 @@ The tests of NNX compare with these files and need neither `torch` nor `transfor
 """
 
 import argparse
-import json
 import pathlib
 import shutil
 from typing import Any
@@ -76,16 +75,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", dict(**SMALL, **HEADS, sliding_window=None, tie_word_embeddings=False)),  # fused projections
 }
 SHARDED = {"mistral": "40KB"}  # cases saved in several files, and the limit for each
-# Cases whose config.json is written as most published checkpoints have it: rope fields at the top level, layer types
-# implied by a pattern, `torch_dtype`. Today's `transformers` writes other fields, and reads both.
-AS_PUBLISHED = ("llama3", "gemma3_text")
-NOT_PUBLISHED = ("rope_parameters", "layer_types", "_sliding_window_pattern", "dtype")
-
-
-def rewrite_as_published(file: pathlib.Path, fields: dict[str, Any]) -> None:
-    """Replaces the new names of a config.json by the ones that published checkpoints use."""
-    config = {name: value for name, value in json.loads(file.read_text()).items() if name not in NOT_PUBLISHED}
-    file.write_text(json.dumps({**config, **fields, "torch_dtype": "float32"}, indent=2, sort_keys=True) + "\n")
+AS_PUBLISHED = ("llama3", "gemma3_text")  # cases with the config.json of published checkpoints (`publish_config`)
 
 
 def write(name: str) -> str:
@@ -104,7 +94,7 @@ def write(name: str) -> str:
     model.save_pretrained(directory, max_shard_size=SHARDED.get(name, "1GB"))
     (directory / "generation_config.json").unlink(missing_ok=True)
     if name in AS_PUBLISHED:
-        rewrite_as_published(directory / "config.json", fields)
+        reference.publish_config(directory, fields)
     logits = reference.logits(reference.load(directory), tokens)  # what a reader of the files must compute
     np.testing.assert_allclose(logits, reference.logits(model, tokens), rtol=1e-6, atol=1e-6)
     np.savez_compressed(directory / "golden.npz", tokens=tokens, logits=logits, greedy=greedy)

@@ -6,6 +6,7 @@ nothing of NNX.
 """
 
 import copy
+import json
 import os
 import pathlib
 from typing import Any
@@ -20,6 +21,9 @@ transformers.utils.logging.disable_progress_bar()
 
 # Token ids that every vocabulary here has. Some families default to ids far beyond a tiny vocabulary.
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+# Entries of a config.json that published checkpoints do not have.
+NEW_ENTRIES = ("rope_parameters", "layer_types", "_sliding_window_pattern", "dtype")
 
 
 def make(family: str, fields: dict[str, Any], seed: int) -> Any:
@@ -50,6 +54,21 @@ def make(family: str, fields: dict[str, Any], seed: int) -> Any:
                 gain = 1.0 if parameter is embedding else 2.0
                 parameter.copy_(noise * gain / min(parameter.shape) ** 0.5)
     return model.eval()
+
+
+def publish_config(directory: pathlib.Path, fields: dict[str, Any]) -> None:
+    """Rewrites a config.json the way most published checkpoints have it.
+
+    They have the rotary settings at the top level, a pattern in place of layer types, and `torch_dtype`. Today's
+    `transformers` writes other entries, and reads both.
+
+    Args:
+        directory: a directory that `transformers` saved.
+        fields: the fields the model was made with, which use the published names.
+    """
+    file = directory / "config.json"
+    config = {name: value for name, value in json.loads(file.read_text()).items() if name not in NEW_ENTRIES}
+    file.write_text(json.dumps({**config, **fields, "torch_dtype": "float32"}, indent=2, sort_keys=True) + "\n")
 
 
 def load(directory: pathlib.Path) -> Any:

@@ -2,13 +2,11 @@
 
 import datetime
 import json
-import pathlib
 import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 
 from nnx.models.chat_template import BAD_MESSAGES, TEMPLATE_ESCAPES, TEMPLATE_FAILS, TEMPLATE_REFUSES, TEMPLATE_SYNTAX
 from nnx.models.tokenizer import (
@@ -21,37 +19,9 @@ from nnx.models.tokenizer import (
     NOT_TOKENS,
     Tokenizer,
 )
+from tests.models.tiny_tokenizer import SPECIAL, TEMPLATE, byte_tokenizer, write
 
-SPECIAL = ["<pad>", "<s>", "</s>", "<user>", "<bot>", "<end>"]
 HELLO = [{"role": "user", "content": "hello"}]
-TEMPLATE = """{{ bos_token }}
-{%- for message in messages %}
-    {{- "<" + message.role + ">" + message.content + "<end>" }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- "<bot>" }}
-{%- endif %}"""
-
-
-def byte_tokenizer() -> tokenizers.Tokenizer:
-    """A tokenizer whose tokens are single bytes behind the special tokens; it begins every text with `<s>`."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    model = tokenizers.models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[])
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    begin = tokenizer.token_to_id("<s>")
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", begin)])
-    return tokenizer
-
-
-def write(directory: pathlib.Path, **config: object) -> pathlib.Path:
-    """Writes a tokenizer and a tokenizer_config.json with these fields."""
-    byte_tokenizer().save(str(directory / "tokenizer.json"))
-    fields = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "pad_token": None, **config}
-    (directory / "tokenizer_config.json").write_text(json.dumps(fields))
-    return directory
 
 
 def chat_text(template: str, messages: list = HELLO, **variables: object) -> str:
