@@ -161,6 +161,8 @@ OPTIONAL = (
     "matplotlib",
     "torch",
     "transformers",
+    "tokenizers",
+    "jinja2",
     "tensorboardX",
     "wandb",
 )

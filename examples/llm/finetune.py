@@ -3,9 +3,10 @@
     python examples/llm/finetune.py DIRECTORY
     python examples/llm/finetune.py DIRECTORY --text mine.txt --output tuned --rank 16 --steps 500
 
-Low-rank adapters are added to the linear layers, and only those are trained; the published weights stay as they are,
-in the dtype of the files. The adapters are saved by themselves (a small file), then merged into the weights, and the
-whole model is written with `save_pretrained`, next to its tokenizer. The default text is Python's own documentation.
+Low-rank adapters are added to attention and MLP of every layer, and only those are trained; the published weights stay
+as they are, in the dtype of the files. The adapters are saved by themselves, which takes little space, then merged into
+the weights, and the whole model is written with `save_pretrained`, next to its tokenizer. The default text is Python's
+own documentation.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def batch_of(data: np.ndarray, seed: int) -> jax.Array:
 
 model = nnx.models.from_pretrained(args.directory)
 whole = nnx.count_params(model)
-paths = nnx.add_lora(model, args.rank, ctx=nnx.context(args.seed))
+paths = nnx.add_lora(model, args.rank, where="layers/**", ctx=nnx.context(args.seed))
 small = nnx.count_params(model, nnx.LoRAParam)
 print(f"{len(train):,} tokens to learn from; {small:,} parameters in {len(paths)} adapters next to {whole:,}")
 

@@ -106,10 +106,10 @@ def test_special_tokens_and_stop_tokens_come_from_the_files(tmp_path):
 def test_a_chat_is_encoded_with_one_token_for_each_special_token(tmp_path):
     tokenizer = Tokenizer.from_pretrained(write(tmp_path, chat_template=TEMPLATE))
     tokens = tokenizer.chat(HELLO)
-    assert tokenizer.decode(tokens, skip_special_tokens=False) == "<s><user>hello<end><bot>"
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == "<s><user>hello<end><assistant>"
     assert len(tokens) == len("hello") + 4
-    whole = tokenizer.chat([*HELLO, {"role": "bot", "content": "hi"}], add_generation_prompt=False)
-    assert tokenizer.decode(whole, skip_special_tokens=False) == "<s><user>hello<end><bot>hi<end>"
+    whole = tokenizer.chat([*HELLO, {"role": "assistant", "content": "hi"}], add_generation_prompt=False)
+    assert tokenizer.decode(whole, skip_special_tokens=False) == "<s><user>hello<end><assistant>hi<end>"
 
 
 def test_a_template_in_its_own_file_wins(tmp_path):

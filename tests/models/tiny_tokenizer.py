@@ -5,13 +5,13 @@ import pathlib
 
 import tokenizers
 
-SPECIAL = ["<pad>", "<s>", "</s>", "<user>", "<bot>", "<end>"]
+SPECIAL = ["<pad>", "<s>", "</s>", "<user>", "<assistant>", "<end>"]
 TEMPLATE = """{{ bos_token }}
 {%- for message in messages %}
     {{- "<" + message.role + ">" + message.content + "<end>" }}
 {%- endfor %}
 {%- if add_generation_prompt %}
-    {{- "<bot>" }}
+    {{- "<assistant>" }}
 {%- endif %}"""
 
 
