@@ -250,10 +250,14 @@ from nnx.interop.safetensors import save_safetensors as save_safetensors
 # generation: writing with a model
 from nnx.generation.generate import generate as generate
 
+# isort: split
+# models: published architectures, under `nnx.models`
+from nnx import models as models
+
 __version__ = "0.1.0"
 
 # What `from nnx import *` takes. `nnx.Any` and `nnx.Sequence` are left out: they would shadow the names of `typing` and
-# `collections.abc`, which most files that import everything use as well.
+# `collections.abc`, which most files that import everything use as well. Rooms (`nnx.models`) are left out, too.
 # fmt: off
 __all__ = [
     # core

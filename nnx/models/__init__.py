@@ -1,0 +1,7 @@
+"""Published architectures, made from public layers, and the checkpoints they come in."""
+
+from nnx.models.activations import ACTIVATIONS as ACTIVATIONS
+from nnx.models.config import DecoderConfig as DecoderConfig
+from nnx.models.config import RotaryConfig as RotaryConfig
+from nnx.models.decoder import Decoder as Decoder
+from nnx.models.decoder import DecoderBlock as DecoderBlock

@@ -1,0 +1,414 @@
+"""`Decoder`: every decoder-only language model of `nnx.models`, made from public layers.
+
+A *block* is one layer: attention and MLP, each with its norm, added to its input. Blocks are in a list, or *scanned*:
+then the blocks of one *period*, the repeating pattern of windows, form one Module whose parameters are stacked, and
+`nnx.scan` runs it over the stack. The layers left over after the last whole period are the *tail*, a list. Scanning over
+periods rather than layers keeps every window and rotary base a static value, so fused attention kernels still apply.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from nnx.core.containers import Sequence
+from nnx.core.context import Context
+from nnx.core.module import Module
+from nnx.core.trace import is_tracer
+from nnx.core.variables import Variable
+from nnx.models.activations import activation_of
+from nnx.models.config import DecoderConfig
+from nnx.nn.attention import MultiHeadAttention
+from nnx.nn.embed import Embed, LearnedPositionEmbed
+from nnx.nn.initializers import zeros
+from nnx.nn.kv_cache import DecoderCache, LayerCache
+from nnx.nn.linear import Linear
+from nnx.nn.mlp import MLP, GatedMLP
+from nnx.nn.norm import LayerNorm, RMSNorm
+from nnx.nn.parameters import AxisNames
+from nnx.nn.rotary import RotaryEmbedding
+from nnx.nn.settings import as_dtype, as_optional_dtype
+from nnx.sharding.axes import PARTITION_NAME
+from nnx.transforms.loops import scan
+from nnx.transforms.remat import remat as checkpointed
+from nnx.transforms.stacks import Scan, ScanModule
+
+LAYERS_AXIS = "layers"
+"""The logical name of the axis along which a scanned decoder stacks its layers."""
+
+WRONG_TOKENS = "Decoder: expected tokens of shape [batch, length], got an array of shape {shape}."
+NOT_INTEGERS = "Decoder: expected integer tokens, got dtype {dtype}."
+OUTSIDE = "Decoder: expected tokens within 0..{last} (vocab_size={size}), got {got} at index {index}."
+TOO_LONG = (
+    "Decoder: this model has learned positions for max_length={max_length} tokens, and the text has {length}. Shorten "
+    "the text, or use a model with a longer context."
+)
+NO_LAYER_CACHE = "Decoder.decode: expected a cache with {expected} layers (see init_cache), got one with {got}."
+WRONG_ROWS = "Decoder.decode: expected a cache with {expected} rows, one per row of tokens, got {got}."
+
+
+class DecoderBlock(Module):
+    """One layer of a decoder.
+
+    Args:
+        config: the architecture.
+        sliding: whether the layer sees only `config.sliding_window` tokens.
+        dtype, param_dtype, ctx: as in `Decoder`.
+
+    Attributes:
+        attention_norm, mlp_norm: the norms of the inputs of attention and MLP.
+        attention: the `MultiHeadAttention`.
+        mlp: a `GatedMLP` or `MLP`.
+        attention_post_norm, mlp_post_norm: the norms of their outputs, or None.
+    """
+
+    attention_norm: RMSNorm | LayerNorm
+    attention: MultiHeadAttention
+    attention_post_norm: RMSNorm | LayerNorm | None
+    mlp_norm: RMSNorm | LayerNorm
+    mlp: GatedMLP | MLP
+    mlp_post_norm: RMSNorm | LayerNorm | None
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        sliding: bool,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        ctx: Context,
+    ) -> None:
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "ctx": ctx}
+        rotary = config.local_rotary if sliding and config.local_rotary is not None else config.rotary
+        divisor = config.query_pre_attn_scalar
+        self.attention_norm = _norm(config, config.features, options)
+        self.attention = MultiHeadAttention(
+            config.num_heads,
+            config.features,
+            qkv_features=config.num_heads * config.head_dim,
+            num_kv_heads=config.num_kv_heads,
+            use_bias=config.use_qkv_bias,
+            use_out_bias=config.use_out_bias,
+            rotary=None
+            if rotary is None
+            else RotaryEmbedding(
+                config.head_dim,
+                base=rotary.base,
+                rotary_dim=int(config.head_dim * rotary.fraction),
+                scaling=rotary.scaling,
+            ),
+            sliding_window=config.sliding_window if sliding else None,
+            scale=None if divisor is None else float(divisor) ** -0.5,
+            logits_soft_cap=config.attention_soft_cap,
+            **options,
+        )
+        if config.normalize_qk:
+            # Replaced rather than requested by `normalize_qk`, because of the epsilon and the offset.
+            self.attention.query_ln = _norm(config, config.head_dim, options)
+            self.attention.key_ln = _norm(config, config.head_dim, options)
+        self.attention_post_norm = _norm(config, config.features, options) if config.post_norms else None
+        self.mlp_norm = _norm(config, config.features, options)
+        mlp: Any = GatedMLP if config.gated else MLP
+        self.mlp = mlp(
+            config.features,
+            config.hidden_features,
+            config.features,
+            activation=activation_of(config.activation),
+            use_bias=config.use_mlp_bias,
+            **options,
+        )
+        self.mlp_post_norm = _norm(config, config.features, options) if config.post_norms else None
+
+    def __call__(
+        self, x: jax.Array, positions: jax.Array | None = None, mask: jax.Array | None = None
+    ) -> jax.Array:  # [batch, length, features]
+        """Applies the layer to whole texts, `[batch, length, features]`."""
+        attended = self.attention(self.attention_norm(x), is_causal=True, positions=positions, mask=mask)
+        return self._with_mlp(x, attended)
+
+    def decode_step(
+        self, x: jax.Array, cache: LayerCache, lengths: jax.Array, seq_lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, LayerCache]:
+        """Applies the layer to the next tokens; the arguments are those of `MultiHeadAttention.decode_step`."""
+        attended, cache = self.attention.decode_step(self.attention_norm(x), cache, lengths, seq_lengths)
+        return self._with_mlp(x, attended), cache
+
+    def _with_mlp(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        x = x + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
+        hidden = self.mlp(self.mlp_norm(x))
+        return x + (hidden if self.mlp_post_norm is None else self.mlp_post_norm(hidden))
+
+
+class Period(Module):
+    """The blocks of one period of the pattern of windows; what a scanned decoder stacks.
+
+    Attributes:
+        layers: the blocks, in order.
+    """
+
+    layers: Sequence
+
+    def __init__(self, config: DecoderConfig, **options: Any) -> None:
+        self.layers = Sequence(
+            DecoderBlock(config, kind == "sliding", **options) for kind in config.layer_types[: config.period]
+        )
+
+    def __call__(self, x: jax.Array, _: None, positions: Any, mask: Any, remat: Any) -> tuple[jax.Array, None]:
+        """Applies the blocks, as the body of a scan."""
+        for block in self.layers:
+            x = _run(block, x, positions, mask, remat)
+        return x, None
+
+
+class Decoder(Module):
+    """A decoder-only language model: tokens `[batch, length]` in, logits `[batch, length, vocab_size]` out.
+
+    Args:
+        config: the architecture.
+        dtype: the computation dtype; by default, that of the parameters.
+        param_dtype: the dtype in which the parameters are stored.
+        scan_layers: whether to stack the parameters of equal layers and scan over them. It compiles faster; a list of
+            layers can be changed one by one, and decodes without unstacking.
+        remat: whether to recompute each layer in the backward pass instead of keeping its activations; a policy of
+            `jax.checkpoint_policies` keeps some of them.
+        ctx: the Context; its stream "params" initializes the parameters.
+
+    Attributes:
+        config: the architecture.
+        embed: the `Embed` of tokens.
+        positions: the `LearnedPositionEmbed`, or None with rotary positions.
+        layers: a `Sequence` of `DecoderBlock`s; with `scan_layers`, the scanned stack of periods.
+        tail: the blocks after the last whole period of a scanned stack.
+        norm: the norm before the output layer.
+        head: the output layer, or None if it is the transposed embedding.
+
+    >>> config = nnx.models.DecoderConfig(
+    ...     model_type="llama", vocab_size=64, features=16, hidden_features=32, num_layers=2, num_heads=4, max_length=32)
+    >>> model = nnx.models.Decoder(config, ctx=nnx.context(0))
+    >>> tokens = jnp.array([[3, 1, 4, 1, 5]])
+    >>> logits = model(tokens)
+    >>> logits.shape
+    (1, 5, 64)
+    >>> cache = model.init_cache(batch=1, length=8)
+    >>> first, cache = model.decode(tokens[:, :3], cache)
+    >>> rest, cache = model.decode(tokens[:, 3:], cache)
+    >>> bool(jnp.allclose(jnp.concatenate([first, rest], axis=1), logits, atol=1e-4))
+    True
+    """
+
+    logical_axes: ClassVar[AxisNames] = {"head/kernel": ("embed", "vocab")}
+
+    config: DecoderConfig
+    dtype: np.dtype | None
+    param_dtype: np.dtype
+    remat: bool | Callable[..., Any]
+    embed: Embed
+    positions: LearnedPositionEmbed | None
+    layers: Sequence | ScanModule[Period]
+    tail: Sequence
+    norm: RMSNorm | LayerNorm
+    head: Linear | None
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        scan_layers: bool = False,
+        remat: bool | Callable[..., Any] = False,
+        ctx: Context,
+    ) -> None:
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "ctx": ctx}
+        self.config = config
+        self.dtype = as_optional_dtype(dtype)
+        self.param_dtype = as_dtype(param_dtype)
+        self.remat = remat
+        self.embed = Embed(config.vocab_size, config.features, **options)
+        self.positions = (
+            LearnedPositionEmbed(config.max_length, config.features, **options) if config.rotary is None else None
+        )
+        stacked = config.num_layers // config.period if scan_layers else 0
+        if stacked > 1:
+            self.layers = Scan(
+                Period,
+                # All Variables, not only Params: one that was added unstacked is an error instead of silently shared.
+                variable_axes={...: 0},
+                split_rngs="params",
+                length=stacked,
+                metadata_params={PARTITION_NAME: LAYERS_AXIS},
+            )(config, **options)
+            rest = config.layer_types[stacked * config.period :]
+        else:
+            self.layers = Sequence(DecoderBlock(config, kind == "sliding", **options) for kind in config.layer_types)
+            rest = ()
+        self.tail = Sequence(DecoderBlock(config, kind == "sliding", **options) for kind in rest)
+        self.norm = _norm(config, config.features, options)
+        self.head = (
+            None if config.tie_embeddings else Linear(config.features, config.vocab_size, use_bias=False, **options)
+        )
+
+    def __call__(
+        self, tokens: jax.Array, *, positions: jax.Array | None = None, mask: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns the logits of the token after each one.
+
+        Args:
+            tokens: integers `[batch, length]` within `0..vocab_size - 1`. Others are an error; inside a transform,
+                where values are unknown, they turn the logits from there on into NaN.
+            positions: the position of each token, `[batch, length]` or `[length]`; 0, 1, 2 … by default.
+            mask: an array that is true where a token may see another, in addition to causality and windows;
+                broadcasts to `[batch, heads, length, length]`.
+
+        Returns:
+            Logits of shape `[batch, length, vocab_size]`.
+        """
+        x = self._embedded(tokens, positions)
+        if isinstance(self.layers, ScanModule):
+            x, _ = self._scanned(x, positions, mask)
+        for block in self.tail if isinstance(self.layers, ScanModule) else self.layers:
+            x = _run(block, x, positions, mask, self.remat)
+        return self._logits(x)
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike | None = None) -> DecoderCache:
+        """Returns an empty cache for `decode`.
+
+        Args:
+            batch: the number of rows.
+            length: the number of tokens that each row can hold.
+            dtype: the dtype in which keys and values are stored; the computation dtype by default.
+        """
+        config = self.config
+        if dtype is None:
+            dtype = self.embed.embedding.dtype if self.dtype is None else self.dtype
+        heads = [(config.num_kv_heads, config.head_dim)] * config.num_layers
+        return DecoderCache.empty(batch, length, heads, dtype=dtype)
+
+    def decode(
+        self, tokens: jax.Array, cache: DecoderCache, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, DecoderCache]:
+        """Appends tokens to the text in a cache, and returns the logits of the token after each one.
+
+        The model does not change, and the given cache stays valid.
+
+        Args:
+            tokens: integers `[batch, length]`, the next tokens of each row.
+            cache: the cache, see `init_cache`.
+            lengths: `[batch]`, the number of real tokens in each row, which come first; all of them by default.
+
+        Returns:
+            Logits `[batch, length, vocab_size]`, and the cache with the tokens added.
+
+        Raises:
+            ValueError: if a row would overflow. Inside a transform, its logits become NaN instead.
+        """
+        if isinstance(self.layers, ScanModule):
+            return self.unscanned().decode(tokens, cache, lengths)
+        _check_tokens(tokens, self.config.vocab_size)
+        if len(cache.layers) != self.config.num_layers:
+            raise ValueError(NO_LAYER_CACHE.format(expected=self.config.num_layers, got=len(cache.layers)))
+        if cache.lengths.shape != tokens.shape[:1]:
+            raise ValueError(WRONG_ROWS.format(expected=tokens.shape[0], got=cache.lengths.shape[0]))
+        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        x = self._embedded(tokens, positions)
+        layers = []
+        for block, held in zip(self.layers, cache.layers, strict=True):
+            x, held = block.decode_step(x, held, cache.lengths, lengths)
+            layers.append(held)
+        return self._logits(x), cache.advanced(layers, tokens.shape[1] if lengths is None else lengths)
+
+    def unscanned(self) -> "Decoder":
+        """Returns an equal model with its layers in a list; the model itself if they already are.
+
+        The stacked parameters are sliced, so they are in memory twice as long as both models exist.
+        """
+        if not isinstance(self.layers, ScanModule):
+            return self
+        period = self.layers.scan_module
+        definition, state = period.get_module_def(), period.get_state()
+        length = self.config.num_layers // self.config.period
+        blocks = []
+        for i in range(length):
+            layer = state.map(lambda path, leaf, i=i: _sliced(leaf, i))
+            blocks += list(definition.merge(layer).layers)
+        rest: Any = self.clone()
+        rest.layers = Sequence((*blocks, *rest.tail))
+        rest.tail = Sequence(())
+        return rest
+
+    def _scanned(self, x: jax.Array, positions: Any, mask: Any) -> tuple[jax.Array, None]:
+        layers: Any = self.layers
+
+        def body(period: Period, x: jax.Array, _: None, positions: Any, mask: Any) -> tuple[jax.Array, None]:
+            return period(x, None, positions, mask, self.remat)
+
+        return scan(body, **layers.options)(layers.scan_module, x, None, positions, mask)
+
+    def _embedded(self, tokens: jax.Array, positions: jax.Array | None) -> jax.Array:
+        size = self.config.vocab_size
+        _check_tokens(tokens, size)
+        # `Embed` counts negative numbers from the end; a negative token is a mistake, so it becomes NaN like any other
+        # token outside the vocabulary.
+        x = self.embed(jnp.where(tokens < 0, size, tokens))
+        if self.config.scale_embeddings:
+            x = x * jnp.asarray(self.config.features**0.5, x.dtype)
+        if self.positions is not None:
+            if positions is None and tokens.shape[1] > self.config.max_length:
+                raise ValueError(TOO_LONG.format(max_length=self.config.max_length, length=tokens.shape[1]))
+            x = self.positions(x, positions)
+        return x
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        x = self.norm(x)
+        logits = self.embed.attend(x) if self.head is None else self.head(x)
+        cap = self.config.logits_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _norm(config: DecoderConfig, features: int, options: dict[str, Any]) -> RMSNorm | LayerNorm:
+    if config.norm == "layer":
+        return LayerNorm(features, epsilon=config.norm_epsilon, **options)
+    if config.norm_offset != 0.0:
+        options = {**options, "scale_offset": config.norm_offset, "scale_init": zeros()}
+    return RMSNorm(features, epsilon=config.norm_epsilon, **options)
+
+
+def _run(block: Any, x: jax.Array, positions: Any, mask: Any, remat: bool | Callable[..., Any]) -> jax.Array:
+    if remat is False:
+        return block(x, positions, mask)
+    policy = None if remat is True else remat
+
+    def layer(block: Any, x: jax.Array, positions: Any, mask: Any) -> jax.Array:
+        return block(x, positions, mask)
+
+    return checkpointed(layer, policy=policy)(block, x, positions, mask)
+
+
+def _sliced(leaf: Any, i: int) -> Any:
+    """Returns entry `i` of a stacked Variable, without the name of the stacked axis."""
+    if not isinstance(leaf, Variable):
+        return leaf[i]
+    names = leaf.sharding
+    names = names[1:] if isinstance(names, tuple) and names[:1] == (LAYERS_AXIS,) else names
+    value = leaf.value
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return leaf.replace(jax.ShapeDtypeStruct(value.shape[1:], value.dtype), sharding=names)
+    return leaf.replace(value[i], sharding=names)
+
+
+def _check_tokens(tokens: jax.Array, size: int) -> None:
+    """Raises `ValueError` unless the tokens are integers `[batch, length]` and, as far as is known, in the vocabulary."""
+    if getattr(tokens, "ndim", None) != 2:
+        raise ValueError(WRONG_TOKENS.format(shape=np.shape(tokens)))
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(NOT_INTEGERS.format(dtype=tokens.dtype))
+    if is_tracer(tokens) or tokens.size == 0 or (isinstance(tokens, jax.Array) and not tokens.is_fully_addressable):
+        return
+    known = np.asarray(tokens)
+    wrong = (known < 0) | (known >= size)
+    if wrong.any():
+        index = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(OUTSIDE.format(last=size - 1, size=size, got=int(known[index]), index=index))
