@@ -5,3 +5,4 @@ from nnx.models.config import DecoderConfig as DecoderConfig
 from nnx.models.config import RotaryConfig as RotaryConfig
 from nnx.models.decoder import Decoder as Decoder
 from nnx.models.decoder import DecoderBlock as DecoderBlock
+from nnx.models.tokenizer import Tokenizer as Tokenizer
