@@ -152,6 +152,13 @@ class Tokenizer:
         ends = [*([] if end is None else [end]), *stop_tokens]
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys(ends))
 
+    def __repr__(self) -> str:
+        return f"Tokenizer({self._source!r}, vocab_size={self.vocab_size})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Processes that prepare data receive a pickled tokenizer. Compiled templates cannot be pickled.
+        return {**vars(self), "_compiled": {}}
+
     @classmethod
     def from_pretrained(
         cls, directory: str | os.PathLike[str], *, chat_template: str | Mapping[str, str] | None = None

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import pickle
 import sys
 
 import jax.numpy as jnp
@@ -159,6 +160,18 @@ def test_other_variables_reach_the_template():
 
 def test_a_special_token_the_tokenizer_does_not_have_is_empty():
     assert chat_text("[{{ eos_token }}]") == "[]"
+
+
+def test_a_tokenizer_that_has_chatted_can_be_pickled(tmp_path):
+    tokenizer = Tokenizer.from_pretrained(write(tmp_path, chat_template=TEMPLATE))
+    tokens = tokenizer.chat(HELLO)
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.chat(HELLO) == tokens
+    assert copy.stop_tokens == tokenizer.stop_tokens
+
+
+def test_a_tokenizer_prints_where_it_comes_from(tmp_path):
+    assert str(tmp_path) in repr(Tokenizer.from_pretrained(write(tmp_path)))
 
 
 # Bad input
