@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, overload
 
@@ -82,18 +82,37 @@ def save_safetensors(
     >>> state == model.filter(nnx.Param)
     True
     """
-    file = Path(path).absolute()
-    limit = _bytes(max_shard_size)
     entries = Entries(_checked(state, "save_safetensors"))
     values, notes = _values(entries)
     texts = {**(metadata or {}), **notes.to_metadata()}
     tensors = {name: Pending(jnp.dtype(array.dtype), tuple(array.shape)) for name, array in values.items()}
-    make_header(tensors, texts)  # raises, if it must, before anything is written
+    write_arrays(path, tensors, values.__getitem__, max_shard_size=max_shard_size, metadata=texts)
+
+
+def write_arrays(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Pending],
+    make: Callable[[str], Any],
+    *,
+    max_shard_size: int | str | None,
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes arrays that are made one at a time, each just before it is written.
+
+    Args:
+        path, max_shard_size: as in `save_safetensors`.
+        tensors: the dtypes and shapes of the arrays, by name.
+        make: a function that returns the array of a name. With several processes, each of them calls it for each name.
+        metadata: the text to store in the files, by name.
+    """
+    file = Path(path).absolute()
+    limit = _bytes(max_shard_size)
+    make_header(tensors, metadata)  # raises, if it must, before anything is written
     shards = divide(tensors, limit)
-    ordered = (values[name] for shard in shards for name in data_order(shard))
+    ordered = (make(name) for shard in shards for name in data_order(shard))
     arrays = (_to_host(array) for array in ordered if is_first() or _is_spread(array))
     try:
-        Exchange(f"nnx.save_safetensors({str(path)!r})").together(lambda: _write(file, shards, arrays, texts))
+        Exchange(f"nnx.save_safetensors({str(path)!r})").together(lambda: _write(file, shards, arrays, metadata))
     except (OSError, ProcessError, jax.errors.JaxRuntimeError) as error:  # the last one if a process died meanwhile
         raise CheckpointError(SAVE_FAILED.format(path=file, reason=_first_line(error))) from error
 

@@ -208,9 +208,15 @@ def _aligned_bytes(size: int) -> np.ndarray:
     return memory[start : start + size]
 
 
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns a new array, without values yet, that JAX can use without copying it."""
+    dtype = np.dtype(dtype)
+    return _aligned_bytes(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+
+
 def aligned_copy(array: np.ndarray) -> np.ndarray:
     """Returns a contiguous copy that JAX can use without copying it again."""
-    copy = _aligned_bytes(array.nbytes).view(array.dtype).reshape(array.shape)
+    copy = aligned_empty(array.shape, array.dtype)
     np.copyto(copy, array)
     return copy
 

@@ -80,7 +80,7 @@ class DecoderConfig:
         extra: the other entries of the `config.json` this was read from, as JSON by name. They are written back.
 
     >>> config = nnx.models.DecoderConfig(
-    ...     model_type="llama", vocab_size=64, features=16, hidden_features=32, num_layers=2, num_heads=4, max_length=32)
+    ...     model_type="llama", vocab_size=64, features=16, hidden_features=32, num_layers=2, num_heads=4, max_length=9)
     >>> config.num_kv_heads, config.head_dim, config.layer_types
     (4, 4, ('full', 'full'))
     """

@@ -2,8 +2,8 @@
 
 A *block* is one layer: attention and MLP, each with its norm, added to its input. Blocks are in a list, or *scanned*:
 then the blocks of one *period*, the repeating pattern of windows, form one Module whose parameters are stacked, and
-`nnx.scan` runs it over the stack. The layers left over after the last whole period are the *tail*, a list. Scanning over
-periods rather than layers keeps every window and rotary base a static value, so fused attention kernels still apply.
+`nnx.scan` runs it over the stack. The layers left over after the last whole period are the *tail*, a list. Scanning
+over periods rather than layers keeps every window and rotary base a static value, so fused attention kernels apply.
 """
 
 from collections.abc import Callable
@@ -186,7 +186,7 @@ class Decoder(Module):
         head: the output layer, or None if it is the transposed embedding.
 
     >>> config = nnx.models.DecoderConfig(
-    ...     model_type="llama", vocab_size=64, features=16, hidden_features=32, num_layers=2, num_heads=4, max_length=32)
+    ...     model_type="llama", vocab_size=64, features=16, hidden_features=32, num_layers=2, num_heads=4, max_length=9)
     >>> model = nnx.models.Decoder(config, ctx=nnx.context(0))
     >>> tokens = jnp.array([[3, 1, 4, 1, 5]])
     >>> logits = model(tokens)
@@ -400,7 +400,7 @@ def _sliced(leaf: Any, i: int) -> Any:
 
 
 def _check_tokens(tokens: jax.Array, size: int) -> None:
-    """Raises `ValueError` unless the tokens are integers `[batch, length]` and, as far as is known, in the vocabulary."""
+    """Raises `ValueError` unless tokens are integers `[batch, length]` and, as far as is known, in the vocabulary."""
     if getattr(tokens, "ndim", None) != 2:
         raise ValueError(WRONG_TOKENS.format(shape=np.shape(tokens)))
     if not jnp.issubdtype(tokens.dtype, jnp.integer):

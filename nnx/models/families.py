@@ -22,8 +22,8 @@ QUANTIZED = "{where}: the checkpoint is quantized ({method}), which cannot be re
 BAD_LAYER_TYPE = "{where}: expected layer_types of 'full_attention' and 'sliding_attention', got {got!r}."
 
 CANNOT_EXPRESS = (
-    "A {family} config.json cannot express {field}={got!r} (it would mean {means!r}). Change the DecoderConfig, or save "
-    "the model with nnx.save."
+    "A {family} config.json cannot express {field}={got!r} (it would mean {means!r}). Change the DecoderConfig, or "
+    "save the model with nnx.save."
 )
 
 _COMMON = {

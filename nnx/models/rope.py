@@ -1,4 +1,4 @@
-"""Rotary settings in `config.json`: the older entries (`rope_theta`, `rope_scaling`) and the newer `rope_parameters`."""
+"""Rotary settings in `config.json`: older entries (`rope_theta`, `rope_scaling`) and the newer `rope_parameters`."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,0 +1,324 @@
+"""`from_pretrained` and `save_pretrained`: published decoders as directories of `config.json` and safetensors.
+
+Loading has three steps. The config is translated and an *abstract* model is built from it, which costs no memory. The
+headers of the files are compared with the model, and everything that does not fit is reported in one error. Only then
+is each tensor read and put in its place, so nothing is ever half-loaded.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from nnx.core.context import context
+from nnx.core.files import atomic_file
+from nnx.core.module import Module
+from nnx.core.processes import is_first
+from nnx.core.repr import short
+from nnx.core.trace import is_tracer
+from nnx.interop.safetensors import write_arrays
+from nnx.interop.safetensors_file import Pending, TensorFile
+from nnx.interop.safetensors_index import holds_safetensors, open_model
+from nnx.models.config import DecoderConfig
+from nnx.models.decoder import Decoder
+from nnx.models.families import config_from_dict, config_to_dict
+from nnx.models.reading import Piece, Reader
+from nnx.models.tables import Link, Shape, checkpoint_prefix, is_ignored, links
+from nnx.nn.settings import as_dtype
+from nnx.sharding.placement import shard
+from nnx.sharding.rules import RulesLike
+from nnx.training.manifest import CheckpointError
+from nnx.transforms.shapes import eval_shape
+from nnx.transforms.stacks import ScanModule
+
+NO_DIRECTORY = (
+    "There is no directory {path}. nnx.models reads local directories and never downloads: fetch the files first, for "
+    "example with `huggingface-cli download`, and pass the directory they are in."
+)
+NO_CONFIG = "{path} contains no config.json, so it is not the directory of a published model."
+NO_WEIGHTS = "{path} contains no safetensors file{more}."
+ONLY_PICKLES = (
+    ", only {names}. Such files are pickles, which can run code when they are opened; they are not read. Convert them "
+    "to safetensors first"
+)
+BAD_JSON = "{path} cannot be read as JSON: {reason}."
+DOES_NOT_FIT = "The tensors in {path} do not fit its config.json (model_type {family!r}):\n{differences}"
+NOT_FLOATS = "Parameters are stored as floating-point numbers: expected such a dtype, got {got}."
+NOT_A_DECODER = "save_pretrained takes a Decoder of nnx.models, got {got}."
+NOT_IN_TABLE = (
+    "Cannot save this model as a published {family} checkpoint: the format has no place for {paths}. (Low-rank "
+    "adaptations are merged into the weights with `nnx.merge_lora(model)`; nnx.save saves any model.)"
+)
+LOST = "Cannot save this model as a published {family} checkpoint: it has no {paths}, which its config asks for."
+ABSTRACT = "Cannot save a model without values: {path!r} is {value}."
+
+_SHOWN = 30  # lines of an error; a wrong config makes every tensor wrong
+
+
+def from_pretrained(
+    directory: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    rules: RulesLike = None,
+    scan_layers: bool = False,
+    remat: bool | Callable[..., Any] = False,
+    abstract: bool = False,
+) -> Decoder:
+    """Loads a published decoder from a directory with `config.json` and safetensors files.
+
+    Each tensor is read, rearranged and put on its devices one after the other, so the host needs room for little more
+    than the largest one. Nothing is downloaded, and no pickle is read. Inside a transform the files are read when the
+    compiled program runs; `nnx.eval_shape` therefore reads only their headers.
+
+    Args:
+        directory: the directory.
+        dtype: the dtype of parameters and computation; by default, that of the embedding in the file.
+        mesh: the mesh to place the parameters on; by default, that of `jax.set_mesh`, if any.
+        rules: the rules from logical axis names to mesh axes; by default, those of `nnx.logical_axis_rules`.
+        scan_layers, remat: as in `Decoder`.
+        abstract: whether to return the model with `jax.ShapeDtypeStruct`s, which have the shardings, instead of arrays.
+
+    Returns:
+        The model, whose attribute `config` describes it.
+
+    Raises:
+        FileNotFoundError: the directory, its config or its weights do not exist.
+        ValueError: the config is malformed, of an unknown `model_type`, or not supported.
+        CheckpointError: a file is damaged, or its tensors do not fit the config; the message lists all of them.
+
+    >>> import tempfile
+    >>> config = nnx.models.DecoderConfig(
+    ...     model_type="llama", vocab_size=64, features=8, hidden_features=16, num_layers=1, num_heads=2, max_length=32)
+    >>> model = nnx.models.Decoder(config, ctx=nnx.context(0))
+    >>> directory = tempfile.mkdtemp()
+    >>> nnx.models.save_pretrained(model, directory)
+    >>> nnx.models.from_pretrained(directory).get_state() == model.get_state()
+    True
+    """
+    path = Path(directory).absolute()
+    config = read_config(path)
+    with contextlib.ExitStack() as opened:
+        files = _open(path, opened)
+        found = {name: file.tensors[name] for name, file in files.items()}
+        prefix = checkpoint_prefix(config, found)
+        if dtype is None:
+            dtype = _stored_dtype(config, prefix, found)
+        param_dtype = as_dtype(dtype)
+        if not jnp.issubdtype(param_dtype, jnp.floating):
+            raise ValueError(NOT_FLOATS.format(got=param_dtype))
+        model = _abstract_model(config, param_dtype, scan_layers, remat)
+        targets = _values(model)
+        known = links(config, scan_layers, targets, prefix)
+        _check(path, config, known, targets, found)
+        shard(model, mesh, rules)
+        if abstract:
+            return model
+        _fill(model, known, files, path)
+    return model
+
+
+def save_pretrained(
+    model: Module, directory: str | os.PathLike[str], *, max_shard_size: int | str | None = "5GB"
+) -> None:
+    """Writes a decoder as a directory that `transformers` and `from_pretrained` load.
+
+    The weights are `model.safetensors`, or several files with an index; they are rearranged and written one by one.
+    Other files in the directory, such as a tokenizer, are not touched.
+
+    Args:
+        model: a `Decoder`, scanned or not.
+        directory: the directory, which is created if needed.
+        max_shard_size: the maximum size of a file, in bytes or as a string such as `"5GB"`.
+
+    Raises:
+        TypeError: the model is not a `Decoder`.
+        ValueError: the model has parameters or settings that the format of its family does not have.
+        CheckpointError: the files could not be written.
+    """
+    if not isinstance(model, Decoder):
+        raise TypeError(NOT_A_DECODER.format(got=short(model)))
+    path, family = Path(directory).absolute(), model.config.model_type
+    fields = config_to_dict(model.config)
+    values = _values(model)
+    for name, value in values.items():
+        if isinstance(value, jax.ShapeDtypeStruct) or is_tracer(value):
+            raise ValueError(ABSTRACT.format(path=name, value=short(value)))
+    known = links(model.config, isinstance(model.layers, ScanModule), values)
+    covered = {target.path for link in known for target in link.targets}
+    if covered != values.keys():
+        raise ValueError(NOT_IN_TABLE.format(family=family, paths=_listed(values.keys() - covered)))
+    expected = _values(_abstract_model(model.config, model.param_dtype, isinstance(model.layers, ScanModule), False))
+    if expected.keys() != values.keys():
+        raise ValueError(LOST.format(family=family, paths=_listed(expected.keys() - values.keys())))
+    tensors = {link.name: _pending(link, values) for link in known}
+    by_name = {link.name: link for link in known}
+    metadata = {"format": "pt"}  # what transformers writes; it refuses files without it
+    write_arrays(
+        path / "model.safetensors",
+        tensors,
+        lambda name: _tensor(by_name[name], values),
+        max_shard_size=max_shard_size,
+        metadata=metadata,
+    )
+    if is_first():
+        name = str(values["embed/embedding"].dtype)
+        with atomic_file(path / "config.json") as file:
+            file.write((json.dumps({**fields, "torch_dtype": name, "dtype": name}, indent=2) + "\n").encode())
+
+
+def read_config(directory: Path) -> DecoderConfig:
+    """Reads the `config.json` of a directory."""
+    if not directory.is_dir():
+        raise FileNotFoundError(NO_DIRECTORY.format(path=directory))
+    file = directory / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(NO_CONFIG.format(path=directory))
+    try:
+        fields = json.loads(file.read_bytes().decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(BAD_JSON.format(path=file, reason=error)) from error
+    if not isinstance(fields, dict):
+        raise ValueError(BAD_JSON.format(path=file, reason="it is not an object"))
+    return config_from_dict(fields, str(file))
+
+
+# Loading
+
+
+def _open(directory: Path, opened: contextlib.ExitStack) -> dict[str, TensorFile]:
+    usual = directory / "model.safetensors"  # directories can contain other safetensors files as well
+    if holds_safetensors(usual):
+        return open_model(usual, opened)
+    if not holds_safetensors(directory):
+        names = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
+        more = ONLY_PICKLES.format(names=_listed(names)) if names else ""
+        raise FileNotFoundError(NO_WEIGHTS.format(path=directory, more=more))
+    return open_model(directory, opened)
+
+
+def _stored_dtype(config: DecoderConfig, prefix: str, found: Mapping[str, Any]) -> Any:
+    embedding = links(config, False, ["embed/embedding"], prefix)[0].name
+    # A missing embedding is reported with everything else that does not fit.
+    return found[embedding].dtype if embedding in found else jnp.float32
+
+
+def _abstract_model(config: DecoderConfig, param_dtype: Any, scan_layers: bool, remat: Any) -> Decoder:
+    def build() -> Decoder:
+        return Decoder(config, param_dtype=param_dtype, scan_layers=scan_layers, remat=remat, ctx=context(0))
+
+    return eval_shape(build)
+
+
+def _values(model: Module) -> dict[str, Any]:
+    """Returns the values of a model's state by path."""
+    return {path: getattr(leaf, "value", leaf) for path, leaf in model.get_state().items()}
+
+
+def _shape(target: Any, values: Mapping[str, Any]) -> Shape:
+    """Returns the shape of a parameter, of one layer if it is stacked."""
+    shape = tuple(values[target.path].shape)
+    return shape if target.index is None else shape[1:]
+
+
+def _pending(link: Link, values: Mapping[str, Any]) -> Pending:
+    """Returns the dtype and shape that the tensor of a link has."""
+    parts = [link.layout.tensor_shape(_shape(target, values)) for target in link.targets]
+    axis = link.layout.output_axis
+    whole = list(parts[0])
+    whole[axis] = sum(part[axis] for part in parts)
+    return Pending(np.dtype(values[link.targets[0].path].dtype), tuple(whole))
+
+
+def _check(
+    path: Path, config: DecoderConfig, known: list[Link], targets: Mapping[str, Any], found: Mapping[str, Any]
+) -> None:
+    """Raises `CheckpointError` with everything in which the tensors differ from what the model needs."""
+    lines: list[str] = []
+    for link in known:
+        paths = ", ".join(target.path for target in link.targets)
+        expected = _pending(link, targets).shape
+        tensor = found.get(link.name)
+        if tensor is None:
+            lines.append(f"missing: {link.name} {list(expected)}, for {paths}")
+        elif tensor.shape != expected:
+            lines.append(f"wrong shape: {link.name} is {list(tensor.shape)}, expected {list(expected)} for {paths}")
+        elif not jnp.issubdtype(tensor.dtype, jnp.floating) or tensor.dtype.itemsize < 2:
+            lines.append(f"wrong dtype: {link.name} is {tensor.dtype}, expected 16, 32 or 64-bit floats for {paths}")
+    names = {link.name for link in known}
+    lines += [f"unexpected: {name}" for name in found if name not in names and not is_ignored(config, name)]
+    if lines:
+        if len(lines) > _SHOWN:
+            lines[_SHOWN:] = [f"… and {len(lines) - _SHOWN} more"]
+        differences = "\n".join(f"  {line}" for line in lines)
+        raise CheckpointError(DOES_NOT_FIT.format(path=path, family=config.model_type, differences=differences))
+
+
+def _fill(model: Decoder, known: list[Link], files: Mapping[str, TensorFile], path: Path) -> None:
+    """Puts the values of the files into an abstract model."""
+    state = model.get_state()
+    values = _values(model)
+    pieces: dict[str, list[Piece]] = {}
+    stacked: set[str] = set()
+    for link in known:
+        offset = 0
+        for target in link.targets:
+            shape = _shape(target, values)
+            # Layers come in order, so the pieces of a stacked parameter are appended by index.
+            pieces.setdefault(target.path, []).append(Piece(files[link.name], link.name, link.layout, shape, offset))
+            offset += link.layout.tensor_shape(shape)[link.layout.output_axis]
+            if target.index is not None:
+                stacked.add(target.path)
+    reader = Reader()
+    place = _place_when_run if is_tracer(jnp.zeros(())) else reader.place
+    # In the order of the files, so that reading is sequential.
+    order = sorted(
+        pieces, key=lambda name: (pieces[name][0].file.path, pieces[name][0].file.tensors[pieces[name][0].name].start)
+    )
+    filled = {name: place(pieces[name], values[name], name in stacked) for name in order}
+    model.update_state(state.map(lambda name, leaf: leaf.replace(filled[name])))
+
+
+def _place_when_run(pieces: list[Piece], target: jax.ShapeDtypeStruct, stacked: bool) -> jax.Array:
+    """Returns a parameter inside a trace: its tensors are read when the compiled program runs, if it ever does."""
+    places = [(piece.file.path, piece) for piece in pieces]
+
+    def read() -> np.ndarray:
+        with contextlib.ExitStack() as opened:
+            files: dict[Path, TensorFile] = {}
+            for path, _ in places:
+                if path not in files:
+                    files[path] = opened.enter_context(TensorFile(path))
+            again = [piece._replace(file=files[path]) for path, piece in places]
+            whole = tuple((0, size) for size in target.shape)
+            return Reader().read(again, whole, target.dtype, stacked)
+
+    array = jax.pure_callback(read, jax.ShapeDtypeStruct(target.shape, target.dtype))
+    return array if target.sharding is None else jax.lax.with_sharding_constraint(array, target.sharding)
+
+
+# Saving
+
+
+def _tensor(link: Link, values: Mapping[str, Any]) -> Any:
+    """Returns the tensor of a link; for arrays that are spread over processes, all of them must call it."""
+    parts = []
+    for target in link.targets:
+        value = values[target.path]
+        value = value if target.index is None else value[target.index]
+        parts.append(link.layout.to_tensor(value))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=link.layout.output_axis)
+
+
+def _listed(names: Any) -> str:
+    names = sorted(names)
+    shown = ", ".join(map(repr, names[:8]))
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -1,0 +1,243 @@
+"""Which tensor of a checkpoint is which parameter of a `Decoder`: declarative tables that work in both directions.
+
+An `Entry` names a tensor, the parameters it holds, and their `Layout`. Several parameters in one tensor are *fused*:
+they follow each other along its output axis. A `Table` has the entries of one family, those of a layer once for all
+layers. `links` applies it to a model: the parameters that the model has, with their layers numbered, and with their
+place in a stack if the model is scanned.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nnx.models.config import DecoderConfig
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the axes of a parameter are arranged in a tensor.
+
+    Attributes:
+        inputs: the number of leading axes of the parameter that a product sums over; the others are its outputs. `None`
+            if the parameter is not a matrix.
+        transposed: whether the tensor is `[outputs, inputs]`, as in PyTorch's `Linear`.
+        flat: whether the tensor has one axis, however many the parameter has.
+    """
+
+    inputs: int | None = None
+    transposed: bool = False
+    flat: bool = False
+
+    def tensor_shape(self, shape: Shape) -> Shape:
+        """Returns the shape of the tensor (or the part of a fused one) for a parameter of a shape."""
+        if self.flat:
+            return (math.prod(shape),)
+        if self.inputs is None:
+            return shape
+        pair = math.prod(shape[: self.inputs]), math.prod(shape[self.inputs :])
+        return pair[::-1] if self.transposed else pair
+
+    @property
+    def output_axis(self) -> int:
+        """The axis of the tensor along which fused parameters follow each other."""
+        return 0 if self.inputs is None or self.transposed else 1
+
+    def to_tensor(self, array: np.ndarray) -> np.ndarray:
+        """Arranges a parameter as in a checkpoint; a view where possible."""
+        if not self.transposed:
+            return array.reshape(self.tensor_shape(array.shape))
+        return array.reshape(self.tensor_shape(array.shape)[::-1]).T
+
+
+SAME = Layout()
+FLAT = Layout(flat=True)
+LINEAR = Layout(1, transposed=True)
+FROM_HEADS = Layout(2, transposed=True)
+CONV1D = Layout(1)  # GPT-2 stores its products as [inputs, outputs]
+CONV1D_FROM_HEADS = Layout(2)
+
+
+class Entry(NamedTuple):
+    """A tensor, the parameters it holds (several if it is fused), and their layout."""
+
+    name: str
+    paths: tuple[str, ...]
+    layout: Layout = SAME
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The tensors of one family.
+
+    Attributes:
+        prefix: the start of all names but that of `head`; some checkpoints leave it out.
+        outer: the entries outside of layers.
+        layer: the start of the names in a layer, with `{}` for its number.
+        layers: the entries of each layer.
+        head: the entry of the output layer.
+        ignored: patterns of tensors that are not parameters.
+    """
+
+    prefix: str
+    outer: tuple[Entry, ...]
+    layer: str
+    layers: tuple[Entry, ...]
+    head: Entry = Entry("lm_head.weight", ("head/kernel",), LINEAR)
+    ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+
+
+class Target(NamedTuple):
+    """A parameter of a model: its path, and its index in the stack if it is one of several stacked layers."""
+
+    path: str
+    index: int | None = None
+
+
+class Link(NamedTuple):
+    """A tensor of one checkpoint, and the parameters of one model that it holds."""
+
+    name: str
+    targets: tuple[Target, ...]
+    layout: Layout
+
+
+_QKV = ("attention/query", "attention/key", "attention/value")
+_OUTER = (Entry("embed_tokens.weight", ("embed/embedding",)), Entry("norm.weight", ("norm/scale",)))
+
+
+def _kernels_and_biases(name: str, paths: Iterable[str], layout: Layout) -> tuple[Entry, Entry]:
+    paths = tuple(paths)
+    return (
+        Entry(f"{name}.weight", tuple(f"{path}/kernel" for path in paths), layout),
+        Entry(f"{name}.bias", tuple(f"{path}/bias" for path in paths), FLAT),
+    )
+
+
+_ATTENTION = (
+    *_kernels_and_biases("self_attn.q_proj", _QKV[:1], LINEAR),
+    *_kernels_and_biases("self_attn.k_proj", _QKV[1:2], LINEAR),
+    *_kernels_and_biases("self_attn.v_proj", _QKV[2:], LINEAR),
+    *_kernels_and_biases("self_attn.o_proj", ("attention/out",), FROM_HEADS),
+    Entry("self_attn.q_norm.weight", ("attention/query_ln/scale",)),
+    Entry("self_attn.k_norm.weight", ("attention/key_ln/scale",)),
+)
+_MLP = (
+    *_kernels_and_biases("mlp.gate_proj", ("mlp/gate",), LINEAR),
+    *_kernels_and_biases("mlp.up_proj", ("mlp/up",), LINEAR),
+    *_kernels_and_biases("mlp.down_proj", ("mlp/down",), LINEAR),
+)
+_NORMS = (
+    Entry("input_layernorm.weight", ("attention_norm/scale",)),
+    Entry("post_attention_layernorm.weight", ("mlp_norm/scale",)),
+)
+_LLAMA = Table("model.", _OUTER, "layers.{}.", (*_ATTENTION, *_MLP, *_NORMS))
+_GEMMA = Table(
+    "model.",
+    _OUTER,
+    "layers.{}.",
+    (
+        *_ATTENTION,
+        *_MLP,
+        Entry("input_layernorm.weight", ("attention_norm/scale",)),
+        Entry("post_attention_layernorm.weight", ("attention_post_norm/scale",)),
+        Entry("pre_feedforward_layernorm.weight", ("mlp_norm/scale",)),
+        Entry("post_feedforward_layernorm.weight", ("mlp_post_norm/scale",)),
+    ),
+)
+_PHI3 = Table(
+    "model.",
+    _OUTER,
+    "layers.{}.",
+    (
+        *_kernels_and_biases("self_attn.qkv_proj", _QKV, LINEAR),
+        *_kernels_and_biases("self_attn.o_proj", ("attention/out",), FROM_HEADS),
+        *_kernels_and_biases("mlp.gate_up_proj", ("mlp/gate", "mlp/up"), LINEAR),
+        *_kernels_and_biases("mlp.down_proj", ("mlp/down",), LINEAR),
+        *_NORMS,
+    ),
+)
+
+
+def _layer_norm(name: str, path: str) -> tuple[Entry, Entry]:
+    return Entry(f"{name}.weight", (f"{path}/scale",)), Entry(f"{name}.bias", (f"{path}/bias",))
+
+
+_GPT2 = Table(
+    "transformer.",
+    (
+        Entry("wte.weight", ("embed/embedding",)),
+        Entry("wpe.weight", ("positions/embedding",)),
+        *_layer_norm("ln_f", "norm"),
+    ),
+    "h.{}.",
+    (
+        *_layer_norm("ln_1", "attention_norm"),
+        *_kernels_and_biases("attn.c_attn", _QKV, CONV1D),
+        *_kernels_and_biases("attn.c_proj", ("attention/out",), CONV1D_FROM_HEADS),
+        *_layer_norm("ln_2", "mlp_norm"),
+        *_kernels_and_biases("mlp.c_fc", ("mlp/layers/0",), CONV1D),
+        *_kernels_and_biases("mlp.c_proj", ("mlp/layers/1",), CONV1D),
+    ),
+    ignored=(r".*\.attn\.(masked_)?bias",),
+)
+
+TABLES = {
+    "gpt2": _GPT2,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
+    **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA),
+    "phi3": _PHI3,
+}
+"""The table of each family, by `model_type`."""
+
+
+def links(config: DecoderConfig, scanned: bool, present: Iterable[str], prefix: str | None = None) -> list[Link]:
+    """Returns the tensors of a checkpoint of a model, with the parameters that each one holds.
+
+    Args:
+        config: the architecture.
+        scanned: whether the layers of the model are stacked.
+        present: the paths of the model's parameters. Entries for others (an absent bias) are left out.
+        prefix: the start of the names, if not the usual one of the family.
+    """
+    table, known = TABLES[config.model_type], set(present)
+    prefix = table.prefix if prefix is None else prefix
+
+    def located(start: str, entries: Iterable[Entry], place: str, index: int | None) -> Iterator[Link]:
+        for entry in entries:
+            paths = tuple(place + path for path in entry.paths)
+            if known.issuperset(paths):
+                yield Link(start + entry.name, tuple(Target(path, index) for path in paths), entry.layout)
+
+    found = list(located(prefix, table.outer, "", None))
+    for number, (place, index) in enumerate(layer_places(config, scanned)):
+        found += located(prefix + table.layer.format(number), table.layers, place, index)
+    return [*found, *located("", (table.head,), "", None)]
+
+
+def layer_places(config: DecoderConfig, scanned: bool) -> list[tuple[str, int | None]]:
+    """Returns the start of the paths of each layer, and its index in the stack if it is in one."""
+    period, length = config.period, config.num_layers // config.period
+    if not scanned or length < 2:
+        return [(f"layers/{i}/", None) for i in range(config.num_layers)]
+    stacked = [(f"layers/scan_module/layers/{i % period}/", i // period) for i in range(period * length)]
+    return [*stacked, *((f"tail/{i}/", None) for i in range(config.num_layers - period * length))]
+
+
+def is_ignored(config: DecoderConfig, name: str) -> bool:
+    """Whether a tensor is not a parameter of such a model: a buffer, or the second copy of a tied embedding."""
+    table = TABLES[config.model_type]
+    tied = config.tie_embeddings and name == table.head.name
+    return tied or any(re.fullmatch(pattern, name) for pattern in table.ignored)
+
+
+def checkpoint_prefix(config: DecoderConfig, names: Any) -> str:
+    """Returns the start of the names in a checkpoint: the usual one of the family, or none."""
+    table = TABLES[config.model_type]
+    first = table.outer[0].name
+    return "" if first in names and table.prefix + first not in names else table.prefix
