@@ -221,7 +221,7 @@ def compare(family: str, seed: int, folder: pathlib.Path) -> Comparison:
         ours = nnx.generate(model, jnp.asarray(tokens), max_new_tokens=NEW_TOKENS, temperature=0)
         greedy = bool(np.array_equal(ours, text))
 
-    nnx.models.save_pretrained(model, folder / "ours")
+    nnx.models.save_pretrained(model, folder / "ours", max_shard_size="30KB" if seed % 3 == 1 else "1GB")
     write = relative_error(reference.logits(reference.load(folder / "ours"), tokens), expected)
 
     made_here = nnx.models.Decoder(model.config.replace(extra=()), ctx=nnx.context(seed))

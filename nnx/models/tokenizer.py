@@ -110,17 +110,21 @@ class Tokenizer:
 
     Needs the extra `models` (the packages `tokenizers` and `jinja2`).
 
-    ```python
-    tokenizer = nnx.models.Tokenizer.from_pretrained(directory)
-    tokens = tokenizer.chat([{"role": "user", "content": "Who wrote Faust?"}])
-    new = nnx.generate(model, jnp.array([tokens]), max_new_tokens=200, stop_tokens=tokenizer.stop_tokens, ctx=ctx)
-    print(tokenizer.decode(new[0]))
-    ```
-
     Attributes:
         special_tokens: the text of each special token by its name, such as `{"eos_token": "</s>"}`.
         stop_tokens: the ids that end a text, for the argument of `nnx.generate` with that name.
         vocab_size: the number of tokens. A model's embedding is often a little larger.
+
+    >>> import tokenizers
+    >>> words = tokenizers.models.WordLevel({"<user>": 0, "hello": 1, "<end>": 2, "<assistant>": 3})
+    >>> in_memory = tokenizers.Tokenizer(words)
+    >>> in_memory.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    >>> template = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}<assistant>"
+    >>> tokenizer = nnx.models.Tokenizer(in_memory, chat_template=template)
+    >>> tokenizer.chat_text([{"role": "user", "content": "hello"}])
+    '<user> hello <end> <assistant>'
+    >>> tokenizer.chat([{"role": "user", "content": "hello"}])
+    [0, 1, 2, 3]
     """
 
     def __init__(
