@@ -77,8 +77,23 @@ class TensorFile:
             for name, tensor in self.tensors.items()
         }
 
-    def read(self, name: str, start: int = 0, stop: int | None = None, *, verify: bool = True) -> np.ndarray:
-        """Reads a tensor, or the range `[start:stop]` of its first axis, into fresh memory.
+    def read(
+        self,
+        name: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        verify: bool = True,
+        into: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Reads a tensor, or the range `[start:stop]` of its first axis.
+
+        Args:
+            name: the name of the tensor.
+            start, stop: the range; all of it by default.
+            verify: whether to compare the bytes with their checksums, if the file has any.
+            into: bytes to read into, at least as many as needed; by default, fresh memory. They are read by this thread
+                alone, because a caller that has memory ready usually has threads of its own.
 
         Raises:
             CheckpointError: the file has become shorter, or a checksum does not match.
@@ -91,13 +106,13 @@ class TensorFile:
             row = math.prod(shape[1:]) * tensor.dtype.itemsize
             first, last = start * row, stop * row
             shape = (stop - start, *shape[1:])
-        buffer = _aligned_bytes(last - first)
+        buffer = _aligned_bytes(last - first) if into is None else into[: last - first]
         chunks = range(first // self._chunk, -(-last // self._chunk))
 
         def read_chunk(chunk: int) -> None:
             self._read_chunk(name, chunk, buffer, first, last, verify)
 
-        if len(chunks) > 1 and THREADS > 1:
+        if into is None and len(chunks) > 1 and THREADS > 1:
             with ThreadPoolExecutor(THREADS) as pool:
                 list(pool.map(read_chunk, chunks))
         else:

@@ -258,7 +258,7 @@ class Decoder(Module):
 
         Args:
             tokens: integers `[batch, length]` within `0..vocab_size - 1`. Others are an error; inside a transform,
-                where values are unknown, they turn the logits from there on into NaN.
+                where values are unknown, they turn all logits of their row into NaN.
             positions: the position of each token, `[batch, length]` or `[length]`; 0, 1, 2 … by default.
             mask: an array that is true where a token may see another, in addition to causality and windows;
                 broadcasts to `[batch, heads, length, length]`.

@@ -119,10 +119,12 @@ def from_pretrained(
         targets = _values(model)
         known = links(config, scan_layers, targets, prefix)
         _check(path, config, known, targets, found)
-        shard(model, mesh, rules)
-        if abstract:
-            return model
-        _fill(model, known, files, path)
+        inside_trace = is_tracer(jnp.zeros(()))
+        if mesh is not None or not inside_trace:  # the mesh of `jax.set_mesh` is out of reach inside a trace
+            shard(model, mesh, rules)
+        if not abstract:
+            reader = opened.enter_context(Reader())
+            _fill(model, known, files, _place_when_run if inside_trace else reader.place)
     return model
 
 
@@ -219,8 +221,9 @@ def _abstract_model(config: DecoderConfig, param_dtype: Any, scan_layers: bool, 
 
 
 def _values(model: Module) -> dict[str, Any]:
-    """Returns the values of a model's state by path."""
-    return {path: getattr(leaf, "value", leaf) for path, leaf in model.get_state().items()}
+    """Returns the values of a model's state by path; a Variable that holds None has none."""
+    values = {path: getattr(leaf, "value", leaf) for path, leaf in model.get_state().items()}
+    return {path: value for path, value in values.items() if value is not None}
 
 
 def _shape(target: Any, values: Mapping[str, Any]) -> Shape:
@@ -262,7 +265,7 @@ def _check(
         raise CheckpointError(DOES_NOT_FIT.format(path=path, family=config.model_type, differences=differences))
 
 
-def _fill(model: Decoder, known: list[Link], files: Mapping[str, TensorFile], path: Path) -> None:
+def _fill(model: Decoder, known: list[Link], files: Mapping[str, TensorFile], place: Callable[..., jax.Array]) -> None:
     """Puts the values of the files into an abstract model."""
     state = model.get_state()
     values = _values(model)
@@ -277,8 +280,6 @@ def _fill(model: Decoder, known: list[Link], files: Mapping[str, TensorFile], pa
             offset += link.layout.tensor_shape(shape)[link.layout.output_axis]
             if target.index is not None:
                 stacked.add(target.path)
-    reader = Reader()
-    place = _place_when_run if is_tracer(jnp.zeros(())) else reader.place
     # In the order of the files, so that reading is sequential.
     order = sorted(
         pieces, key=lambda name: (pieces[name][0].file.path, pieces[name][0].file.tensors[pieces[name][0].name].start)
@@ -299,7 +300,7 @@ def _place_when_run(pieces: list[Piece], target: jax.ShapeDtypeStruct, stacked: 
                     files[path] = opened.enter_context(TensorFile(path))
             again = [piece._replace(file=files[path]) for path, piece in places]
             whole = tuple((0, size) for size in target.shape)
-            return Reader().read(again, whole, target.dtype, stacked)
+            return opened.enter_context(Reader()).read(again, whole, target.dtype, stacked)
 
     array = jax.pure_callback(read, jax.ShapeDtypeStruct(target.shape, target.dtype))
     return array if target.sharding is None else jax.lax.with_sharding_constraint(array, target.sharding)

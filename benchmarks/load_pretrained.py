@@ -1,0 +1,146 @@
+"""How fast a published checkpoint becomes a model, and how much memory that takes, next to reading its files.
+
+Usage:
+
+    python -m benchmarks.load_pretrained                   2 GB in shards of 500 MB, three rounds
+    python -m benchmarks.load_pretrained --size 200 --rounds 5 --dtype float32
+
+A Llama-shaped checkpoint with random weights is written by the `safetensors` package. Each contender runs in its own
+process, taking turns with the others, on files in the page cache. Reading is `safetensors.numpy.load_file` on every
+shard. Prints the best time, also as a multiple of that; the CPU time, which other programs disturb less; and the
+largest peak of resident memory beyond the model itself, in sizes of the largest tensor. Goals: 1.3 times the time of
+reading, and 1.2 tensors.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+READ = "safetensors read"
+WAYS = (READ, "nnx", "nnx sharded", "nnx scanned", "nnx to float32")
+FEATURES, HIDDEN, HEADS, KV_HEADS, VOCAB = 2048, 5632, 16, 8, 32000
+GOALS = {"time": 1.3, "memory": 1.2}
+
+
+def peak() -> int:
+    """Returns the largest resident memory of this process so far, in bytes."""
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def write(directory: Path, megabytes: int, dtype: str) -> dict:
+    """Writes the checkpoint; returns its size, that of its largest tensor, and the number of layers, in bytes."""
+    import jax.numpy as jnp
+    import numpy as np
+    import safetensors.numpy
+
+    kind = jnp.dtype(dtype)
+    wide = FEATURES * KV_HEADS // HEADS
+    layer = {
+        "self_attn.q_proj.weight": (FEATURES, FEATURES),
+        "self_attn.k_proj.weight": (wide, FEATURES),
+        "self_attn.v_proj.weight": (wide, FEATURES),
+        "self_attn.o_proj.weight": (FEATURES, FEATURES),
+        "mlp.gate_proj.weight": (HIDDEN, FEATURES),
+        "mlp.up_proj.weight": (HIDDEN, FEATURES),
+        "mlp.down_proj.weight": (FEATURES, HIDDEN),
+        "input_layernorm.weight": (FEATURES,),
+        "post_attention_layernorm.weight": (FEATURES,),
+    }
+    outer = {"model.embed_tokens.weight": (VOCAB, FEATURES), "model.norm.weight": (FEATURES,)}
+    size = kind.itemsize * sum(int(np.prod(shape)) for shape in layer.values())
+    around = kind.itemsize * sum(int(np.prod(shape)) for shape in outer.values())
+    layers = max(2, round((megabytes * 10**6 - around) / size))
+    shapes = outer | {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
+    config = {
+        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": FEATURES, "intermediate_size": HIDDEN,
+        "num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    random, weight_map, shard, held, number = np.random.default_rng(0), {}, {}, 0, 0
+    for i, (name, shape) in enumerate(shapes.items()):
+        shard[name] = random.standard_normal(shape, np.float32).astype(kind)
+        held += shard[name].nbytes
+        if held > 5 * 10**8 or i + 1 == len(shapes):
+            number += 1
+            file = f"model-{number:05}-of-99999.safetensors"
+            safetensors.numpy.save_file(shard, directory / file)
+            weight_map |= dict.fromkeys(shard, file)
+            shard, held = {}, 0
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    largest = kind.itemsize * max(int(np.prod(shape)) for shape in shapes.values())
+    return {"size": around + layers * size, "largest": largest, "layers": layers}
+
+
+def child(way: str, directory: Path) -> None:
+    """Loads the checkpoint once and prints seconds, the peak of memory and the bytes of the result."""
+    import jax
+    import numpy as np
+    import safetensors.numpy
+
+    import nnx
+
+    jax.device_put(np.zeros(3)).block_until_ready()
+    before, begun, worked = peak(), time.perf_counter(), time.process_time()
+    if way == READ:
+        result = [safetensors.numpy.load_file(path) for path in sorted(directory.glob("*.safetensors"))]
+        held = sum(array.nbytes for arrays in result for array in arrays.values())
+    else:
+        options: dict = {}
+        if "sharded" in way:
+            options = {"mesh": jax.make_mesh((4,), ("model",)), "rules": nnx.tensor_parallel_rules()}
+        if "scanned" in way:
+            options["scan_layers"] = True
+        if "float32" in way:
+            options["dtype"] = "float32"
+        model = nnx.models.from_pretrained(directory, **options)
+        leaves = jax.tree.leaves(model.get_state())
+        jax.block_until_ready(leaves)
+        held = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+    print(json.dumps([time.perf_counter() - begun, time.process_time() - worked, peak() - before, held]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=2000, help="the size of the checkpoint in MB")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--child", nargs=2)
+    options = parser.parse_args()
+    if options.child:
+        child(options.child[0], Path(options.child[1]))
+        return
+    flags = "--xla_force_host_platform_device_count=4"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    found: dict[str, list[tuple[float, float, int, int]]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory() as directory:
+        facts = write(Path(directory), options.size, options.dtype)
+        for _ in range(options.rounds):
+            for way in WAYS:
+                command = [sys.executable, "-m", "benchmarks.load_pretrained", "--child", way, directory]
+                run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+                found[way].append(tuple(json.loads(run.stdout.splitlines()[-1])))
+    size, largest = facts["size"] / 1e6, facts["largest"] / 1e6
+    print(
+        f"{size:.0f} MB of {options.dtype} in {facts['layers']} layers, largest tensor {largest:.0f} MB, "
+        f"{os.cpu_count()} cores, best of {options.rounds}"
+    )
+    reading = min(seconds for seconds, *_ in found[READ])
+    for way, results in found.items():
+        seconds = min(result[0] for result in results)
+        worked = min(result[1] for result in results)
+        beyond = max((memory - held) / facts["largest"] for _, _, memory, held in results)
+        times = f"{seconds:7.3f} s  {seconds / reading:5.2f} times reading  {worked:7.3f} s of CPU"
+        print(f"{way:18} {times}  {beyond:6.2f} tensors beyond the model")
+    print(f"goals: {GOALS['time']} times reading, {GOALS['memory']} tensors beyond the model")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Tiny published models: the goldens on disk, and decoders of every family with random weights."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import nnx
+from nnx.models.families import config_from_dict
+
+GOLDEN = Path(__file__).parent / "golden"
+GOLDENS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
+
+
+@functools.cache
+def golden_config(name: str) -> nnx.models.DecoderConfig:
+    return config_from_dict(json.loads((GOLDEN / name / "config.json").read_text()))
+
+
+@functools.cache
+def golden_model(name: str) -> nnx.models.Decoder:
+    """The model of a golden; tests must not change it."""
+    return nnx.models.from_pretrained(GOLDEN / name)
+
+
+def tiny_config(**changes: Any) -> nnx.models.DecoderConfig:
+    settings: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": 32,
+        "features": 16,
+        "hidden_features": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "max_length": 64,
+    }
+    return nnx.models.DecoderConfig(**{**settings, **changes})
+
+
+def randomized(model: nnx.models.Decoder, seed: int = 0) -> nnx.models.Decoder:
+    """The model with every parameter drawn anew, norms and biases as well, in place."""
+    random = np.random.default_rng(seed)
+
+    def draw(path: str, leaf: Any) -> Any:
+        return leaf.replace(jnp.asarray(0.4 * random.standard_normal(leaf.value.shape), leaf.value.dtype))
+
+    model.update_state(model.get_state().map(draw))
+    return model
+
+
+def tiny_model(seed: int = 0, scan_layers: bool = False, **changes: Any) -> nnx.models.Decoder:
+    return randomized(nnx.models.Decoder(tiny_config(**changes), scan_layers=scan_layers, ctx=nnx.context(0)), seed)
+
+
+def tokens_for(config: nnx.models.DecoderConfig, *shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(0, config.vocab_size, shape), jnp.int32)
+
+
+def edited(directory: Path, **changes: Any) -> None:
+    """Changes entries of a `config.json`; `...` removes one."""
+    file = directory / "config.json"
+    fields = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in fields.items() if value is not ...}))

@@ -1,0 +1,121 @@
+"""What loading does on eight virtual devices, printed as JSON; `test_sharded_loading.py` starts it and reads that."""
+
+import json
+import resource
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import nnx
+from nnx.interop.safetensors_header import NAMES
+from nnx.models.families import config_from_dict
+from nnx.models.pretrained import _abstract_model, _pending, _values
+from nnx.models.tables import links
+from tests.models.published import GOLDEN, GOLDENS, tokens_for
+
+RULES = {
+    "tensor": nnx.tensor_parallel_rules("model"),
+    "fsdp": nnx.fsdp_rules("data"),
+    "both": nnx.fsdp_tensor_parallel_rules("data", "model"),
+}
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+}
+LLAMA_70B = {
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+SHARD = 5 * 10**9
+
+
+def small_models() -> dict:
+    """For each golden: how far the logits of a sharded model are from those of one device, and what is split."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    found = {}
+    for name in GOLDENS:
+        whole = nnx.models.from_pretrained(GOLDEN / name)
+        tokens = tokens_for(whole.config, 2, 9)
+        expected = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(whole, tokens))
+        for number, (setting, rules) in enumerate(RULES.items()):
+            scanned = (number + GOLDENS.index(name)) % 2 == 0
+            model = nnx.models.from_pretrained(GOLDEN / name, mesh=mesh, rules=rules, scan_layers=scanned)
+            out = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, tokens))
+            parts = {
+                path: [list(leaf.value.shape), list(leaf.value.addressable_shards[0].data.shape)]
+                for path, leaf in model.get_state().items()
+            }
+            listed = model.unscanned().get_state()
+            same = all(np.array_equal(listed[path].value, leaf.value) for path, leaf in whole.get_state().items())
+            error = float(np.abs(out - expected).max() / np.abs(expected).max())
+            found[f"{name} {setting}"] = {"error": error, "parts": parts, "same": same, "scanned": scanned}
+    return found
+
+
+def write_sparse(directory: Path, fields: dict) -> int:
+    """Writes a checkpoint of zeros that takes no room on the disk; returns the number of its bytes."""
+    (directory / "config.json").write_text(json.dumps(fields))
+    config = config_from_dict(fields)
+    values = _values(_abstract_model(config, np.dtype("bfloat16"), False, False))
+    shards: list[dict] = [{}]
+    size = total = 0
+    for link in links(config, False, values):
+        tensor = _pending(link, values)
+        if size + tensor.nbytes > SHARD:
+            shards.append({})
+            size = 0
+        span = [size, size + tensor.nbytes]
+        shards[-1][link.name] = {"dtype": NAMES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": span}
+        size += tensor.nbytes
+        total += tensor.nbytes
+    weight_map = {}
+    for i, shard in enumerate(shards):
+        name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        header = json.dumps(shard).encode()
+        with open(directory / name, "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + max(entry["data_offsets"][1] for entry in shard.values()))
+        weight_map |= dict.fromkeys(shard, name)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return total
+
+
+def large_model(fields: dict) -> dict:
+    """What an abstract load of a large model returns."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with tempfile.TemporaryDirectory() as directory:
+        total = write_sparse(Path(directory), fields)
+        load = nnx.models.from_pretrained
+        model = load(directory, mesh=mesh, rules=RULES["both"], scan_layers=True, abstract=True)
+        traced = nnx.eval_shape(lambda: load(directory, scan_layers=True))
+    leaves = {path: leaf.value for path, leaf in model.get_state().items()}
+    same = {path: leaf.value.shape for path, leaf in traced.get_state().items()}
+    return {
+        "bytes": total,
+        "parameters": sum(int(np.prod(leaf.shape)) for leaf in leaves.values()),
+        "specs": {path: [list(leaf.shape), list(map(str, leaf.sharding.spec))] for path, leaf in leaves.items()},
+        "traced alike": same == {path: leaf.shape for path, leaf in leaves.items()},
+        "dtypes": sorted({str(leaf.dtype) for leaf in leaves.values()}),
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "small":
+        result = small_models()
+    else:
+        result = {"8B": large_model(LLAMA_8B), "70B": large_model(LLAMA_70B)}
+        result["peak bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps(result))

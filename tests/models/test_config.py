@@ -1,0 +1,180 @@
+"""`config.json` and `DecoderConfig`: both styles of rotary settings, defaults, windows, and what is refused."""
+
+import json
+
+import pytest
+
+import nnx
+from nnx.models.families import FAMILIES, config_from_dict, config_to_dict
+from nnx.models.tables import TABLES
+from tests.models.published import GOLDEN, GOLDENS, golden_config
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def read(**changes):
+    return config_from_dict({**LLAMA, **changes})
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_a_config_survives_being_written(name):
+    config = golden_config(name)
+    fields = config_to_dict(config)
+    assert config_from_dict(json.loads(json.dumps(fields))) == config
+    assert hash(config) == hash(golden_config(name))
+    original = json.loads((GOLDEN / name / "config.json").read_text())
+    assert fields["architectures"] == original["architectures"]
+    assert fields["bos_token_id"] == 1 and fields["initializer_range"] == original["initializer_range"]
+
+
+def test_every_family_has_a_table():
+    assert FAMILIES.keys() == TABLES.keys()
+
+
+def test_entries_that_follow_from_others_may_be_absent_or_null():
+    for fields in ({}, {"num_key_value_heads": None, "head_dim": None}):
+        config = read(**fields)
+        assert (config.num_kv_heads, config.head_dim) == (4, 4)
+        assert (config.norm_epsilon, config.activation, config.tie_embeddings) == (1e-6, "silu", False)
+        assert config.rotary == nnx.models.RotaryConfig(10000.0)
+
+
+def test_gpt2_has_four_times_as_many_hidden_features_unless_told():
+    fields = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    assert config_from_dict(fields).hidden_features == 32
+    assert config_from_dict({**fields, "n_inner": 12}).hidden_features == 12
+
+
+class TestRotary:
+    SCALINGS = {
+        "linear": ({"factor": 4.0}, nnx.LinearScaling(4.0)),
+        "llama3": (
+            {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            nnx.Llama3Scaling(8.0, 1.0, 4.0, 32),
+        ),
+        "yarn": ({"factor": 2.0, "beta_fast": 16}, nnx.YaRNScaling(2.0, 64, beta_fast=16)),
+    }
+
+    @pytest.mark.parametrize("kind", SCALINGS)
+    def test_older_and_newer_styles_mean_the_same(self, kind):
+        settings, scaling = self.SCALINGS[kind]
+        expected = nnx.models.RotaryConfig(500.0, scaling)
+        assert read(rope_theta=500.0, rope_scaling={"type": kind, **settings}).rotary == expected
+        assert read(rope_theta=500.0, rope_scaling={"rope_type": kind, **settings}).rotary == expected
+        newer = read(rope_parameters={"rope_theta": 500.0, "rope_type": kind, **settings})
+        assert newer.rotary == expected
+        assert config_from_dict(config_to_dict(newer)) == newer
+
+    def test_local_layers_have_their_own_base_and_no_scaling(self):
+        gemma = {**LLAMA, "model_type": "gemma3_text", "head_dim": 4}
+        scaled = {"rope_type": "linear", "factor": 8.0}
+        older = config_from_dict({**gemma, "rope_theta": 5.0, "rope_local_base_freq": 3.0, "rope_scaling": scaled})
+        assert older.rotary == nnx.models.RotaryConfig(5.0, nnx.LinearScaling(8.0))
+        assert older.local_rotary == nnx.models.RotaryConfig(3.0)
+        parameters = {
+            "full_attention": {"rope_theta": 5.0, **scaled},
+            "sliding_attention": {"rope_theta": 3.0, "rope_type": "default"},
+        }
+        assert config_from_dict({**gemma, "rope_parameters": parameters}) == older
+        defaults = config_from_dict(gemma)
+        assert (defaults.rotary.base, defaults.local_rotary.base) == (1e6, 1e4)
+
+    def test_a_part_of_a_head_can_rotate(self):
+        phi = {**LLAMA, "model_type": "phi3", "partial_rotary_factor": 0.5}
+        config = config_from_dict(phi)
+        assert config.rotary.fraction == 0.5
+        assert nnx.models.Decoder(config, ctx=nnx.context(0)).layers[0].attention.rotary.rotary_dim == 2
+        assert config_from_dict(config_to_dict(config)) == config
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"rope_type": "longrope"}, "'longrope' is not among the known ones: default, linear, llama3, yarn"),
+            ({"rope_type": "linear"}, "'linear' needs the entry 'factor'"),
+            ({"rope_type": "linear", "factor": "much"}, "'factor' in the rotary settings to be a number, got 'much'"),
+            ({"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}, "mscale=0.7 is not supported"),
+            (3, "'rope_scaling' in the rotary settings"),
+        ],
+    )
+    def test_scalings_that_cannot_be_computed_are_refused(self, settings, message):
+        with pytest.raises(ValueError, match=message):
+            read(rope_scaling=settings)
+
+
+class TestWindows:
+    def types(self, model_type, **changes):
+        config = config_from_dict({**LLAMA, "model_type": model_type, "head_dim": 4, **changes})
+        return "".join(kind[0] for kind in config.layer_types), config.sliding_window
+
+    def test_each_family_has_its_own_rule(self):
+        assert self.types("llama", sliding_window=3) == ("ffff", None)
+        assert self.types("mistral", sliding_window=3) == ("ssss", 3)
+        assert self.types("mistral", sliding_window=None) == ("ffff", None)
+        assert self.types("mistral") == ("ssss", 4096)
+        assert self.types("phi3", sliding_window=3) == ("ssss", 3)
+        assert self.types("phi3") == ("ffff", None)
+        assert self.types("qwen2", sliding_window=3) == ("ffff", None)
+        windows = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}
+        assert self.types("qwen2", **windows) == self.types("qwen3", **windows) == ("ffss", 3)
+        assert self.types("gemma2", sliding_window=3) == ("sfsf", 3)
+        assert self.types("gemma3_text", sliding_window=3, sliding_window_pattern=3) == ("ssfs", 3)
+        assert self.types("gemma3_text", sliding_window=3) == ("ssss", 3)
+
+    def test_a_list_of_layer_types_overrides_the_rule(self):
+        listed = ["full_attention", "sliding_attention"] * 2
+        assert self.types("gemma2", sliding_window=3, layer_types=listed) == ("fsfs", 3)
+        with pytest.raises(ValueError, match="'full_attention' and 'sliding_attention', got"):
+            self.types("gemma2", layer_types=["chunked_attention"] * 4)
+        with pytest.raises(ValueError, match="a list of 4 entries"):
+            self.types("gemma2", layer_types=["full_attention"])
+
+    def test_a_window_must_be_positive(self):
+        with pytest.raises(ValueError, match="'sliding_window' to be a positive integer or null, got 0"):
+            self.types("mistral", sliding_window=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "bert"}, "'bert' is not among the known ones: gpt2, llama, mistral, .*phi3"),
+        ({"model_type": None}, "None is not among the known ones"),
+        ({"model_type": ["llama"]}, "is not among the known ones"),
+        ({"hidden_size": None}, "'hidden_size', which a llama model needs, is missing"),
+        ({"intermediate_size": None}, "'intermediate_size', which a llama model needs, is missing"),
+        ({"hidden_size": "16"}, "'hidden_size' to be a positive integer, got '16'"),
+        ({"num_hidden_layers": -1}, "'num_hidden_layers' to be a positive integer, got -1"),
+        ({"rms_norm_eps": "small"}, "'rms_norm_eps' to be a number, got 'small'"),
+        ({"tie_word_embeddings": 1}, "'tie_word_embeddings' to be true or false, got 1"),
+        ({"hidden_act": 3}, "'hidden_act' to be the name of an activation, got 3"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized .gptq., which cannot be read"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention=True is not"),
+    ],
+)
+def test_configs_that_cannot_be_used_say_why(changes, message):
+    with pytest.raises(ValueError, match=f"config.json: .*{message}"):
+        read(**changes)
+
+
+def test_a_config_that_the_file_cannot_express_is_not_written():
+    for changes in ({"scale_embeddings": True}, {"rotary": nnx.models.RotaryConfig(scaling=nnx.NTKScaling(2.0))}):
+        with pytest.raises(ValueError, match=f"llama config.json cannot express {next(iter(changes))}="):
+            config_to_dict(read().replace(**changes))
+
+
+def test_the_end_of_a_text_can_be_one_token_or_several():
+    assert read().stop_tokens == read(eos_token_id=None).stop_tokens == ()
+    assert read(eos_token_id=7).stop_tokens == (7,)
+    assert read(eos_token_id=[7, 9]).stop_tokens == (7, 9)

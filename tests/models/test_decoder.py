@@ -1,0 +1,223 @@
+"""The decoder: lists and stacks of layers agree, decoding equals the full pass, and wrong tokens are noticed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import nnx
+from tests.models.published import GOLDENS, golden_model, tiny_config, tiny_model, tokens_for
+
+WINDOWS = {"layer_types": ("sliding", "sliding", "full") * 2 + ("sliding",), "num_layers": 7, "sliding_window": 3}
+
+
+def agree(out, expected) -> None:
+    np.testing.assert_allclose(out, expected, rtol=2e-4, atol=2e-4)
+
+
+class TestScannedLayers:
+    @pytest.mark.parametrize("changes", [{}, WINDOWS], ids=["equal layers", "alternating windows"])
+    def test_a_scanned_model_equals_its_list_of_layers(self, changes):
+        scanned = tiny_model(scan_layers=True, **changes)
+        tokens = tokens_for(scanned.config, 2, 6)
+        listed = scanned.unscanned()
+        assert len(listed.layers) == scanned.config.num_layers
+        agree(scanned(tokens), listed(tokens))
+
+    def test_stacks_hold_whole_periods_of_the_windows_and_the_rest_is_a_list(self):
+        model = tiny_model(scan_layers=True, **WINDOWS)
+        stack = model.layers.scan_module
+        assert model.config.period == 3
+        assert len(stack.layers) == 3 and stack.layers[0].attention.query.kernel.shape == (2, 16, 4, 4)
+        assert [block.attention.sliding_window for block in stack.layers] == [3, 3, None]
+        assert [block.attention.sliding_window for block in model.tail] == [3]
+
+    @pytest.mark.parametrize(
+        ("types", "period"),
+        [("ff", 1), ("sf" * 3, 2), ("sfs", 2), ("ssf", 3), ("sssssf" * 4 + "ss", 6), ("ffs", 3)],
+    )
+    def test_the_period_is_the_shortest_pattern_that_repeats(self, types, period):
+        kinds = tuple({"f": "full", "s": "sliding"}[letter] for letter in types)
+        config = tiny_config(num_layers=len(kinds), layer_types=kinds, sliding_window=2)
+        assert config.period == period
+
+    def test_a_pattern_that_never_repeats_stays_a_list(self):
+        model = nnx.models.Decoder(
+            tiny_config(num_layers=3, layer_types=("full", "full", "sliding"), sliding_window=2),
+            scan_layers=True,
+            ctx=nnx.context(0),
+        )
+        assert isinstance(model.layers, nnx.Sequence) and model.unscanned() is model
+
+    def test_unscanned_parameters_have_the_names_of_a_list(self):
+        listed = tiny_model()
+        unscanned = tiny_model(scan_layers=True).unscanned()
+        named = nnx.name_axes(listed.clone())
+        for path, variable in nnx.name_axes(unscanned).get_state().items():
+            assert variable.sharding == named.get_state()[path].sharding, path
+
+    def test_the_stacked_axis_is_named(self):
+        model = nnx.name_axes(tiny_model(scan_layers=True))
+        kernel = model.layers.scan_module.layers[0].mlp.up.variable("kernel")
+        assert kernel.sharding == ("layers", "embed", "mlp")
+        assert model.embed.variable("embedding").sharding == ("vocab", "embed")
+        assert model.head.variable("kernel").sharding == ("embed", "vocab")
+
+    def test_a_scanned_model_decodes(self):
+        model = tiny_model(scan_layers=True, **WINDOWS)
+        tokens = tokens_for(model.config, 2, 6)
+        cache = model.init_cache(2, 8)
+        assert len(cache.layers) == 7
+        first, cache = nnx.jit(lambda model, *args: model.decode(*args))(model, tokens[:, :4], cache)
+        second, cache = model.decode(tokens[:, 4:], cache)
+        agree(np.concatenate([first, second], axis=1), model(tokens))
+
+    def test_unscanning_an_abstract_model_needs_no_values(self):
+        model = nnx.eval_shape(lambda: tiny_model(scan_layers=True))
+        assert model.unscanned().layers[1].mlp.up.kernel.shape == (16, 24)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["list", "scanned"])
+def test_recomputing_layers_changes_no_gradient(scan_layers):
+    model = tiny_model(scan_layers=scan_layers)
+    tokens = tokens_for(model.config, 2, 5)
+
+    def loss(model):
+        return (model(tokens) ** 2).mean()
+
+    def program(model):
+        return str(jax.make_jaxpr(lambda state: loss(model.get_module_def().merge(state)))(model.get_state()))
+
+    gradient = nnx.jit(nnx.grad(loss))
+    plain = gradient(model)
+    assert "policy=" not in program(model)
+    model.remat = jax.checkpoint_policies.dots_saveable
+    assert "policy=" in program(model) and "policy=None" not in program(model)
+    jax.tree.map(agree, gradient(model), plain)
+
+
+class TestDecoding:
+    @pytest.mark.parametrize("name", GOLDENS)
+    def test_ragged_rows_in_chunks_equal_each_row_alone(self, name):
+        model = golden_model(name)
+        texts = tokens_for(model.config, 2, 12)
+        alone = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, texts))
+        decode = nnx.jit(lambda model, *args: model.decode(*args))
+        held, cache = np.array([0, 0]), model.init_cache(2, 14)
+        for lengths in ([4, 2], [3, 4], [1, 4], [4, 0]):
+            chunk = np.zeros((2, 4), np.int32)
+            for row, n in enumerate(lengths):
+                chunk[row, :n] = texts[row, held[row] : held[row] + n]
+            logits, cache = decode(model, chunk, cache, jnp.array(lengths))
+            for row, n in enumerate(lengths):
+                agree(logits[row, :n], alone[row, held[row] : held[row] + n])
+            held += lengths
+        assert cache.lengths.tolist() == [12, 10]
+
+    def test_the_cache_has_the_dtype_of_the_computation_unless_told(self):
+        model = nnx.models.Decoder(tiny_config(), param_dtype=jnp.bfloat16, ctx=nnx.context(0))
+        assert model.init_cache(1, 4).layers[0].key.dtype == jnp.bfloat16
+        assert model.init_cache(1, 4, jnp.float32).layers[0].key.dtype == jnp.float32
+        logits, cache = model.decode(jnp.array([[1, 2]]), model.init_cache(1, 4))
+        assert logits.dtype == cache.layers[1].value.dtype == jnp.bfloat16
+
+    def test_a_row_that_overflows_is_an_error_or_nan(self):
+        model = tiny_model()
+        tokens = tokens_for(model.config, 2, 3)
+        cache = nnx.DecoderCache(model.init_cache(2, 4).layers, jnp.array([2, 1]))
+        with pytest.raises(ValueError, match="row 0 holds 2 tokens and would come to 5"):
+            model.decode(tokens, cache)
+        logits, after = nnx.jit(lambda model, *args: model.decode(*args))(model, tokens, cache)
+        assert np.isnan(logits[0]).all() and np.isfinite(logits[1]).all()
+        with pytest.raises(ValueError, match="DecoderCache is full"):
+            after.check()
+
+    def test_a_cache_of_another_model_or_batch_is_refused(self):
+        model, other = tiny_model(), tiny_model(num_layers=3)
+        with pytest.raises(ValueError, match="cache with 2 layers .* got one with 3"):
+            model.decode(jnp.array([[1]]), other.init_cache(1, 4))
+        with pytest.raises(ValueError, match="cache with 1 rows, .* got 2"):
+            model.decode(jnp.array([[1]]), model.init_cache(2, 4))
+
+
+class TestTokens:
+    @pytest.mark.parametrize("bad", [-1, 32, 999])
+    def test_tokens_outside_the_vocabulary_are_an_error_or_nan(self, bad):
+        model = tiny_model()
+        tokens = jnp.array([[1, 2, 3], [4, bad, 5]])
+        with pytest.raises(ValueError, match=rf"within 0..31 \(vocab_size=32\), got {bad} at index \(1, 1\)"):
+            model(tokens)
+        with pytest.raises(ValueError, match="within 0..31"):
+            model.decode(tokens, model.init_cache(2, 4))
+        logits = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
+        assert np.isfinite(logits[0]).all() and np.isnan(logits[1]).all()
+
+    def test_wrong_shapes_and_dtypes_are_errors(self):
+        model = tiny_model()
+        with pytest.raises(ValueError, match=r"shape \[batch, length\], got an array of shape \(3,\)"):
+            model(jnp.array([1, 2, 3]))
+        with pytest.raises(ValueError, match="expected integer tokens, got dtype float32"):
+            model(jnp.ones((1, 3)))
+
+    def test_learned_positions_end_with_the_context(self):
+        model = tiny_model(rotary=None, max_length=4, model_type="gpt2")
+        model(tokens_for(model.config, 1, 4))
+        with pytest.raises(ValueError, match="max_length=4 tokens, and the text has 5"):
+            model(tokens_for(model.config, 1, 5))
+
+
+def test_packed_documents_equal_single_ones():
+    model = tiny_model()
+    first, second = tokens_for(model.config, 1, 3), tokens_for(model.config, 1, 4, seed=1)
+    packed = jnp.concatenate([first, second], axis=1)
+    mask = nnx.make_segment_mask(jnp.array([[1] * 3 + [2] * 4]))
+    out = model(packed, positions=jnp.array([[0, 1, 2, 0, 1, 2, 3]]), mask=mask)
+    agree(out[:, :3], model(first))
+    agree(out[:, 3:], model(second))
+
+
+def test_a_model_can_be_trained():
+    model = tiny_model(scan_layers=True)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2))
+    tokens = tokens_for(model.config, 2, 8)
+
+    @nnx.jit
+    def step(model, optimizer):
+        def loss(model):
+            logits = jax.nn.log_softmax(model(tokens[:, :-1]))
+            return -jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1).mean()
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(grads)
+        return value
+
+    losses = [float(step(model, optimizer)) for _ in range(30)]
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_two_models_built_alike_have_equal_definitions():
+    first, second = (nnx.models.Decoder(tiny_config(), ctx=nnx.context(seed)) for seed in (0, 1))
+    assert first.get_module_def() == second.get_module_def()
+
+
+def test_unknown_activations_list_the_known_ones():
+    with pytest.raises(ValueError, match="(?s)'snake' is not among the known ones: silu, .*gelu_new"):
+        nnx.models.Decoder(tiny_config(activation="snake"), ctx=nnx.context(0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers to be a positive integer, got 0"),
+        ({"num_heads": True}, "num_heads to be a positive integer, got True"),
+        ({"num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),
+        ({"layer_types": ("full",)}, "for each of the 2 layers"),
+        ({"layer_types": ("full", "round")}, "'full' or 'sliding'"),
+        ({"layer_types": ("full", "sliding")}, "need a sliding_window >= 1, got None"),
+        ({"norm": "batch"}, "'rms' or 'layer', got 'batch'"),
+    ],
+)
+def test_configs_that_make_no_sense_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_config(**changes)

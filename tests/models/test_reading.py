@@ -1,0 +1,73 @@
+"""Reading parameters: any part of any layout, streamed or not, equals the rearranged tensor."""
+
+import itertools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnx
+from nnx.interop.safetensors_file import TensorFile
+from nnx.models import reading
+from nnx.models.reading import Piece, Reader
+from nnx.models.tables import CONV1D, CONV1D_FROM_HEADS, FLAT, FROM_HEADS, LINEAR, SAME
+
+# The layout, the shape of the parameter, and where a fused one begins.
+CASES = {
+    "same": (SAME, (6, 5), 0),
+    "flat": (FLAT, (3, 4), 0),
+    "flat, fused": (FLAT, (3, 4), 7),
+    "linear": (LINEAR, (6, 5), 0),
+    "linear to heads, fused": (LINEAR, (6, 4, 3), 5),
+    "linear from heads": (FROM_HEADS, (4, 3, 6), 0),
+    "conv1d to heads, fused": (CONV1D, (6, 4, 3), 5),
+    "conv1d from heads": (CONV1D_FROM_HEADS, (4, 3, 6), 0),
+}
+
+
+def parts_of(shape):
+    """Some ranges of each axis: all of it, and two pieces."""
+    return itertools.product(*([(0, n), (0, n // 2), (n // 2, n)] for n in shape))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("case", CASES)
+def test_every_part_of_every_layout_is_found(case, dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "_TILE", (2, 3))  # so that a small matrix has several tiles, the last ones incomplete
+    monkeypatch.setattr(reading, "_SCRATCH", 32)
+    layout, shape, offset = CASES[case]
+    random = np.random.default_rng(0)
+    parameter = random.standard_normal(shape).astype(jnp.bfloat16)
+    tensor = layout.to_tensor(parameter)
+    assert tensor.shape == layout.tensor_shape(shape)
+    if offset:
+        around = [(offset, 3) if axis == layout.output_axis else (0, 0) for axis in range(tensor.ndim)]
+        tensor = np.pad(tensor, around)
+    nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": tensor}))
+    with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
+        piece = Piece(file, "w", layout, shape, offset)
+        for bounds in parts_of(shape):
+            expected = parameter[tuple(slice(*bound) for bound in bounds)].astype(dtype)
+            part = reader.read([piece], bounds, dtype, stacked=False)
+            assert part.dtype == dtype
+            np.testing.assert_array_equal(part, expected)
+            stacked = reader.read([piece, piece, piece], ((1, 3), *bounds), dtype, stacked=True)
+            np.testing.assert_array_equal(stacked, np.stack([expected, expected]))
+
+
+def test_matrices_larger_than_a_tile_are_transposed(tmp_path):
+    weight = np.random.default_rng(0).standard_normal((700, 2100), np.float32)
+    nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": weight}))
+    with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
+        piece = Piece(file, "w", LINEAR, (2100, 700), 0)
+        np.testing.assert_array_equal(reader.read([piece], ((0, 2100), (0, 700)), np.float32, False), weight.T)
+
+
+def test_special_values_survive_conversion_to_float32(tmp_path):
+    values = np.array([[0.0, -0.0, np.inf], [-np.inf, 1e-40, np.nan]], jnp.bfloat16)
+    nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": values}))
+    with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
+        part = reader.read([Piece(file, "w", LINEAR, (3, 2), 0)], ((0, 3), (0, 2)), np.float32, False)
+    np.testing.assert_array_equal(part, values.T.astype(np.float32))
+    assert math.copysign(1.0, part[1, 0]) == -1.0

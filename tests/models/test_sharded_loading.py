@@ -1,0 +1,66 @@
+"""Eight virtual devices: parameters are read straight into their parts, and large models are planned without memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.models.published import GOLDENS
+from tests.sharding.programs import finish, start
+
+PROGRAM = Path(__file__).parent / "sharded_program.py"
+LIMIT = 400  # seconds
+
+
+@pytest.fixture(scope="module")
+def small():
+    (output,) = finish([start(PROGRAM, "small", devices=8)], LIMIT)
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def large():
+    (output,) = finish([start(PROGRAM, "large", devices=8)], LIMIT)
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.parametrize("setting", ["tensor", "fsdp", "both"])
+@pytest.mark.parametrize("name", GOLDENS)
+def test_a_sharded_model_has_the_values_and_logits_of_one_device(small, name, setting):
+    found = small[f"{name} {setting}"]
+    assert found["same"]
+    assert found["error"] < 1e-4
+
+
+def part(small, name, setting, path):
+    found = small[f"{name} {setting}"]
+    path = path.replace("layers/0", "layers/scan_module/layers/0") if found["scanned"] else path
+    whole, part = found["parts"][path]
+    return (whole[1:], part[1:]) if found["scanned"] and "layers" in path else (whole, part)
+
+
+def test_parameters_are_really_split(small):
+    assert part(small, "llama", "tensor", "layers/0/attention/query/kernel") == ([32, 4, 8], [32, 2, 8])
+    assert part(small, "llama", "fsdp", "layers/0/attention/out/kernel") == ([4, 8, 32], [4, 8, 8])
+    assert part(small, "phi3", "both", "layers/0/mlp/up/kernel") == ([32, 48], [8, 24])
+    assert part(small, "gpt2", "tensor", "layers/0/attention/value/bias") == ([4, 8], [2, 8])
+    assert part(small, "gemma3_text", "both", "embed/embedding") == ([96, 32], [48, 8])
+    assert part(small, "qwen3", "both", "head/kernel") == ([32, 96], [8, 48])
+
+
+class TestLargeModels:
+    def test_8b_and_70b_are_planned_in_less_than_a_gigabyte(self, large):
+        assert large["8B"]["parameters"] == 8_030_261_248 and large["8B"]["bytes"] == 2 * 8_030_261_248
+        assert large["70B"]["parameters"] == 70_553_706_496
+        assert large["peak bytes"] < 1e9
+
+    @pytest.mark.parametrize("size", ["8B", "70B"])
+    def test_shapes_dtypes_and_shardings_are_known(self, large, size):
+        found = large[size]
+        layers, features, hidden = {"8B": (32, 4096, 14336), "70B": (80, 8192, 28672)}[size]
+        stack = "layers/scan_module/layers/0"
+        assert found["dtypes"] == ["bfloat16"] and found["traced alike"]
+        assert found["specs"][f"{stack}/mlp/down/kernel"] == [[layers, hidden, features], ["None", "model", "data"]]
+        assert found["specs"][f"{stack}/attention/key/kernel"][0] == [layers, features, 8, 128]
+        assert found["specs"][f"{stack}/attention/key/kernel"][1][:3] == ["None", "data", "model"]
+        assert found["specs"]["embed/embedding"] == [[128256, features], ["model", "data"]]
