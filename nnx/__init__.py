@@ -247,12 +247,12 @@ from nnx.interop.safetensors import load_safetensors as load_safetensors
 from nnx.interop.safetensors import save_safetensors as save_safetensors
 
 # isort: split
-# generation: writing with a model
-from nnx.generation.generate import generate as generate
-
-# isort: split
 # models: published architectures, under `nnx.models`
 from nnx import models as models
+
+# isort: split
+# generation: writing with a model
+from nnx.generation.generate import generate as generate
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""GPT-2 of examples/gpt trains, is saved, and writes text; its benchmark compares steps that compute the same."""
+"""GPT-2 of examples/gpt trains, is saved, and writes text; its benchmarks compare programs that compute the same."""
 
 import os
 import pathlib
@@ -40,3 +40,12 @@ def test_our_step_and_the_hand_written_ones_start_from_the_same_loss():
     ours, raw, tuned = (float(rows[name][-2]) for name in ("nnx", "hand-written JAX", "the same, tuned"))
     assert ours == pytest.approx(raw, rel=2e-3)  # all compute in bfloat16, in another order
     assert ours == pytest.approx(tuned, rel=2e-3)
+
+
+@pytest.mark.timeout(TIME_LIMIT + 20)
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_our_decoding_and_the_hand_written_one_write_the_same_tokens(model):
+    lines = run("-m", "benchmarks.gpu.decode", "--tiny", "--model", model, "--rows", "2")
+    (agreement,) = [line for line in lines if "the same tokens as by hand" in line]
+    assert "nnx, scanned layers 1.000, nnx, layers in a list 1.000" in agreement
+    assert any("Time to the first token" in line for line in lines)

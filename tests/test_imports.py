@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOMS = ("core", "sharding", "transforms", "nn", "training", "inspection", "interop", "generation", "models")
+ROOMS = ("core", "sharding", "transforms", "nn", "training", "inspection", "interop", "models", "generation")
 
 
 def package_root() -> Path:

@@ -1,12 +1,15 @@
-"""Which shapes are compiled: lengths are rounded up to *buckets*, and a few rows to eight.
+"""Which shapes are compiled: lengths are rounded up to *buckets*, a few rows to eight, and steps run in groups.
 
 A compiled function serves exactly one set of shapes. Rounding makes texts of many lengths share it: the number of
 compilations is the number of buckets, not of lengths.
 """
 
+from typing import NamedTuple
+
 SMALLEST_PROMPT = 16
 SMALLEST_CACHE = 64
 ROWS_THAT_PAY = 8
+STEPS_WITHOUT_CHECK = 8  # divides SMALLEST_CACHE, so that there is a column for each of them
 
 
 def prompt_bucket(length: int, chunk: int) -> int:
@@ -40,22 +43,68 @@ def cache_bucket(length: int) -> int:
     return -(-length // step) * step
 
 
+class Lengths(NamedTuple):
+    """The rounded lengths of one call: tokens to read of prompts and prefix, slots of the cache, and new tokens."""
+
+    prompt: int
+    prefix: int
+    cache: int
+    new: int
+
+
+def rounded_lengths(prompt: int, prefix: int, new: int, chunk: int, limit: int | None) -> Lengths:
+    """Returns the buckets for texts of so many tokens.
+
+    Args:
+        prompt: the length of the longest prompt. All its tokens but the last are read, and the last new token is never
+            decoded: neither needs a slot.
+        prefix: the length of the prefix, 0 for none.
+        new: the number of new tokens.
+        chunk: the number of tokens to read at a time.
+        limit: the length of the longest text that the model can hold, which no bucket exceeds.
+
+    >>> from nnx.generation.buckets import rounded_lengths
+    >>> rounded_lengths(prompt=100, prefix=0, new=60, chunk=1024, limit=None)
+    Lengths(prompt=128, prefix=0, cache=192, new=64)
+    >>> rounded_lengths(prompt=100, prefix=0, new=60, chunk=1024, limit=160).cache
+    160
+    """
+    read, shared = prompt_bucket(prompt - 1, chunk), prompt_bucket(prefix, chunk)
+    cache = cache_bucket(max(prefix + prompt + new - 1, read, shared))
+    if limit is not None:
+        read, shared, cache = min(read, limit), min(shared, limit), min(cache, limit)
+    return Lengths(read, shared, cache, cache_bucket(new))
+
+
 def rows_to_run(rows: int, platform: str, cache_bytes_per_row: int, weight_bytes: int) -> int:
     """Returns the number of rows the loop runs with; those beyond `rows` are computed and thrown away.
 
     On a GPU, XLA multiplies fewer than eight rows by a matrix with kernels that are slower than those for eight rows:
-    a token of GPT-2 small on an H200 took 0.65 ms for one row and 0.41 ms for eight. The extra rows also need a cache.
-    Where that would be larger than the weights, reading it would cost more than the faster kernels save.
+    a token of GPT-2 small on an H200 took 0.65 ms for one row and 0.41 ms for eight. The extra rows also need caches,
+    which are half full on average. Where reading them would take longer than reading the weights, they do not pay.
 
     >>> from nnx.generation.buckets import rows_to_run
     >>> [rows_to_run(rows, "gpu", cache_bytes_per_row=1, weight_bytes=100) for rows in (1, 5, 8, 9)]
     [8, 8, 8, 9]
-    >>> rows_to_run(1, "cpu", cache_bytes_per_row=1, weight_bytes=100)
-    1
+    >>> rows_to_run(1, "cpu", 1, 100), rows_to_run(1, "gpu", cache_bytes_per_row=50, weight_bytes=100)
+    (1, 1)
     """
     if platform not in ("gpu", "cuda") or rows >= ROWS_THAT_PAY:
         return rows
-    return ROWS_THAT_PAY if ROWS_THAT_PAY * cache_bytes_per_row <= weight_bytes else rows
+    return ROWS_THAT_PAY if ROWS_THAT_PAY * cache_bytes_per_row / 2 <= weight_bytes else rows
+
+
+def steps_between_checks(new: int, platform: str) -> int:
+    """Returns how many tokens the loop writes before it looks whether every row has stopped.
+
+    On a GPU, XLA copies the answer to the host and waits for it there, so that nothing is launched ahead meanwhile. A
+    loop with a fixed number of steps has no such pause. The price is at most seven steps too many.
+
+    >>> from nnx.generation.buckets import steps_between_checks
+    >>> steps_between_checks(512, "gpu"), steps_between_checks(5, "gpu"), steps_between_checks(512, "cpu")
+    (8, 1, 1)
+    """
+    return STEPS_WITHOUT_CHECK if platform in ("gpu", "cuda") and new >= SMALLEST_CACHE else 1
 
 
 def _power_of_two(number: int) -> int:

@@ -1,7 +1,7 @@
 """`nnx.generate`: continues texts with a model that has a cache of keys and values."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -23,7 +23,7 @@ from nnx.generation.arguments import (
     check_room,
     padded,
 )
-from nnx.generation.buckets import cache_bucket, prompt_bucket
+from nnx.generation.buckets import rounded_lengths, steps_between_checks
 from nnx.generation.programs import Plan, Progress, Step, read, unstack, write
 from nnx.sharding.rules import get_logical_axis_rules
 
@@ -34,10 +34,14 @@ NOT_FINITE = (
 )
 
 
+Tokens = ArrayLike | Sequence[int] | Sequence[Sequence[int]]
+"""Whole numbers as an array or as lists."""
+
+
 class Options(TypedDict, total=False):
     """The optional arguments of `generate`, for editors and type checkers."""
 
-    lengths: ArrayLike | None
+    lengths: Tokens | None
     temperature: float | jax.Array
     top_k: int | jax.Array | None
     top_p: float | jax.Array | None
@@ -47,7 +51,7 @@ class Options(TypedDict, total=False):
     stop_tokens: int | Iterable[int]
     pad_token: int
     num_samples: int | None
-    prefix: ArrayLike | None
+    prefix: Tokens | None
     prefill_chunk: int
     stream: Callable[[np.ndarray], Any] | None
     ctx: Context | None
@@ -56,7 +60,7 @@ class Options(TypedDict, total=False):
 @overload
 def generate(
     model: Module,
-    prompts: ArrayLike,
+    prompts: Tokens,
     *,
     max_new_tokens: int,
     return_logprobs: Literal[False] = False,
@@ -65,7 +69,7 @@ def generate(
 @overload
 def generate(
     model: Module,
-    prompts: ArrayLike,
+    prompts: Tokens,
     *,
     max_new_tokens: int,
     return_logprobs: Literal[True],
@@ -73,10 +77,10 @@ def generate(
 ) -> tuple[jax.Array, jax.Array]: ...
 def generate(
     model: Module,
-    prompts: ArrayLike,
+    prompts: Tokens,
     *,
     max_new_tokens: int,
-    lengths: ArrayLike | None = None,
+    lengths: Tokens | None = None,
     temperature: float | jax.Array = 1.0,
     top_k: int | jax.Array | None = None,
     top_p: float | jax.Array | None = None,
@@ -86,7 +90,7 @@ def generate(
     stop_tokens: int | Iterable[int] = (),
     pad_token: int = 0,
     num_samples: int | None = None,
-    prefix: ArrayLike | None = None,
+    prefix: Tokens | None = None,
     prefill_chunk: int = 1024,
     return_logprobs: bool = False,
     stream: Callable[[np.ndarray], Any] | None = None,
@@ -156,38 +160,35 @@ def generate(
     sampling = as_sampling(temperature, top_k, top_p, min_p, repetition_penalty, ctx)
     stops = as_stop_tokens(stop_tokens)
     limit = check_room(model, shared_length + prompt_length, new)
+    key = None if sampling.temperature is None or ctx is None else ctx.make_rng("sample")
+    pad = np.int32(pad_token)
 
-    # Every row reads all tokens but its last, which is the first to be decoded by the loop.
-    width = prompt_bucket(prompt_length - 1, chunk)
-    shared_width = prompt_bucket(shared_length, chunk)
-    cache_length = cache_bucket(max(shared_length + prompt_length + new - 1, width, shared_width))
-    if limit is not None:
-        width, shared_width, cache_length = min(width, limit), min(shared_width, limit), min(cache_length, limit)
+    room = rounded_lengths(prompt_length, shared_length, new, chunk, limit)
     rules = get_logical_axis_rules()
     plan = Plan(
-        cache_length=cache_length,
+        cache_length=room.cache,
         chunk=chunk,
-        width=cache_bucket(new),
+        width=room.new,
         num_samples=samples,
         logprobs=bool(return_logprobs),
         penalty=sampling.repetition_penalty is not None,
         rules=rules,
     )
-    key = None if sampling.temperature is None or ctx is None else ctx.make_rng("sample")
-    frozen_fn = None if logits_fn is None else Frozen(logits_fn, "logits_fn")
-    pad = np.int32(pad_token)
-
     # A scan over layers would copy the whole cache for each token. The copy of the weights lives as long as this call
     # and costs one pass over them, about as much as one token. Keeping it for the next call would hold the weights
     # twice in the meantime, and would have to notice every update.
     pure = model.partition()
     if callable(getattr(model, "unscanned", None)):
-        pure = unstack(pure, rules=rules)
-    shared = None if shared is None else padded(shared, shared_width)
-    progress = read(pure, padded(prompt, width + 1), shared, pad, plan=plan)
+        pure = unstack(pure, rules=rules) or pure
+    shared = None if shared is None else padded(shared, room.prefix)
+    progress = read(pure, padded(prompt, room.prompt + 1), shared, pad, plan=plan)
+
+    stride = 1 if stream is not None else steps_between_checks(new, jax.default_backend())
+    frozen_fn = None if logits_fn is None else Frozen(logits_fn, "logits_fn")
+    options: Any = {"logits_fn": frozen_fn, "stride": stride, "rules": rules}
 
     def advance(progress: Progress, until: int) -> tuple[Progress, Step]:
-        return write(pure, progress, np.int32(until), sampling, key, stops, pad, logits_fn=frozen_fn, rules=rules)
+        return write(pure, progress, np.int32(until), sampling, key, stops, pad, **options)
 
     batch = prompt.tokens.shape[0]
     shape = (batch,) if num_samples is None else (batch, samples)

@@ -93,9 +93,11 @@ class Prompt(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="rules")
-def unstack(pure: Pure, *, rules: Rules) -> Pure:
-    """Returns the model with its layers in a list, one array per layer and parameter."""
-    return pure.merge().unscanned().partition()
+def unstack(pure: Pure, *, rules: Rules) -> Pure | None:
+    """Returns the model with its layers in a list, one array per layer and parameter; None if they already are."""
+    model = pure.merge()
+    unscanned = model.unscanned()
+    return None if unscanned is model else unscanned.partition()  # passing the arrays through would copy them
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -131,7 +133,7 @@ def read(pure: Pure, prompts: Prompt, prefix: Prompt | None, pad_token: Any, *, 
     )
 
 
-@functools.partial(jax.jit, static_argnames=("logits_fn", "rules"), donate_argnames="progress")
+@functools.partial(jax.jit, static_argnames=("logits_fn", "stride", "rules"), donate_argnames="progress")
 def write(
     pure: Pure,
     progress: Progress,
@@ -142,9 +144,13 @@ def write(
     pad_token: Any,
     *,
     logits_fn: Frozen | None,
+    stride: int,
     rules: Rules,
 ) -> tuple[Progress, Step]:
-    """Writes tokens until there are `until` of them in each row, or every row has stopped."""
+    """Writes tokens until there are `until` of them in each row, or every row has stopped.
+
+    Whether to go on is decided every `stride` steps. Steps that turn out to be too many write padding.
+    """
     rows = jnp.arange(progress.newest.shape[0])
     # A key per row: what is drawn for a row does not depend on the number of rows.
     row_keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
@@ -159,21 +165,25 @@ def write(
         keys = None if row_keys is None else jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
         token, valid = choose(logits, sampling, keys, seen, None if logits_fn is None else logits_fn.value)
 
-        broken = progress.broken | (~finished & ~valid)
-        finished = finished | broken
-        tokens = progress.tokens.at[:, step].set(jnp.where(finished, pad_token, token))
+        idle = finished | (step >= until)
+        broken = progress.broken | (~idle & ~valid)
+        tokens = progress.tokens.at[:, step].set(jnp.where(idle | broken, pad_token, token))
         logprobs = progress.logprobs
         if logprobs is not None:
             chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-            logprob = jnp.where(finished, 0, chosen - jax.nn.logsumexp(logits, axis=-1))
+            logprob = jnp.where(idle, 0, chosen - jax.nn.logsumexp(logits, axis=-1))
             logprobs = logprobs.at[:, step].set(jnp.where(broken, jnp.nan, logprob).astype(jnp.float32))
+        finished = finished | broken
         if stop_tokens is not None:
             finished = finished | jnp.any(token[:, None] == stop_tokens, axis=-1)
         if seen is not None:
             seen = seen.at[rows, token].set(True)
         return Progress(step + 1, cache, token, finished, broken, tokens, logprobs, seen)
 
-    progress = jax.lax.while_loop(goes_on, write_one, progress)
+    def write_some(progress: Progress) -> Progress:
+        return jax.lax.fori_loop(0, stride, lambda _, progress: write_one(progress), progress)
+
+    progress = jax.lax.while_loop(goes_on, write_one if stride == 1 else write_some, progress)
     return progress, Step(jnp.take(progress.tokens, until - 1, axis=1), jnp.all(progress.finished))
 
 

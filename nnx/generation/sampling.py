@@ -72,12 +72,14 @@ def choose(
         shape, logits = logits.shape, logits_fn(logits)
         if jnp.shape(logits) != shape:
             raise ValueError(LOGITS_FN_SHAPE.format(expected=shape, got=jnp.shape(logits)))
-    valid = jnp.isfinite(jnp.max(logits, axis=-1))  # a maximum of NaN, of infinity, or of nothing but -inf is not
     if keys is None:
         token = jnp.argmax(logits, axis=-1)
+        highest = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
     else:
         token = jax.vmap(jax.random.categorical)(keys, keep_likely(logits, sampling))
-    return Choice(token.astype(jnp.int32), valid)
+        highest = jnp.max(logits, axis=-1)
+    # The highest logit is NaN if any is, and infinite if one is, or if every token is ruled out.
+    return Choice(token.astype(jnp.int32), jnp.isfinite(highest))
 
 
 def penalize_repetition(logits: jax.Array, seen: jax.Array, penalty: Any) -> jax.Array:

@@ -273,6 +273,11 @@ class Decoder(Module):
             x = _run(block, x, positions, mask, self.remat)
         return self._logits(x)
 
+    @property
+    def max_length(self) -> int | None:
+        """The longest text the model can take; None with rotary positions, which do not end."""
+        return None if self.positions is None else self.config.max_length
+
     def init_cache(self, batch: int, length: int, dtype: DTypeLike | None = None) -> DecoderCache:
         """Returns an empty cache for `decode`.
 

@@ -386,6 +386,9 @@ class MultiHeadAttention(Module):
         query, key = self._rotated(query, key, positions, positions)
         cache = cache.append(key, value, lengths, seq_lengths)
         options = causal_options(positions, cache.max_length, self.sliding_window)
+        if self.attention_fn is dot_product_attention:
+            # A token sees at least its own slot. One pass over the output less, in each layer and for each token.
+            options["assume_seen"] = True
         key, value = (cast(held, query.dtype) for held in cache)
         return self.out(self._attended(query, key, value, options, deterministic=True)), cache
 

@@ -73,6 +73,7 @@ def dot_product_attention(
     local_window_size: Window | None = None,
     implementation: Implementation | None = None,
     logits_soft_cap: float | None = None,
+    assume_seen: bool = False,
 ) -> jax.Array:
     """Attends from queries to keys, and averages the values accordingly.
 
@@ -101,6 +102,8 @@ def dot_product_attention(
         local_window_size: a pair `(left, right)`: query `i` sees the keys `i - left..i + right`; an int means both.
         implementation: "cudnn" or "xla"; by default, the one that `attention_implementation` returns.
         logits_soft_cap: a bound that the scaled logits approach smoothly, `cap * tanh(logits / cap)`; none by default.
+        assume_seen: a promise that every query sees at least one key. It saves the pass over the output that sets the
+            rows of queries without keys to zero.
 
     Returns:
         An array of shape `[batch..., query_length, heads, value_dim]`.
@@ -145,7 +148,12 @@ def dot_product_attention(
 
     arrays = (query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths)
     window = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
-    visibility: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "window": window}
+    visibility: dict[str, Any] = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "window": window,
+        "assume_seen": assume_seen,
+    }
     explicit = (
         dropout
         or precision is not None
@@ -210,11 +218,13 @@ def _delegated(
     is_causal: bool,
     scale: float | None,
     window: tuple[int, int] | None,
+    assume_seen: bool,
     implementation: Implementation,
 ) -> jax.Array:
     """Attends with `jax.nn.dot_product_attention`, which takes exactly one batch axis."""
     batch = query.shape[:-3]
-    seen = _seen(mask, query.shape[-3], key.shape[-3], key_lengths, is_causal, window)
+    lengths = (query.shape[-3], key.shape[-3])
+    seen = None if assume_seen else _seen(mask, *lengths, key_lengths, is_causal, window)
     # cuDNN's window is a causal one with a left bound; `fusion_obstacle` lets no other window through.
     if implementation == "cudnn" and window is not None:
         is_causal, window = True, (window[0], 0)
@@ -224,7 +234,6 @@ def _delegated(
         bias = _one_batch_axis(bias, batch)
     # cuDNN does not broadcast the last two axes of a mask, and takes a bias only in the dtype of the queries.
     if implementation == "cudnn":
-        lengths = (query.shape[-3], key.shape[-3])
         mask = None if mask is None else jnp.broadcast_to(mask, (*mask.shape[:2], *lengths))
         bias = None if bias is None else bias.astype(query.dtype)
         # Not every version of cuDNN takes a row of length 0 (some return NaN, some fail), so such a row gets one key
@@ -261,6 +270,7 @@ def _explicit(
     is_causal: bool,
     scale: float | None,
     window: tuple[int, int] | None,
+    assume_seen: bool,
     dropout_rate: float,
     broadcast_dropout: bool,
     precision: PrecisionLike,
@@ -286,7 +296,7 @@ def _explicit(
     if visible is not None:
         logits = jnp.where(visible, logits, _MASKED)
     weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
-    seen = _seen(mask, query_length, key_length, key_lengths, is_causal, window)
+    seen = None if assume_seen else _seen(mask, query_length, key_length, key_lengths, is_causal, window)
     if seen is not None:
         weights = jnp.where(seen, weights, 0)
 

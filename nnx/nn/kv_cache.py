@@ -368,4 +368,5 @@ def _append(
 
 
 def _put(held: jax.Array, slots: jax.Array, given: jax.Array) -> jax.Array:
-    return held.at[slots].set(given, mode="drop")
+    # Only the tokens of an overflowing row share a slot. A single token never does, and XLA writes it without atomics.
+    return held.at[slots].set(given, mode="drop", unique_indices=slots.shape == (1,))

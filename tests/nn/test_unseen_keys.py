@@ -145,6 +145,22 @@ class TestFunction:
         agrees(out, by_hand(QUERY, KEY, VALUE, visible_keys(5, 6, mask, lengths, is_causal, window)))
 
 
+@bodies
+def test_a_promise_that_every_query_sees_a_key_saves_the_pass_over_the_output(precision):
+    def attend(lengths, **options):
+        return nnx.dot_product_attention(
+            QUERY, KEY, VALUE, key_value_seq_lengths=lengths, precision=precision, **options
+        )
+
+    lengths = jnp.array([3, 6])
+    agrees(attend(lengths, assume_seen=True), np.asarray(attend(lengths)))
+    checked, promised = (
+        jax.jit(lambda lengths, seen=seen: attend(lengths, assume_seen=seen)).lower(lengths).as_text()
+        for seen in (False, True)
+    )
+    assert promised.count("stablehlo.select") == checked.count("stablehlo.select") - 1
+
+
 class TestMultiHeadAttention:
     @staticmethod
     def layer(**options) -> nnx.MultiHeadAttention:
