@@ -207,7 +207,7 @@ class Decoder(Module):
     remat: bool | Callable[..., Any]
     embed: Embed
     positions: LearnedPositionEmbed | None
-    layers: Sequence | ScanModule[Period]
+    layers: Any  # a Sequence or a ScanModule; a union would make an editor refuse `model.layers[0]`
     tail: Sequence
     norm: RMSNorm | LayerNorm
     head: Linear | None
@@ -266,6 +266,7 @@ class Decoder(Module):
         Returns:
             Logits of shape `[batch, length, vocab_size]`.
         """
+        _check_tokens(tokens, self.config.vocab_size)
         x = self._embedded(tokens, positions)
         if isinstance(self.layers, ScanModule):
             x, _ = self._scanned(x, positions, mask)
@@ -353,11 +354,9 @@ class Decoder(Module):
         return scan(body, **layers.options)(layers.scan_module, x, None, positions, mask)
 
     def _embedded(self, tokens: jax.Array, positions: jax.Array | None) -> jax.Array:
-        size = self.config.vocab_size
-        _check_tokens(tokens, size)
         # `Embed` counts negative numbers from the end; a negative token is a mistake, so it becomes NaN like any other
         # token outside the vocabulary.
-        x = self.embed(jnp.where(tokens < 0, size, tokens))
+        x = self.embed(jnp.where(tokens < 0, self.config.vocab_size, tokens))
         if self.config.scale_embeddings:
             x = x * jnp.asarray(self.config.features**0.5, x.dtype)
         if self.positions is not None:

@@ -60,6 +60,7 @@ _DERIVED = {"num_key_value_heads", "head_dim", "n_inner"}  # entries that follow
 _NULLABLE = {*_DERIVED, "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"}
 # Entries that describe the file or the class rather than the architecture; written from what is known, never kept.
 _OWN = {"model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path"}
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +218,7 @@ def config_from_dict(fields: Mapping[str, Any], where: str = "config.json") -> D
         if family.has_local_rotary:
             values["local_rotary"] = read_rope(fields, "sliding_attention", 10000.0, values["max_length"], where)
     known = {*family.keys, *_OWN, *_CONSUMED, *family.only}
+    known |= {key for key in _SPECIAL_TOKENS if fields.get(key) is None}
     extra = {key: value for key, value in fields.items() if key not in known}
     return DecoderConfig(model_type=family.model_type, extra=frozen_extra(extra), **values)
 
@@ -229,7 +231,10 @@ def config_to_dict(config: DecoderConfig) -> dict[str, Any]:
     """
     family = family_of(config.model_type, "DecoderConfig")
     values = {field: getattr(config, field) for field in config.__dataclass_fields__}
-    fields: dict[str, Any] = {name: json.loads(text) for name, text in config.extra}
+    # Without these entries, transformers would assume those of the family's first model, such as 32000 for phi3, and
+    # refuse a smaller vocabulary. A config that was read from a file has them if it needs them.
+    fields: dict[str, Any] = {} if config.extra else dict.fromkeys(_SPECIAL_TOKENS)
+    fields |= {name: json.loads(text) for name, text in config.extra}
     fields |= {"model_type": family.model_type, "architectures": [family.architecture]}
     fields |= {key: values[field] for key, field in family.keys.items()}
     if config.rotary is not None:

@@ -103,12 +103,11 @@ class Reader:
         return part
 
     def _read(self, piece: Piece, bounds: Bounds, dtype: Any, into: np.ndarray | None) -> np.ndarray:
-        inputs = piece.layout.inputs
-        if piece.layout.transposed and bounds[:inputs] == _whole(piece.shape[:inputs]):
-            if bounds[inputs + 1 :] == _whole(piece.shape[inputs + 1 :]):
-                into = aligned_empty(_sizes(bounds), dtype) if into is None else into
-                self._stream(piece, bounds[inputs], into)
-                return into
+        inputs, whole = piece.layout.inputs or 0, _whole(piece.shape)
+        if piece.layout.transposed and (*bounds[:inputs], whole[inputs], *bounds[inputs + 1 :]) == whole:
+            into = aligned_empty(_sizes(bounds), dtype) if into is None else into
+            self._stream(piece, bounds[inputs], into)
+            return into
         view = self._view(piece, bounds)
         if into is None:
             if view.dtype == dtype and view.flags.c_contiguous:
@@ -120,7 +119,7 @@ class Reader:
 
     def _stream(self, piece: Piece, outputs: tuple[int, int], into: np.ndarray) -> None:
         """Reads whole rows of a transposed tensor, a few at a time, and writes each into a column of the parameter."""
-        inputs = piece.layout.inputs
+        inputs = piece.layout.inputs or 0
         step = math.prod(piece.shape[inputs + 1 :])
         first, last = piece.offset + outputs[0] * step, piece.offset + outputs[1] * step
         columns = into.reshape(math.prod(piece.shape[:inputs]), last - first)

@@ -174,6 +174,14 @@ def test_a_config_that_the_file_cannot_express_is_not_written():
             config_to_dict(read().replace(**changes))
 
 
+def test_a_config_made_by_hand_has_no_special_tokens():
+    config = read(model_type="phi3")
+    fields = config_to_dict(config)
+    assert [fields[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [None, None, None]
+    assert config_from_dict(fields) == config
+    assert config_to_dict(read(eos_token_id=3))["eos_token_id"] == 3
+
+
 def test_the_end_of_a_text_can_be_one_token_or_several():
     assert read().stop_tokens == read(eos_token_id=None).stop_tokens == ()
     assert read(eos_token_id=7).stop_tokens == (7,)
