@@ -7,6 +7,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PARITY := .venv-parity
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 DEMO   := examples/demo.py
 ARGS   ?=
@@ -14,7 +15,7 @@ SECONDS ?= 600
 
 export PYTHONHASHSEED := 0
 
-.PHONY: help demo test fuzz torture lint format bench docs examples clean
+.PHONY: help demo test fuzz torture parity goldens lint format bench docs examples clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -32,6 +33,12 @@ fuzz: $(VENV)/.ready-dev ## compare lifted with eager on random programs (SECOND
 torture: $(VENV)/.ready-dev ## kill, damage and race checkpoints for half an hour (ARGS="--kills 10 --pairs 2")
 	@PYTHONPATH=. JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -W ignore -m tests.torture.checkpoints $(ARGS)
 
+parity: $(PARITY)/.ready ## compare published models with transformers, both ways (ARGS="llama gemma2 --cases 3")
+	@JAX_PLATFORMS=cpu $(PARITY)/bin/python tools/parity.py $(ARGS)
+
+goldens: $(PARITY)/.ready ## write tests/models/golden again (ARGS="llama3 phi3")
+	@$(PARITY)/bin/python tools/make_golden.py $(ARGS)
+
 lint: $(VENV)/.ready-dev ## ruff (rules and formatting) and pyright
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . && $(BIN)/pyright --warnings
 
@@ -48,13 +55,20 @@ examples: $(VENV)/.ready-dev ## run every example at a small setting and print i
 	@$(BIN)/python examples/run_all.py $(ARGS)
 
 clean: ## remove everything these targets made
-	rm -rf $(VENV) site dist build .pytest_cache .ruff_cache .hypothesis benchmarks/results examples/output
+	rm -rf $(VENV) $(PARITY) site dist build .pytest_cache .ruff_cache .hypothesis benchmarks/results examples/output
 	find nnx tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # .ready-X says that the extras X of pyproject.toml are installed; it is older than pyproject.toml when they may not be.
 $(VENV)/.ready-%: pyproject.toml | $(BIN)/python
 	@echo "installing nnx[$*] into $(VENV) ..."
 	@$(PIP) install --editable ".[$*]"
+	@touch $@
+
+# The reference that published models are compared with (torch, transformers) stays out of the environment of the tests.
+$(PARITY)/.ready: pyproject.toml
+	@echo "installing nnx[parity] into $(PARITY) ..."
+	@test -x $(PARITY)/bin/python || $(PYTHON) -m venv $(PARITY)
+	@$(PARITY)/bin/python -m pip --disable-pip-version-check --quiet install --editable ".[parity]"
 	@touch $@
 
 $(BIN)/python:

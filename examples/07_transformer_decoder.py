@@ -8,6 +8,7 @@ the keys and values of earlier tokens from a cache, and its log-probabilities ar
 import argparse
 import operator
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +71,9 @@ class Decoder(nnx.Module):
 
     def decode(self, tokens: jax.Array, cache: nnx.DecoderCache, lengths: jax.Array | None = None):
         x = self.position(self.embed(tokens), cache.lengths[:, None] + jnp.arange(tokens.shape[1]))
+        blocks: Any = self.unscanned().blocks  # a list by now
         layers = []
-        for block, layer in zip(self.unscanned().blocks, cache.layers, strict=True):
+        for block, layer in zip(blocks, cache.layers, strict=True):
             x, layer = block.decode(x, layer, cache.lengths, lengths)
             layers.append(layer)
         added = tokens.shape[1] if lengths is None else lengths

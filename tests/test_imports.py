@@ -239,6 +239,8 @@ OPTIONAL = (
     "matplotlib",
     "torch",
     "transformers",
+    "tokenizers",
+    "jinja2",
     "tensorboardX",
     "wandb",
 )

@@ -4,6 +4,9 @@ Attention is scaled-dot-product attention over the whole cache with a mask, whic
 matrix computes queries, keys and values, which suits PyTorch best.
 """
 
+# PyTorch is not among the project's dependencies.
+# pyright: reportMissingImports=false
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -112,8 +112,9 @@ class GPT(nnx.Module):
         """Returns logits, and the cache with `lengths` of the tokens in each row appended; all of them by default."""
         length = tokens.shape[1]
         x = self.position(self.embed(tokens), cache.lengths[:, None] + jnp.arange(length))
+        blocks: Any = self.unscanned().blocks  # a list by now
         layers = []
-        for block, layer in zip(self.unscanned().blocks, cache.layers, strict=True):
+        for block, layer in zip(blocks, cache.layers, strict=True):
             x, layer = block.decode(x, layer, cache.lengths, lengths)
             layers.append(layer)
         return self.embed.attend(self.norm(x)), cache.advanced(layers, length if lengths is None else lengths)

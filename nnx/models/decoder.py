@@ -32,9 +32,9 @@ from nnx.nn.parameters import AxisNames
 from nnx.nn.rotary import RotaryEmbedding
 from nnx.nn.settings import as_dtype, as_optional_dtype
 from nnx.sharding.axes import PARTITION_NAME
-from nnx.transforms.loops import scan
+from nnx.transforms.class_forms import Scan, ScanModule
 from nnx.transforms.remat import remat as checkpointed
-from nnx.transforms.stacks import Scan, ScanModule
+from nnx.transforms.scan import scan
 
 LAYERS_AXIS = "layers"
 """The logical name of the axis along which a scanned decoder stacks its layers."""

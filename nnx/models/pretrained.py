@@ -36,8 +36,8 @@ from nnx.nn.settings import as_dtype
 from nnx.sharding.placement import shard
 from nnx.sharding.rules import RulesLike
 from nnx.training.manifest import CheckpointError
-from nnx.transforms.shapes import eval_shape
-from nnx.transforms.stacks import ScanModule
+from nnx.transforms.class_forms import ScanModule
+from nnx.transforms.eval_shape import eval_shape
 
 NO_DIRECTORY = (
     "There is no directory {path}. nnx.models reads local directories and never downloads: fetch the files first, for "

@@ -50,7 +50,7 @@ class BranchCall:
         numbers = range(len(self.targets))
 
         def work(selector: Any, *operands: Any) -> Outcome:
-            self._trace(*operands)
+            self._trace_branches(*operands)
             return self._outcome(*choose(selector, [self.function(i) for i in numbers], *operands))
 
         places = {id(owner): i for i, owner in enumerate(self.bound)}
@@ -64,7 +64,7 @@ class BranchCall:
         )
         return finish(self.call, outcome, stateful)
 
-    def _trace(self, cells: Any, data: Any, forks: Any) -> None:
+    def _trace_branches(self, cells: Any, data: Any, forks: Any) -> None:
         """Traces the branches to see what each of them changes."""
         self.shapes = [jax.eval_shape(self.branch(i), cells, data, forks) for i in range(len(self.targets))]
         self.effects = [shape.effects for shape in self.shapes]

@@ -1,0 +1,111 @@
+"""Writes the goldens: tiny random models of every decoder family, with what `transformers` computes with them.
+
+    make goldens
+
+`tests/models/golden/<name>/` then holds a directory as `transformers` saves it (`config.json`, `model.safetensors` or
+shards with an index) and `golden.npz`: `tokens` `[2, 24]`, `logits` `[2, 24, vocab]` in float32, `greedy` `[2, 32]`.
+The tests of NNX compare with these files and need neither `torch` nor `transformers`.
+"""
+
+import argparse
+import pathlib
+import shutil
+from typing import Any
+
+import numpy as np
+import reference
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "tests" / "models" / "golden"
+LENGTH, NEW_TOKENS, BATCH = 24, 32, 2
+SIZE_LIMIT = 300_000  # bytes of one directory
+SMALLEST_LEAD = 5e-3  # a chosen token leads by at least this, so that rounding never changes a continuation
+
+SMALL = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, max_position_embeddings=64)
+HEADS = dict(num_attention_heads=4, num_key_value_heads=2)
+
+# What a case shows is written behind it. The text is 24 tokens long, so windows of 8 or less cut off most of it.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", dict(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64)),
+    "llama": ("llama", dict(**SMALL, **HEADS, tie_word_embeddings=False)),  # grouped heads, untied
+    "llama3": (  # rope scaling with frequencies below, between and above both limits; tied; all heads have keys
+        "llama",
+        dict(
+            **SMALL,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            tie_word_embeddings=True,
+            rope_theta=10_000.0,
+            rope_scaling=dict(
+                rope_type="llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=56,
+            ),
+        ),
+    ),
+    "mistral": ("mistral", dict(**SMALL, **HEADS, head_dim=12, sliding_window=7)),  # heads wider than hidden / heads
+    "qwen2": ("qwen2", dict(**SMALL, **HEADS, tie_word_embeddings=True)),  # biases of queries, keys and values
+    "qwen3": ("qwen3", dict(**SMALL, **HEADS, head_dim=16)),  # norms of queries and keys
+    "gemma2": (  # alternating windows, caps low enough to matter
+        "gemma2",
+        dict(
+            **{**SMALL, "num_hidden_layers": 4},
+            **HEADS,
+            head_dim=12,
+            query_pre_attn_scalar=10,
+            sliding_window=6,
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=4.0,
+        ),
+    ),
+    "gemma3_text": (  # one full layer after every two with windows, two rope bases
+        "gemma3_text",
+        dict(
+            **{**SMALL, "num_hidden_layers": 4},
+            **HEADS,
+            head_dim=12,
+            query_pre_attn_scalar=10,
+            sliding_window=6,
+            rope_theta=1_000_000.0,
+            rope_local_base_freq=10_000.0,
+            sliding_window_pattern=3,
+        ),
+    ),
+    "phi3": ("phi3", dict(**SMALL, **HEADS, sliding_window=None, tie_word_embeddings=False)),  # fused projections
+}
+SHARDED = {"mistral": "40KB"}  # cases saved in several files, and the limit for each
+AS_PUBLISHED = ("llama3", "gemma3_text")  # cases with the config.json of published checkpoints (`publish_config`)
+
+
+def write(name: str) -> str:
+    """Writes the golden of one case and returns a line about it."""
+    family, fields = CASES[name]
+    directory = GOLDEN / name
+    shutil.rmtree(directory, ignore_errors=True)
+    for seed in range(20):
+        model = reference.make(family, fields, seed)
+        tokens = np.random.default_rng(seed).integers(3, 96, (BATCH, LENGTH), np.int32)
+        greedy, lead = reference.greedy(model, tokens, NEW_TOKENS)
+        if lead > SMALLEST_LEAD and all(len(set(row)) > 4 for row in greedy.tolist()):
+            break
+    else:
+        raise RuntimeError(f"{name}: no seed gives a continuation that is varied and safe from rounding")
+    model.save_pretrained(directory, max_shard_size=SHARDED.get(name, "1GB"))
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    if name in AS_PUBLISHED:
+        reference.publish_config(directory, fields)
+    logits = reference.logits(reference.load(directory), tokens)  # what a reader of the files must compute
+    np.testing.assert_allclose(logits, reference.logits(model, tokens), rtol=1e-6, atol=1e-6)
+    np.savez_compressed(directory / "golden.npz", tokens=tokens, logits=logits, greedy=greedy)
+    size = sum(file.stat().st_size for file in directory.iterdir())
+    assert size < SIZE_LIMIT, f"{name}: {size} bytes"
+    spread = logits.std(axis=-1).mean()
+    return f"{name:12} {size:8,} bytes   seed {seed}   logits ±{spread:.2f}   smallest lead {lead:.3f}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(CASES)}; all by default")
+    for case in parser.parse_args().names or CASES:
+        print(write(case), flush=True)

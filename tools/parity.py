@@ -1,0 +1,314 @@
+"""Compares NNX with `transformers`, live and both ways, on random configurations of every decoder family.
+
+    make parity                                      ten configurations per family, tokenizers, and a fine-tuned model
+    make parity ARGS="llama gemma2 --cases 3"        some families, fewer configurations
+
+For each configuration `transformers` saves a tiny random model, and
+
+- *read*: NNX loads it, and its logits agree. The relative error is the largest difference over the largest logit.
+- *greedy*: `nnx.generate` writes the same 32 tokens, with its cache, as `transformers` without one.
+- *write*: NNX saves it again, `transformers` loads that, and its logits are equal bit for bit.
+- *fresh*: NNX makes a new model from the fields of `DecoderConfig` alone and saves it; `transformers` loads that, and
+  its logits agree with those of NNX.
+
+Runs in its own environment, which has both packages.
+"""
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import reference
+import tokenizer_parity
+
+import nnx
+
+TOLERANCE = 1e-4  # of the relative error
+LENGTH, NEW_TOKENS, MAX_LENGTH = 24, 32, 128
+SMALLEST_LEAD = 1e-3  # a continuation whose choices are closer than this may differ by rounding, and is not compared
+ROOT = pathlib.Path(__file__).parent.parent
+
+Fields = dict[str, Any]
+
+
+# The random configurations of each family
+
+
+def sizes(draw: np.random.Generator) -> Fields:
+    """Returns the fields that all families but gpt2 share, with grouped heads and heads of any width."""
+    heads = int(draw.choice([1, 2, 4, 6]))
+    groups = int(draw.choice([g for g in (1, 2, 3, 4, 6) if heads % g == 0]))
+    return dict(
+        vocab_size=int(draw.integers(40, 160)),
+        hidden_size=heads * int(draw.choice([8, 12, 16])),
+        intermediate_size=int(draw.integers(20, 90)),
+        num_hidden_layers=int(draw.integers(1, 5)),
+        num_attention_heads=heads,
+        num_key_value_heads=heads // groups,
+        max_position_embeddings=MAX_LENGTH,
+        rms_norm_eps=float(draw.choice([1e-6, 1e-5])),
+        rope_theta=float(draw.choice([10_000.0, 500_000.0])),
+        tie_word_embeddings=bool(draw.integers(2)),
+    )
+
+
+def head_dim(draw: np.random.Generator) -> int:
+    """Returns a width of heads that need not be that of the hidden state over their number."""
+    return int(draw.choice([4, 6, 10, 16]))
+
+
+def window(draw: np.random.Generator) -> int:
+    """Returns a sliding window that is shorter than the text."""
+    return int(draw.integers(1, LENGTH - 4))
+
+
+def scaling(draw: np.random.Generator, *kinds: str) -> Fields:
+    """Returns one of these kinds of rotary scaling, or none, for a model that was trained on shorter texts."""
+    kind = str(draw.choice([*kinds, "default"]))
+    factor = int(draw.choice([2, 4, 8]))
+    values: Fields = {"rope_type": kind, "factor": float(factor)}
+    if kind == "llama3":
+        values |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+    if kind in ("llama3", "yarn"):
+        values |= dict(original_max_position_embeddings=MAX_LENGTH // factor)
+    return {} if kind == "default" else {"rope_scaling": values}
+
+
+def gpt2(draw: np.random.Generator) -> Fields:
+    """Learned positions, biases everywhere, a hidden width of its MLP that need not be four times the other."""
+    heads = int(draw.choice([1, 2, 4]))
+    return dict(
+        vocab_size=int(draw.integers(40, 160)),
+        n_embd=heads * int(draw.choice([6, 8, 12])),
+        n_layer=int(draw.integers(1, 5)),
+        n_head=heads,
+        n_positions=64,
+        n_inner=None if draw.integers(2) else int(draw.integers(20, 90)),
+        layer_norm_epsilon=float(draw.choice([1e-6, 1e-5])),
+        activation_function=str(draw.choice(["gelu_new", "gelu", "relu"])),
+    )
+
+
+def llama(draw: np.random.Generator) -> Fields:
+    """Every kind of rotary scaling, heads of any width, biases or none."""
+    return {
+        **sizes(draw),
+        **scaling(draw, "llama3", "llama3", "linear", "yarn"),
+        **({"head_dim": head_dim(draw)} if draw.integers(2) else {}),
+        "attention_bias": bool(draw.integers(2)),
+        "mlp_bias": bool(draw.integers(2)),
+    }
+
+
+def mistral(draw: np.random.Generator) -> Fields:
+    """A sliding window in all layers, or none."""
+    return {
+        **sizes(draw),
+        "head_dim": head_dim(draw),
+        "sliding_window": window(draw) if draw.integers(4) else None,
+    }
+
+
+def qwen2(draw: np.random.Generator) -> Fields:
+    """Biases of queries, keys and values; windows from some layer on."""
+    return {
+        **sizes(draw),
+        **scaling(draw, "yarn"),
+        "use_sliding_window": bool(draw.integers(2)),
+        "max_window_layers": int(draw.integers(0, 3)),
+        "sliding_window": window(draw),
+    }
+
+
+def qwen3(draw: np.random.Generator) -> Fields:
+    """As qwen2, with norms of queries and keys."""
+    return {**qwen2(draw), "head_dim": head_dim(draw), "attention_bias": bool(draw.integers(2))}
+
+
+def gemma2(draw: np.random.Generator) -> Fields:
+    """Windows in every second layer, soft caps or none."""
+    return {
+        **sizes(draw),
+        "tie_word_embeddings": True,
+        "head_dim": head_dim(draw),
+        "query_pre_attn_scalar": int(draw.integers(4, 20)),
+        "sliding_window": window(draw),
+        "attn_logit_softcapping": [None, 2.0, 50.0][draw.integers(3)],
+        "final_logit_softcapping": [None, 3.0, 30.0][draw.integers(3)],
+    }
+
+
+def gemma3_text(draw: np.random.Generator) -> Fields:
+    """Windows in all layers but every n-th, with their own rotary base."""
+    return {
+        **gemma2(draw),
+        **scaling(draw, "linear"),
+        "attn_logit_softcapping": None,  # as in every published one; `transformers` ignores other values
+        "num_hidden_layers": int(draw.integers(1, 7)),
+        "sliding_window_pattern": int(draw.integers(2, 7)),
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": float(draw.choice([100.0, 10_000.0])),
+    }
+
+
+def phi3(draw: np.random.Generator) -> Fields:
+    """Fused projections; heads that rotate whole or in part."""
+    return {
+        **sizes(draw),
+        "sliding_window": window(draw) if draw.integers(2) else None,
+        "partial_rotary_factor": float(draw.choice([0.5, 1.0])),
+    }
+
+
+FAMILIES: dict[str, Callable[[np.random.Generator], Fields]] = {
+    family.__name__: family for family in (gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3)
+}
+
+
+# The comparison
+
+
+class Comparison(NamedTuple):
+    """What one configuration showed."""
+
+    read: float  # relative error of the logits of NNX
+    write: float  # relative error of `transformers` on what NNX saved
+    fresh: float  # relative error between both on a model that NNX made
+    greedy: bool | None  # whether the continuations agree; None if rounding could decide
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all of it is as it should be."""
+        # One comparison each: `max` passes over NaN.
+        return self.read <= TOLERANCE and self.fresh <= TOLERANCE and self.write == 0 and self.greedy is not False
+
+
+def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Returns the largest difference over the largest value."""
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def forward(model: nnx.Module, tokens: np.ndarray) -> np.ndarray:
+    """Returns the logits of NNX; compiled as one function, which is faster than compiling each operation."""
+    return np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, tokens))
+
+
+def attempt(way: Callable[[], float]) -> float:
+    """Returns the error that a comparison found; infinite, with the traceback printed, if it failed altogether."""
+    try:
+        return way()
+    except Exception:
+        traceback.print_exc()
+        return np.inf
+
+
+def compare(family: str, seed: int, folder: pathlib.Path) -> Comparison:
+    """Compares one random configuration of a family, both ways."""
+    draw = np.random.default_rng([seed, *family.encode()])
+    fields = FAMILIES[family](draw)
+    made = reference.make(family, fields, seed)
+    made.save_pretrained(folder / "theirs", max_shard_size="40KB" if seed % 3 == 0 else "1GB")
+    if seed % 2:
+        reference.publish_config(folder / "theirs", fields)
+    theirs = reference.load(folder / "theirs")
+    tokens = draw.integers(3, fields["vocab_size"], (2, LENGTH), np.int32)
+    expected = reference.logits(theirs, tokens)
+
+    model = nnx.models.from_pretrained(folder / "theirs")
+    read = relative_error(forward(model, tokens), expected)
+
+    text, lead = reference.greedy(theirs, tokens, NEW_TOKENS)
+    greedy = None
+    if lead > SMALLEST_LEAD:
+        ours = nnx.generate(model, jnp.asarray(tokens), max_new_tokens=NEW_TOKENS, temperature=0)
+        greedy = bool(np.array_equal(ours, text))
+
+    def write() -> float:
+        nnx.models.save_pretrained(model, folder / "ours", max_shard_size="30KB" if seed % 3 == 1 else "1GB")
+        again = reference.load(folder / "ours")
+        assert type(again) is type(theirs), f"transformers takes what NNX saved for a {type(again).__name__}"
+        return relative_error(reference.logits(again, tokens), expected)
+
+    def fresh() -> float:
+        made_here = nnx.models.Decoder(model.config.replace(extra=()), ctx=nnx.context(seed))
+        nnx.models.save_pretrained(made_here, folder / "fresh")
+        loaded = reference.load(folder / "fresh")
+        return relative_error(forward(made_here, tokens), reference.logits(loaded, tokens))
+
+    return Comparison(read, attempt(write), attempt(fresh), greedy)
+
+
+def compare_family(family: str, cases: int) -> bool:
+    """Compares some random configurations of a family, prints a line, and returns whether all agree."""
+    results = []
+    for seed in range(cases):
+        with tempfile.TemporaryDirectory() as folder:
+            results.append(compare(family, seed, pathlib.Path(folder)))
+        if not results[-1].agrees:
+            print(f"{family}, configuration {seed}: {results[-1]}", flush=True)
+    read, write, fresh = (np.max([getattr(result, way) for result in results]) for way in ("read", "write", "fresh"))
+    continuations = [result.greedy for result in results if result.greedy is not None]
+    same = f"{sum(continuations)} of {len(continuations)}"
+    errors = f"read {read:.1e}   greedy {same:8}   write {write:.1e}   fresh {fresh:.1e}"
+    print(f"{family:12}  {cases} configurations   {errors}", flush=True)
+    return all(result.agrees for result in results)
+
+
+# The other comparisons
+
+
+def compare_finetuned(folder: pathlib.Path) -> float:
+    """Runs examples/llm/finetune.py and returns the relative error of our logits of what it wrote."""
+    fields = dict(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    before = reference.make("llama", fields, seed=0)
+    before.save_pretrained(folder / "before")
+    tokenizer_parity.write_tokenizer(folder / "before", tokenizer_parity.TEMPLATES["turns"])
+    program = [sys.executable, str(ROOT / "examples" / "llm" / "finetune.py"), str(folder / "before")]
+    options = ["--output", str(folder / "after"), "--steps", "40", "--length", "32", "--rate", "1e-2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*program, *options], check=True, env=environment, stdout=subprocess.DEVNULL)
+
+    after = reference.load(folder / "after")
+    tokenizer_parity.check_chats(folder / "after")
+    tokens = np.random.default_rng(0).integers(3, 300, (2, LENGTH), np.int32)
+    expected = reference.logits(after, tokens)
+    assert relative_error(reference.logits(before, tokens), expected) > 0.01, "fine-tuning changed nothing"
+    return relative_error(forward(nnx.models.from_pretrained(folder / "after"), tokens), expected)
+
+
+def main() -> int:
+    """Runs the comparisons asked for; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"some of {', '.join(FAMILIES)}; all by default")
+    parser.add_argument("--cases", type=int, default=10, help="random configurations per family")
+    args = parser.parse_args()
+    agree = [compare_family(family, args.cases) for family in args.families or FAMILIES]
+    if not args.families:
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"tokenizers    {tokenizer_parity.compare_tokenizers(pathlib.Path(folder))} comparisons agree")
+        with tempfile.TemporaryDirectory() as folder:
+            error = compare_finetuned(pathlib.Path(folder))
+            print(f"fine-tuned    read {error:.1e}, loaded by transformers")
+            agree.append(error <= TOLERANCE)
+    print(f"{sum(agree)} passed, {len(agree) - sum(agree)} failed")
+    return 0 if all(agree) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

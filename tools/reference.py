@@ -1,0 +1,103 @@
+"""The reference that published models are compared with: tiny random models of `transformers`, on the CPU, in float32.
+
+A *family* is a `model_type` of `transformers`. A *case* is one configuration of a family: the fields of its
+`config.json` that matter here; the rest keep their defaults. This file needs the environment of `make parity` and
+nothing of NNX.
+"""
+
+import copy
+import json
+import os
+import pathlib
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is ever fetched
+
+import numpy as np
+import torch
+import transformers
+
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)  # for models this small, threads mostly wait for each other
+
+# Token ids that every vocabulary here has. Some families default to ids far beyond a tiny vocabulary.
+SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+# Entries of a config.json that published checkpoints do not have.
+NEW_ENTRIES = ("rope_parameters", "layer_types", "_sliding_window_pattern", "dtype")
+
+
+def make(family: str, fields: dict[str, Any], seed: int) -> Any:
+    """Returns a model of `transformers` with random weights that make every one of its parts matter.
+
+    Freshly made models have norms of one, biases of zero and matrices near zero, so that their logits hardly depend on
+    what a reader may get wrong. Here every norm and bias is random, and the layers outweigh the embedding, so that a
+    model with tied embeddings does more than repeat its last token.
+
+    Args:
+        family: the `model_type`.
+        fields: the fields of the config that differ from the defaults of `transformers`.
+        seed: of the weights.
+    """
+    fields = copy.deepcopy({**SPECIAL_TOKENS, **fields})  # `transformers` adds to dicts it is given
+    config = transformers.AutoConfig.for_model(family, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    embedding = model.get_input_embeddings().weight
+    # Gemma normalizes what a layer adds to the residual, so only its norms can make layers outweigh the embedding.
+    spread = 1.0 if family.startswith("gemma") else 0.3
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.add_(spread * noise)
+            else:
+                gain = 1.0 if parameter is embedding else 2.0
+                parameter.copy_(noise * gain / min(parameter.shape) ** 0.5)
+    return model.eval()
+
+
+def publish_config(directory: pathlib.Path, fields: dict[str, Any]) -> None:
+    """Rewrites a config.json the way most published checkpoints have it.
+
+    They have the rotary settings at the top level, a pattern in place of layer types, and `torch_dtype`. Today's
+    `transformers` writes other entries, and reads both.
+
+    Args:
+        directory: a directory that `transformers` saved.
+        fields: the fields the model was made with, which use the published names.
+    """
+    file = directory / "config.json"
+    config = {name: value for name, value in json.loads(file.read_text()).items() if name not in NEW_ENTRIES}
+    file.write_text(json.dumps({**config, **fields, "torch_dtype": "float32"}, indent=2, sort_keys=True) + "\n")
+
+
+def load(directory: pathlib.Path) -> Any:
+    """Returns the model that `transformers` reads from a directory; every tensor must be given and used."""
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    problems = {name: found for name, found in report.items() if found}
+    assert not problems, f"{directory}: {problems}"
+    return model.eval()
+
+
+def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """Returns the logits of a whole text, `[batch, length, vocab]`, computed without a cache."""
+    with torch.no_grad():
+        ids = torch.from_numpy(tokens).long()
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.numpy()
+
+
+def greedy(model: Any, tokens: np.ndarray, steps: int) -> tuple[np.ndarray, float]:
+    """Returns the most likely continuation, `[batch, steps]`, and the smallest lead of a chosen token over the next.
+
+    Each step reads the whole text again, so the answer does not depend on any cache.
+    """
+    text, lead = tokens, np.inf
+    for _ in range(steps):
+        last = logits(model, text)[:, -1]
+        best_two = np.sort(last, axis=-1)[:, -2:]
+        lead = min(lead, float((best_two[:, 1] - best_two[:, 0]).min()))
+        text = np.concatenate([text, last.argmax(-1)[:, None].astype(text.dtype)], axis=1)
+    return text[:, tokens.shape[1] :], lead
