@@ -196,7 +196,9 @@ def generate(
 
     def texts(rows: Any) -> Any:
         """Returns rows of the loop, which may be more than asked for, in the shape of the result."""
-        return rows[: batch * samples].reshape(*shape, *rows.shape[1:])
+        wanted = (*shape, *rows.shape[1:])
+        # On a GPU, even a slice of everything is an operation that takes as long as half a token.
+        return rows if rows.shape == wanted else rows[: batch * samples].reshape(wanted)
 
     if stream is None:
         progress, _ = advance(progress, new)
@@ -206,8 +208,12 @@ def generate(
         progress = _streamed(advance, progress, new, lambda tokens: stream(texts(np.asarray(tokens))))
     if not is_tracer(progress.broken):
         _warn_of_broken_rows(np.asarray(progress.broken))
-    tokens = texts(progress.tokens[:, :new])
-    return tokens if progress.logprobs is None else (tokens, texts(progress.logprobs[:, :new]))
+
+    def columns(rows: Any) -> Any:
+        return texts(rows if rows.shape[1] == new else rows[:, :new])
+
+    tokens = columns(progress.tokens)
+    return tokens if progress.logprobs is None else (tokens, columns(progress.logprobs))
 
 
 def _streamed(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 LOGITS_FN_SHAPE = (
     "nnx.generate: expected logits_fn to return logits of shape {expected}, as it received them, got {got}."
@@ -73,13 +74,30 @@ def choose(
         if jnp.shape(logits) != shape:
             raise ValueError(LOGITS_FN_SHAPE.format(expected=shape, got=jnp.shape(logits)))
     if keys is None:
-        token = jnp.argmax(logits, axis=-1)
-        highest = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+        highest, token = _highest(logits)
     else:
         token = jax.vmap(jax.random.categorical)(keys, keep_likely(logits, sampling))
         highest = jnp.max(logits, axis=-1)
     # The highest logit is NaN if any is, and infinite if one is, or if every token is ruled out.
     return Choice(token.astype(jnp.int32), jnp.isfinite(highest))
+
+
+def _highest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the highest logit of each row and its first position, as `jnp.max` and `jnp.argmax` do.
+
+    This is one reduction, and so one kernel, where those are two. A NaN counts as the highest.
+    """
+
+    def higher(one: Any, other: Any) -> Any:
+        (x, i), (y, j) = one, other
+        x_is_nan, y_is_nan = x != x, y != y
+        keeps = (x > y) | (x_is_nan & ~y_is_nan) | (((x == y) | (x_is_nan & y_is_nan)) & (i < j))
+        return jnp.where(keeps, x, y), jnp.where(keeps, i, j)
+
+    positions = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    first = (np.array(-np.inf, logits.dtype), np.array(np.iinfo(np.int32).max, np.int32))
+    highest, token = jax.lax.reduce((logits, positions), first, higher, (1,))
+    return highest, token
 
 
 def penalize_repetition(logits: jax.Array, seen: jax.Array, penalty: Any) -> jax.Array:
