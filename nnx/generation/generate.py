@@ -206,8 +206,7 @@ def generate(
         raise ValueError(STREAM_IN_TRANSFORM)
     else:
         progress = _streamed(advance, progress, new, lambda tokens: stream(texts(np.asarray(tokens))))
-    if not is_tracer(progress.broken):
-        _warn_of_broken_rows(np.asarray(progress.broken))
+    _warn_of_broken_rows(progress.broken)
 
     def columns(rows: Any) -> Any:
         return texts(rows if rows.shape[1] == new else rows[:, :new])
@@ -238,7 +237,9 @@ def _streamed(
     return progress
 
 
-def _warn_of_broken_rows(broken: np.ndarray) -> None:
-    if broken.any():
-        rows = ", ".join(map(str, np.flatnonzero(broken)))
-        warnings.warn(NOT_FINITE.format(rows=rows), RuntimeWarning, stacklevel=3)
+def _warn_of_broken_rows(broken: jax.Array) -> None:
+    if is_tracer(broken) or not (broken.is_fully_addressable or broken.is_fully_replicated):
+        return  # inside a transform, or split over processes: this one cannot know
+    rows = np.flatnonzero(np.asarray(broken))
+    if rows.size:
+        warnings.warn(NOT_FINITE.format(rows=", ".join(map(str, rows))), RuntimeWarning, stacklevel=3)

@@ -242,6 +242,9 @@ def config_to_dict(config: DecoderConfig) -> dict[str, Any]:
     if family.sliding is not None:
         types = [f"{kind}_attention" for kind in config.layer_types]
         fields |= {"sliding_window": config.sliding_window, "layer_types": types}
+        if family.sliding is _always:
+            # Their configs have no layer_types; transformers takes a mistral that has them for a ministral.
+            del fields["layer_types"]
         if family.model_type in ("qwen2", "qwen3"):
             fields["use_sliding_window"] = "sliding" in config.layer_types
     again = config_from_dict(fields, "DecoderConfig")
