@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from nnx.core.context import context
 from nnx.core.files import atomic_file
 from nnx.core.module import Module
-from nnx.core.processes import is_first
+from nnx.core.processes import Exchange, is_first
 from nnx.core.repr import short
 from nnx.core.trace import is_tracer
 from nnx.interop.safetensors import write_arrays
@@ -57,9 +57,18 @@ NOT_IN_TABLE = (
     "Cannot save this model as a published {family} checkpoint: the format has no place for {paths}. (Low-rank "
     "adaptations are merged into the weights with `nnx.merge_lora(model)`; nnx.save saves any model.)"
 )
-LOST = "Cannot save this model as a published {family} checkpoint: it has no {paths}, which its config asks for."
+NOT_ITS_CONFIG = (
+    "Cannot save this model as a published checkpoint: it is not the one that its config describes, so whoever loads "
+    "it would compute something else.\n{differences}\nChange the model or `model.config`; nnx.save saves any model."
+)
 ABSTRACT = "Cannot save a model without values: {path!r} is {value}."
 
+# The attributes of layers that the config decides and that change the output. (A norm's scale is a parameter, that of
+# attention a setting.)
+_SETTINGS = (
+    *("activation", "epsilon", "scale_offset", "sliding_window", "scale", "logits_soft_cap"),
+    *("base", "rotary_dim", "interleaved", "scaling"),
+)
 _SHOWN = 30  # lines of an error; a wrong config makes every tensor wrong
 
 
@@ -115,8 +124,8 @@ def from_pretrained(
         param_dtype = as_dtype(dtype)
         if not jnp.issubdtype(param_dtype, jnp.floating):
             raise ValueError(NOT_FLOATS.format(got=param_dtype))
-        model = _abstract_model(config, param_dtype, scan_layers, remat)
-        targets = _values(model)
+        model = abstract_decoder(config, param_dtype, scan_layers, remat)
+        targets = values_by_path(model)
         known = links(config, scan_layers, targets, prefix)
         _check(path, config, known, targets, found)
         inside_trace = is_tracer(jnp.zeros(()))
@@ -144,24 +153,25 @@ def save_pretrained(
     Raises:
         TypeError: the model is not a `Decoder`.
         ValueError: the model has parameters or settings that the format of its family does not have.
-        CheckpointError: the files could not be written.
+        OSError: the files could not be written; for the weights, it is a `CheckpointError`.
     """
     if not isinstance(model, Decoder):
         raise TypeError(NOT_A_DECODER.format(got=short(model)))
     path, family = Path(directory).absolute(), model.config.model_type
     fields = config_to_dict(model.config)
-    values = _values(model)
+    values = values_by_path(model)
     for name, value in values.items():
         if isinstance(value, jax.ShapeDtypeStruct) or is_tracer(value):
             raise ValueError(ABSTRACT.format(path=name, value=short(value)))
-    known = links(model.config, isinstance(model.layers, ScanModule), values)
+    scanned = isinstance(model.layers, ScanModule)
+    known = links(model.config, scanned, values)
     covered = {target.path for link in known for target in link.targets}
     if covered != values.keys():
         raise ValueError(NOT_IN_TABLE.format(family=family, paths=_listed(values.keys() - covered)))
-    expected = _values(_abstract_model(model.config, model.param_dtype, isinstance(model.layers, ScanModule), False))
-    if expected.keys() != values.keys():
-        raise ValueError(LOST.format(family=family, paths=_listed(expected.keys() - values.keys())))
-    tensors = {link.name: _pending(link, values) for link in known}
+    differences = _differences(model, abstract_decoder(model.config, model.param_dtype, scanned, False))
+    if differences:
+        raise ValueError(NOT_ITS_CONFIG.format(differences="\n".join(f"  {line}" for line in differences[:_SHOWN])))
+    tensors = {link.name: pending_tensor(link, values) for link in known}
     by_name = {link.name: link for link in known}
     metadata = {"format": "pt"}  # what transformers writes; it refuses files without it
     write_arrays(
@@ -171,10 +181,10 @@ def save_pretrained(
         max_shard_size=max_shard_size,
         metadata=metadata,
     )
-    if is_first():
-        name = str(values["embed/embedding"].dtype)
-        with atomic_file(path / "config.json") as file:
-            file.write((json.dumps({**fields, "torch_dtype": name, "dtype": name}, indent=2) + "\n").encode())
+    # Last, because it takes no time: only a process that is killed here leaves an old config next to new weights.
+    dtype = str(values["embed/embedding"].dtype)
+    text = json.dumps({**fields, "torch_dtype": dtype, "dtype": dtype}, indent=2) + "\n"
+    Exchange(f"nnx.models.save_pretrained({str(directory)!r})").together(lambda: _write(path / "config.json", text))
 
 
 def read_config(directory: Path) -> DecoderConfig:
@@ -213,14 +223,16 @@ def _stored_dtype(config: DecoderConfig, prefix: str, found: Mapping[str, Any]) 
     return found[embedding].dtype if embedding in found else jnp.float32
 
 
-def _abstract_model(config: DecoderConfig, param_dtype: Any, scan_layers: bool, remat: Any) -> Decoder:
+def abstract_decoder(config: DecoderConfig, param_dtype: Any, scan_layers: bool, remat: Any) -> Decoder:
+    """Returns a decoder with shapes and dtypes in place of arrays."""
+
     def build() -> Decoder:
         return Decoder(config, param_dtype=param_dtype, scan_layers=scan_layers, remat=remat, ctx=context(0))
 
     return eval_shape(build)
 
 
-def _values(model: Module) -> dict[str, Any]:
+def values_by_path(model: Module) -> dict[str, Any]:
     """Returns the values of a model's state by path; a Variable that holds None has none."""
     values = {path: getattr(leaf, "value", leaf) for path, leaf in model.get_state().items()}
     return {path: value for path, value in values.items() if value is not None}
@@ -232,7 +244,7 @@ def _shape(target: Any, values: Mapping[str, Any]) -> Shape:
     return shape if target.index is None else shape[1:]
 
 
-def _pending(link: Link, values: Mapping[str, Any]) -> Pending:
+def pending_tensor(link: Link, values: Mapping[str, Any]) -> Pending:
     """Returns the dtype and shape that the tensor of a link has."""
     parts = [link.layout.tensor_shape(_shape(target, values)) for target in link.targets]
     axis = link.layout.output_axis
@@ -248,7 +260,7 @@ def _check(
     lines: list[str] = []
     for link in known:
         paths = ", ".join(target.path for target in link.targets)
-        expected = _pending(link, targets).shape
+        expected = pending_tensor(link, targets).shape
         tensor = found.get(link.name)
         if tensor is None:
             lines.append(f"missing: {link.name} {list(expected)}, for {paths}")
@@ -268,7 +280,7 @@ def _check(
 def _fill(model: Decoder, known: list[Link], files: Mapping[str, TensorFile], place: Callable[..., jax.Array]) -> None:
     """Puts the values of the files into an abstract model."""
     state = model.get_state()
-    values = _values(model)
+    values = values_by_path(model)
     pieces: dict[str, list[Piece]] = {}
     stacked: set[str] = set()
     for link in known:
@@ -307,6 +319,28 @@ def _place_when_run(pieces: list[Piece], target: jax.ShapeDtypeStruct, stacked: 
 
 
 # Saving
+
+
+def _write(file: Path, text: str) -> None:
+    if is_first():
+        with atomic_file(file) as opened:
+            opened.write(text.encode())
+
+
+def _differences(model: Decoder, expected: Decoder) -> list[str]:
+    """Returns where a model differs from the one its config describes, in what matters for its output."""
+    ours, theirs = values_by_path(model), values_by_path(expected)
+    lines = [f"{path} is missing" for path in theirs if path not in ours]
+    for path, value in ours.items():
+        if path in theirs and value.shape != theirs[path].shape:
+            lines.append(f"{path} is {list(value.shape)}, the config means {list(theirs[path].shape)}")
+    modules = dict(model.named_modules())
+    for path, described in expected.named_modules():
+        for name in _SETTINGS:
+            wanted, got = getattr(described, name, None), getattr(modules.get(path), name, None)
+            if not isinstance(wanted, (jax.Array, jax.ShapeDtypeStruct)) and wanted != got:
+                lines.append(f"{path}: {name} is {short(got)}, the config means {short(wanted)}")
+    return lines
 
 
 def _tensor(link: Link, values: Mapping[str, Any]) -> Any:

@@ -208,8 +208,24 @@ class TestSavingRefuses:
     def test_models_that_lost_a_parameter(self, tmp_path):
         model = tiny_model(use_qkv_bias=True, use_out_bias=True)
         model.layers[1].attention.query.bias = None
-        with pytest.raises(ValueError, match="it has no 'layers/1/attention/query/bias'"):
+        with pytest.raises(ValueError, match="(?s)not the one .*layers/1/attention/query/bias is missing"):
             nnx.models.save_pretrained(model, tmp_path)
+        assert not list(tmp_path.iterdir())
+
+    def test_models_that_their_config_does_not_describe(self, tmp_path):
+        model = tiny_model()
+        model.layers[0].mlp = nnx.GatedMLP(16, 20, activation=nnx.gelu, ctx=nnx.context(0))
+        model.layers[1].attention.rotary.base = 5.0
+        model.layers[1].attention.sliding_window = 4
+        with pytest.raises(ValueError) as error:
+            nnx.models.save_pretrained(model, tmp_path)
+        for line in (
+            "layers/0/mlp/down/kernel is [20, 16], the config means [24, 16]",
+            "layers/0/mlp: activation is ",
+            "layers/1/attention: sliding_window is 4, the config means None",
+            "layers/1/attention/rotary: base is 5.0, the config means 10000.0",
+        ):
+            assert line in str(error.value)
         assert not list(tmp_path.iterdir())
 
 

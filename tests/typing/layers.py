@@ -57,3 +57,16 @@ def mistakes(ctx: nnx.Context, x: jax.Array) -> None:
     _ = nnx.Linear(3, 4, ctx=ctx).weight  # pyright: ignore[reportAttributeAccessIssue]
     nnx.LayerNorm(3, eps=1e-5)  # pyright: ignore[reportCallIssue]
     nnx.dot_product_attention(x, x, x, implementation="flash")  # pyright: ignore[reportArgumentType]
+
+
+def published_models(ctx: nnx.Context, tokens: jax.Array) -> None:
+    model = nnx.models.from_pretrained("directory", dtype="bfloat16", scan_layers=True)
+    assert_type(model, nnx.models.Decoder)
+    assert_type(model.config, nnx.models.DecoderConfig)
+    assert_type(model.embed.embedding, jax.Array)
+    assert_type(model(tokens), jax.Array)
+    cache = model.init_cache(2, 16)
+    assert_type(cache, nnx.DecoderCache)
+    assert_type(model.decode(tokens, cache), tuple[jax.Array, nnx.DecoderCache])
+    assert_type(model.unscanned().layers[0].attention, Any)
+    assert_type(nnx.GatedMLP(4, 8, ctx=ctx).gate, nnx.Linear)
