@@ -9,7 +9,8 @@
 Weights and caches are in bfloat16 (float32 for tiny models), tokens are chosen greedily, and all JAX contenders have
 the same weights. A run reads a prompt of 64 tokens and writes 512 in each row. The last table is the time to the first
 token of a prompt of 512. "Bandwidth" is the fraction of the memory bandwidth (measured first, by adding 1 to a large
-array) that reading the weights and the filled part of the cache once per token would take.
+array) that reading the weights and the filled part of the cache once per token would take. "Drawing tokens" has
+`temperature`, `top_k` and `top_p`; compare it with the greedy rows to see what they cost.
 """
 
 import argparse
@@ -51,9 +52,10 @@ class Setting:
         return -(-(self.read + self.new) // 128) * 128
 
 
-def make_ours(setting: Setting, scanned: bool) -> Callable[[], jax.Array]:
-    model = models.make_model(setting.shape, scanned)
-    return lambda: nnx.generate(model, setting.prompts, max_new_tokens=setting.new, temperature=0)
+def make_ours(setting: Setting, scanned: bool, **rules: Any) -> Callable[[], jax.Array]:
+    model, ctx = models.make_model(setting.shape, scanned), nnx.context(sample=0)
+    rules = rules or {"temperature": 0}
+    return lambda: nnx.generate(model, setting.prompts, max_new_tokens=setting.new, ctx=ctx, **rules)
 
 
 def make_raw(setting: Setting, rows: int | None = None) -> Callable[[], jax.Array]:
@@ -78,7 +80,11 @@ CONTENDERS: dict[str, Callable[[Setting], Callable[[], Any]]] = {
     "hand-written JAX": make_raw,
     "the same, eight rows": functools.partial(make_raw, rows=8),
     "torch.compile": make_torch,
+    "nnx, drawing tokens": functools.partial(make_ours, scanned=False, temperature=0.8, top_k=50, top_p=0.95),
 }
+
+
+DIFFERENT = {"torch.compile", "nnx, drawing tokens"}  # their tokens are not those of the others
 
 
 def contenders(setting: Setting, left_out: set[str]) -> dict[str, Callable[[], Any]]:
@@ -97,7 +103,7 @@ def contenders(setting: Setting, left_out: set[str]) -> dict[str, Callable[[], A
 
 def agreement(runs: dict[str, Callable[[], Any]]) -> str:
     """Compares the JAX contenders: the fraction of tokens on which each agrees with hand-written JAX."""
-    tokens = {name: np.asarray(run()) for name, run in runs.items() if name != "torch.compile"}
+    tokens = {name: np.asarray(run()) for name, run in runs.items() if name not in DIFFERENT}
     expected = tokens.get("hand-written JAX")
     if expected is None:
         return ""

@@ -104,9 +104,7 @@ def make_contender(shape: Shape, rows: int, read: int, new: int, length: int) ->
     """Makes a function that reads `read` tokens and writes `new` in each of `rows` rows."""
     torch.manual_seed(0)
     torch._dynamo.reset()  # each setting is compiled with its own shapes
-    with torch.no_grad():
-        model = Decoder(shape, rows, length).to("cuda", torch.bfloat16)
-        model.slots = torch.arange(length, device="cuda")
+    model = Decoder(shape, rows, length).to("cuda", torch.bfloat16)
     prefill = torch.compile(model, dynamic=False)
     step = torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False)
     prompts = torch.randint(0, shape.vocab, (rows, read), device="cuda")

@@ -4,6 +4,7 @@ Values are checked where they are known. Inside a transform, prompts and lengths
 are checked, and they are padded by JAX.
 """
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,7 +30,7 @@ EMPTY_PROMPT = (
     "an empty text with the model's begin-of-text token."
 )
 WRONG_LENGTHS = "nnx.generate: expected lengths of shape ({batch},), one per prompt, from 1 to {width}, got {got}."
-NEGATIVE_TOKENS = "nnx.generate: expected {name} of tokens, numbers from 0 on, got {got}."
+NOT_TOKENS = "nnx.generate: expected {name} of tokens, numbers from 0 to 2**31 - 1, got {got}."
 WRONG_PREFIX = "nnx.generate: expected a prefix of shape [length] with at least one token, got {got}."
 WRONG_NUMBER = "nnx.generate: expected {name} to be {expected}, got {got!r}."
 WRONG_STOP_TOKENS = "nnx.generate: expected stop_tokens to be a sequence of whole numbers, got {got!r}."
@@ -69,14 +70,15 @@ def as_prompt(prompts: Any, lengths: Any) -> tuple[Prompt, int]:
         if lengths is None or lengths.shape != (batch,):
             raise ValueError(WRONG_LENGTHS.format(batch=batch, width=width, got=_describe(given)))
     if is_tracer(tokens) or is_tracer(lengths):
-        return Prompt(jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)), width
+        # Their values cannot be checked here. Clipped, a wrong length is at least one that the row can have.
+        return Prompt(jnp.asarray(tokens, jnp.int32), jnp.clip(jnp.asarray(lengths, jnp.int32), 1, width)), width
     if (lengths == 0).any():
         raise ValueError(EMPTY_PROMPT.format(got=f"lengths={lengths.tolist()}"))
     if lengths.min() < 1 or lengths.max() > width:
         raise ValueError(WRONG_LENGTHS.format(batch=batch, width=width, got=lengths.tolist()))
-    is_real = np.arange(width) < lengths[:, None]
-    _check_tokens("prompts", np.where(is_real, tokens, 0))
-    return Prompt(np.where(is_real, tokens, 0).astype(np.int32), lengths.astype(np.int32)), int(lengths.max())
+    tokens = np.where(np.arange(width) < lengths[:, None], tokens, 0)
+    _check_tokens("prompts", tokens)
+    return Prompt(tokens.astype(np.int32), lengths.astype(np.int32)), int(lengths.max())
 
 
 def as_prefix(prefix: Any) -> tuple[Prompt, int]:
@@ -98,9 +100,20 @@ def padded(prompt: Prompt, width: int) -> Prompt:
 
 def as_count(name: str, value: Any) -> int:
     """Returns a positive whole number."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+    number = as_int(name, value, "a positive int")
+    if number < 1:
         raise ValueError(WRONG_NUMBER.format(name=name, expected="a positive int", got=value))
-    return int(value)
+    return number
+
+
+def as_int(name: str, value: Any, expected: str = "an int") -> int:
+    """Returns a whole number, which may be given as an array without axes."""
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(WRONG_NUMBER.format(name=name, expected=expected, got=value)) from None
 
 
 def as_sampling(
@@ -174,8 +187,9 @@ def _whole_numbers(values: Any) -> Any:
 
 
 def _check_tokens(name: str, tokens: np.ndarray) -> None:
-    if tokens.min() < 0:
-        raise ValueError(NEGATIVE_TOKENS.format(name=name, got=int(tokens.min())))
+    for token in (tokens.min(), tokens.max()):
+        if not 0 <= token <= np.iinfo(np.int32).max:
+            raise ValueError(NOT_TOKENS.format(name=name, got=int(token)))
 
 
 def _describe(value: Any) -> str:

@@ -15,6 +15,7 @@ from nnx.core.trace import is_tracer
 from nnx.generation.arguments import (
     STREAM_IN_TRANSFORM,
     as_count,
+    as_int,
     as_prefix,
     as_prompt,
     as_sampling,
@@ -161,7 +162,7 @@ def generate(
     stops = as_stop_tokens(stop_tokens)
     limit = check_room(model, shared_length + prompt_length, new)
     key = None if sampling.temperature is None or ctx is None else ctx.make_rng("sample")
-    pad = np.int32(pad_token)
+    pad = np.int32(as_int("pad_token", pad_token))
 
     room = rounded_lengths(prompt_length, shared_length, new, chunk, limit)
     rules = get_logical_axis_rules()
@@ -203,8 +204,7 @@ def generate(
         raise ValueError(STREAM_IN_TRANSFORM)
     else:
         progress = _streamed(advance, progress, new, lambda tokens: stream(texts(np.asarray(tokens))))
-    if not is_tracer(progress.broken):
-        _warn_of_broken_rows(np.asarray(progress.broken))
+    _warn_of_broken_rows(progress.broken)
     tokens = texts(progress.tokens[:, :new])
     return tokens if progress.logprobs is None else (tokens, texts(progress.logprobs[:, :new]))
 
@@ -231,7 +231,9 @@ def _streamed(
     return progress
 
 
-def _warn_of_broken_rows(broken: np.ndarray) -> None:
-    if broken.any():
-        rows = ", ".join(map(str, np.flatnonzero(broken)))
-        warnings.warn(NOT_FINITE.format(rows=rows), RuntimeWarning, stacklevel=3)
+def _warn_of_broken_rows(broken: jax.Array) -> None:
+    if is_tracer(broken) or not (broken.is_fully_addressable or broken.is_fully_replicated):
+        return  # inside a transform, or split over processes: this one cannot know
+    rows = np.flatnonzero(np.asarray(broken))
+    if rows.size:
+        warnings.warn(NOT_FINITE.format(rows=", ".join(map(str, rows))), RuntimeWarning, stacklevel=3)

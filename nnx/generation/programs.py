@@ -161,7 +161,7 @@ def write(
     def write_one(progress: Progress) -> Progress:
         step, finished, seen = progress.step, progress.finished, progress.seen
         raw, cache = _decoded(pure, progress.newest[:, None], progress.cache)
-        logits = raw[:, 0].astype(jnp.promote_types(raw.dtype, jnp.float32))  # [rows, vocab]
+        logits = raw[:, 0].astype(jnp.float32)  # [rows, vocab]
         keys = None if row_keys is None else jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
         token, valid = choose(logits, sampling, keys, seen, None if logits_fn is None else logits_fn.value)
 
@@ -172,7 +172,7 @@ def write(
         if logprobs is not None:
             chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
             logprob = jnp.where(idle, 0, chosen - jax.nn.logsumexp(logits, axis=-1))
-            logprobs = logprobs.at[:, step].set(jnp.where(broken, jnp.nan, logprob).astype(jnp.float32))
+            logprobs = logprobs.at[:, step].set(jnp.where(broken, jnp.nan, logprob))
         finished = finished | broken
         if stop_tokens is not None:
             finished = finished | jnp.any(token[:, None] == stop_tokens, axis=-1)

@@ -2,8 +2,7 @@
 
 `MultiHeadAttention` projects queries, keys and values into heads, optionally normalizes and rotates them, attends, and
 projects back. With `num_kv_heads` below `num_heads`, several query heads share a key head (grouped-query attention). In
-*decode* mode it appends the keys and values of its inputs to a `KVCache` and attends to all tokens so far;
-`decode_step` does the same with a `LayerCache` that the caller owns.
+*decode* mode it appends to a `KVCache` and attends to all tokens so far; `decode_step` does so with the caller's cache.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.nn.attention_kernel import Implementation
 from nnx.nn.dot_product import dot_product_attention
-from nnx.nn.kv_cache import KVCache, LayerCache, causal_options
+from nnx.nn.kv_cache import KVCache, LayerCache, causal_options, visible_part
 from nnx.nn.linear import DotGeneral, LinearGeneral
 from nnx.nn.norm import LayerNorm, RMSNorm
 from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, default_bias_init, default_kernel_init
@@ -370,8 +369,7 @@ class MultiHeadAttention(Module):
             inputs: `[batch..., length, in_features]`, the next tokens.
             cache: the cache, see `make_cache`.
             lengths: `[batch...]`, the number of tokens each row holds before this call.
-            seq_lengths: `[batch...]`, the number of real tokens in each row of `inputs`; they come first, and the
-                others are not written.
+            seq_lengths: `[batch...]`, the number of real tokens in each row, which come first; others are not written.
 
         Returns:
             An array of shape `[batch..., length, out_features]`, and the cache with the tokens appended.
@@ -385,11 +383,10 @@ class MultiHeadAttention(Module):
         positions = lengths[..., None] + jnp.arange(inputs.shape[-2], dtype=jnp.int32)
         query, key = self._rotated(query, key, positions, positions)
         cache = cache.append(key, value, lengths, seq_lengths)
-        options = causal_options(positions, cache.max_length, self.sliding_window)
+        seen, options = visible_part(cache, positions, self.sliding_window)
         if self.attention_fn is dot_product_attention:
-            # A token sees at least its own slot. One pass over the output less, in each layer and for each token.
-            options["assume_seen"] = True
-        key, value = (cast(held, query.dtype) for held in cache)
+            options["assume_seen"] = True  # a token sees at least its own slot
+        key, value = (cast(held, query.dtype) for held in seen)
         return self.out(self._attended(query, key, value, options, deterministic=True)), cache
 
     def make_cache(

@@ -265,9 +265,25 @@ class DecoderCache:
 def causal_options(positions: jax.Array, max_length: int, window: int | None) -> dict[str, Any]:
     """Returns the options of `dot_product_attention` with which tokens at `positions` see the slots up to their own."""
     # For a single token, the number of filled slots is enough, and a fused kernel skips the others.
-    if positions.shape[-1] == 1 and window is None:
+    if positions.shape[-1] == 1 and (window is None or window >= max_length):
         return {"key_value_seq_lengths": jnp.minimum(positions[..., 0] + 1, max_length)}
     return {"mask": visible_slots(positions, max_length, window)}
+
+
+def visible_part(cache: LayerCache, positions: jax.Array, window: int | None) -> tuple[LayerCache, dict[str, Any]]:
+    """Returns the part of a cache that tokens at `positions` can see, and the options to attend to it causally."""
+    # Cutting the window out of each row moves its slots three times: read, write, read. A mask reads every slot.
+    if positions.shape[-1] != 1 or window is None or 3 * window > cache.max_length:
+        return cache, causal_options(positions, cache.max_length, window)
+    end = jnp.minimum(positions[..., 0] + 1, cache.max_length)
+
+    def cut(held: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(held, start, window)
+
+    for _ in end.shape:
+        cut = jax.vmap(cut)
+    start = jnp.maximum(end - window, 0)
+    return LayerCache(cut(cache.key, start), cut(cache.value, start)), {"key_value_seq_lengths": end - start}
 
 
 def visible_slots(positions: jax.Array, max_length: int, window: int | None) -> jax.Array:

@@ -58,7 +58,11 @@ def main():
             nnx.shard(model, mesh, rules)
             key = f"{name}, {'scanned' if scanned else 'in a list'}"
             found[key] = texts(model)
-            if not scanned:
+            if scanned:
+                unstacked = programs.unstack(model.partition(), rules=())
+                kernel = unstacked.states["layers/1/attention/query/kernel"].value
+                found[key]["kernel"] = [kernel.shape, kernel.addressable_shards[0].data.shape]
+            else:
                 kernel = model.layers[0].attention.query.kernel
                 found[key]["kernel"] = [kernel.shape, kernel.addressable_shards[0].data.shape]
                 found[key]["cache"] = cache_part(model)

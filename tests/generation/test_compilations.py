@@ -73,7 +73,7 @@ def test_other_values_weights_and_numbers_of_new_tokens_do_not_recompile():
     model.update_state(jax.tree.map(lambda x: x + 1, model.get_state()))
     run(2.0, 1, 1, 0, 2, (5, 6), 12)
     model = make()
-    run(np.float64(2.0), np.int64(1), jnp.float32(0.5), 0.5, 2, (5, 6), 12)
+    run(np.float64(2.0), jnp.int32(1), jnp.float32(0.5), 0.5, np.int64(2), np.array([5, 6]), 12)
     assert Counted.traces == []
 
 

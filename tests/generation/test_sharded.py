@@ -33,3 +33,4 @@ def test_weights_and_cache_are_really_split_by_heads(seen, setting, ways):
     found = seen[f"{setting}, in a list"]
     assert found["kernel"][1][1] == 8 // ways
     assert found["cache"][1][2] == 8 // ways, found["cache"]
+    assert seen[f"{setting}, scanned"]["kernel"] == found["kernel"]  # unstacked, they are still split

@@ -15,6 +15,7 @@ VARIANTS = {
     "plain": {},
     "grouped and rotary": {"num_kv_heads": 2, "rotary": nnx.RotaryEmbedding(4)},
     "window": {"sliding_window": 2, "rotary": nnx.RotaryEmbedding(4)},
+    "window as long as the cache": {"sliding_window": MAX_LENGTH},
     "scale and soft cap": {"scale": 2.0, "logits_soft_cap": 0.5},
     "all": {
         "num_kv_heads": 1,
