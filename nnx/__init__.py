@@ -23,6 +23,7 @@ from nnx.core.filters import Not as Not
 from nnx.core.filters import OfType as OfType
 from nnx.core.filters import PathMatches as PathMatches
 from nnx.core.filters import buffers as buffers
+from nnx.core.load_report import LoadReport as LoadReport
 from nnx.core.modes import set_mode as set_mode
 from nnx.core.module import Module as Module
 from nnx.core.moduledef import ModuleDef as ModuleDef
@@ -209,7 +210,6 @@ from nnx.nn.weight_norm import WeightNorm as WeightNorm
 # isort: split
 # training: fitting a model
 from nnx.training.checkpoint import CheckpointEntry as CheckpointEntry
-from nnx.training.checkpoint import LoadReport as LoadReport
 from nnx.training.checkpoint import load as load
 from nnx.training.checkpoint import save as save
 from nnx.training.checkpoint_manager import CheckpointManager as CheckpointManager
@@ -252,10 +252,10 @@ __version__ = "0.1.0"
 __all__ = [
     # core
     "All", "BatchStat", "buffers", "Cache", "Container", "ContainerMetadata", "Context", "context", "ContextDef",
-    "dataclass", "Dict", "field", "Filter", "Intermediate", "is_node", "Module", "ModuleDef", "Node", "node",
-    "node_field", "Not", "OfType", "Param", "param", "param_field", "PathMatches", "Pure", "PureContext", "PureModule",
-    "Pytree", "Ref", "register_node_type", "set_mode", "State", "Static", "static", "static_field", "TraceContextError",
-    "TreeNode", "var", "var_field", "Variable", "with_metadata", "with_partitioning",
+    "dataclass", "Dict", "field", "Filter", "Intermediate", "is_node", "LoadReport", "Module", "ModuleDef", "Node",
+    "node", "node_field", "Not", "OfType", "Param", "param", "param_field", "PathMatches", "Pure", "PureContext",
+    "PureModule", "Pytree", "Ref", "register_node_type", "set_mode", "State", "Static", "static", "static_field",
+    "TraceContextError", "TreeNode", "var", "var_field", "Variable", "with_metadata", "with_partitioning",
     # sharding
     "data_parallel_rules", "fsdp_rules", "fsdp_tensor_parallel_rules", "get_logical_axis_rules", "get_partition_spec",
     "init_sharded", "logical_axis_rules", "logical_to_mesh", "logical_to_mesh_axes", "logical_to_mesh_sharding",
@@ -283,7 +283,7 @@ __all__ = [
     "YaRNScaling",
     # training
     "Accuracy", "Average", "CheckpointEntry", "CheckpointError", "CheckpointManager", "EMA", "EmaState", "load",
-    "LoadReport", "Metric", "MetricState", "MultiMetric", "Optimizer", "OptState", "save", "Statistics", "TrainState",
+    "Metric", "MetricState", "MultiMetric", "Optimizer", "OptState", "save", "Statistics", "TrainState",
     "Welford",
     # inspection
     "count_params", "display", "plot_metrics", "read_metrics", "summary", "tensorboard_sink", "TrainLog", "wandb_sink",

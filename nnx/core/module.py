@@ -5,20 +5,21 @@ assignment means, walk and flat for how the data of a Module is found.
 """
 
 import abc
-import copy
 import dataclasses
 import inspect
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, overload
 
 from nnx.core.attributes import assign, settle, variable_of
 from nnx.core.build import build
+from nnx.core.copying import deep_copy, shallow_copy
 from nnx.core.errors import DICT_REPLACED, MODULE_TO_RAW_JAX, NOT_A_MODULE_CLASS, RESERVED_NAME
 from nnx.core.fields import constructor_signature, prepare_dataclass
 from nnx.core.filters import Filter, classify
 from nnx.core.flat import flat_of
-from nnx.core.kinds import SUBMODULE, Absent, absent, is_variable
+from nnx.core.kinds import Absent, absent, is_variable
+from nnx.core.load_report import LoadReport
+from nnx.core.load_state import load_state
 from nnx.core.modes import set_mode
 from nnx.core.module_info import ModuleBase, info_of, new_module
 from nnx.core.module_repr import module_repr
@@ -258,6 +259,30 @@ class Module(ModuleBase, metaclass=ModuleType):
                 )
         update(self, *to_states(updates))
 
+    def load_state(self, mapping: Mapping[str, Any], *, strict: bool = True, cast: bool = False) -> LoadReport:
+        """Loads a mapping of arrays into this Module in place, like PyTorch's `load_state_dict`.
+
+        The new arrays take the devices and shardings of the old ones.
+
+        Args:
+          mapping: a State, or a flat or nested mapping from paths to arrays.
+          strict: whether everything must fit: all paths known, every variable given, shapes and dtypes the same. If
+            False, what fits is loaded, and the rest of the Module stays as it is.
+          cast: whether to convert values to the dtypes of the Module.
+
+        Returns:
+          A report of what did not fit; it is false if everything did.
+
+        Raises:
+          ValueError: something does not fit, and `strict` is set. Nothing is changed.
+
+        >>> model = nnx.Linear(2, 3, ctx=nnx.context(0))
+        >>> report = model.load_state({"kernel": np.ones((2, 3), np.float32)}, strict=False)
+        >>> report.missing
+        ['bias']
+        """
+        return load_state(self, mapping, strict, cast)
+
     def clone(self, copy_arrays: bool = False) -> Self:
         """Returns an independent copy with the same sharing.
 
@@ -397,10 +422,10 @@ class Module(ModuleBase, metaclass=ModuleType):
     # Copying
 
     def __copy__(self) -> Self:
-        return _shallow_copy(self)
+        return shallow_copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return _deep_copy(self, memo)
+        return deep_copy(self, memo)
 
     def __getstate__(self) -> Any:
         kinds = self._nnx_info.kinds
@@ -437,40 +462,3 @@ def _adopt_fields(module: Any) -> None:
             if field.name in module._nnx_fields:
                 value = module._nnx_fields[field.name](value)
             assign(module, field.name, value)
-
-
-def _shallow_copy(module: Any) -> Any:
-    copied = new_module(type(module), {})
-    for name, kind in info_of(module).kinds.items():
-        if type(kind) is Ref:
-            kind.attach(copied, name)
-        info_of(copied).kinds[name] = kind
-        if name in module.__dict__:
-            value = module.__dict__[name]
-            own_method = isinstance(value, types.MethodType) and value.__self__ is module
-            copied.__dict__[name] = types.MethodType(value.__func__, copied) if own_method else value
-    return copied
-
-
-def _deep_copy(root: Any, memo: dict[int, Any]) -> Any:
-    """Copies the whole graph at once, so that depth does not matter; `memo` preserves sharing with other objects."""
-    modules = number_modules((root,)).modules
-    new = [module for module in modules if id(module) not in memo]
-    for module in new:
-        memo[id(module)] = new_module(type(module), {})
-    for module in new:
-        copied = memo[id(module)]
-        for name, kind in info_of(module).kinds.items():
-            value = module.__dict__.get(name)
-            if kind is SUBMODULE:
-                value = memo[id(value)]
-            elif type(kind) is Ref:
-                kind = copy.deepcopy(kind, memo)
-                kind.attach(copied, name)
-                value = kind.__dict__["value"]
-            else:
-                value = copy.deepcopy(value, memo)
-            info_of(copied).kinds[name] = kind
-            if type(kind) is not Absent:
-                copied.__dict__[name] = value
-    return memo[id(root)]
