@@ -17,6 +17,7 @@ from nnx.core.errors import DICT_REPLACED, MODULE_TO_RAW_JAX, NOT_A_MODULE_CLASS
 from nnx.core.fields import constructor_signature, prepare_dataclass
 from nnx.core.filters import Filter, classify
 from nnx.core.flat import flat_of
+from nnx.core.freezing import set_frozen
 from nnx.core.kinds import Absent, absent, is_variable
 from nnx.core.load_report import LoadReport
 from nnx.core.load_state import load_state
@@ -335,6 +336,29 @@ class Module(ModuleBase, metaclass=ModuleType):
     def eval(self: Self) -> Self:
         """Switches every layer that has a mode to evaluation; a call can override it."""
         set_mode(self, False)
+        return self
+
+    def freeze(self: Self, where: Any) -> Self:
+        """Marks Variables as not trained, for `nnx.grad`, `nnx.Optimizer` and `nnx.summary`.
+
+        Args:
+          where: a Module selector (a Module type, a path or glob such as `"encoder/layers/*"`, `...`), which selects
+            everything in those Modules; a filter such as `nnx.LoRAParam` or `nnx.PathMatches("**/bias")`; a function
+            `f(path, x)`, which is asked about every Module and every Variable; or a list of these.
+
+        Raises:
+          ValueError: `where` selects nothing.
+
+        >>> model = nnx.Linear(2, 3, ctx=nnx.context(0)).freeze(nnx.PathMatches("bias"))
+        >>> list(nnx.grad(lambda m: m(jnp.ones(2)).sum())(model))
+        ['kernel']
+        """
+        set_frozen(self, where, True, "freeze")
+        return self
+
+    def unfreeze(self: Self, where: Any = ...) -> Self:
+        """Removes the mark that `freeze` sets; by default from everything."""
+        set_frozen(self, where, False, "unfreeze")
         return self
 
     def variable(self, name: str) -> Any:

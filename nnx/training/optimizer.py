@@ -13,6 +13,7 @@ import optax
 
 from nnx.core.dict_sequence import Dict
 from nnx.core.filters import Filter, check_wrt, describe
+from nnx.core.freezing import is_frozen
 from nnx.core.module import Module
 from nnx.core.module_info import ModuleBase
 from nnx.core.paths import listing
@@ -30,7 +31,7 @@ NOT_A_TRANSFORMATION = (
     "nnx.Optimizer(model, tx) takes an optax transformation such as optax.adam(1e-3); got {tx} as tx."
 )
 NOTHING_TO_TRAIN = """nnx.Optimizer: wrt={wrt} matches nothing in this {model}. Its collections are: {collections}; \
-for its paths, see `model.get_state()`."""
+for its paths, see `model.get_state()`. Frozen Variables do not count: see `model.unfreeze()`."""
 NOT_GRADIENTS = """Optimizer.update takes the gradients as a State, as nnx.grad(f)(model) returns them for one Module; \
 got {got}. If you differentiate several arguments, pass the State of the model this Optimizer was made for."""
 MISSING_GRADIENTS = """Optimizer.update got no gradient for {paths}, which wrt={wrt} selects. Take the gradient with \
@@ -47,7 +48,7 @@ a program that makes the same model and the same tx. With a pickler that support
 cloudpickle, pickle (optimizer.model, optimizer.tx, optimizer.get_state()), and rebuild it from these: make \
 nnx.Optimizer(model, tx), then call its update_state(state)."""
 MODEL_CHANGED = """The parameters of the model are no longer those the Optimizer was made for ({changes}). Make a new \
-nnx.Optimizer after changing the structure of a model."""
+nnx.Optimizer after changing the structure of a model, and after freeze() or unfreeze()."""
 
 
 class Optimizer(Module, Generic[M]):
@@ -61,7 +62,7 @@ class Optimizer(Module, Generic[M]):
         model: the Module to train; it becomes the attribute `model`.
         tx: the transformation; chains, schedules, clipping, accumulation (`optax.MultiSteps`) and masks come from
             optax.
-        wrt: a filter that selects the parameters to train.
+        wrt: a filter that selects the parameters to train; frozen ones (`model.freeze(...)`) are left out.
         skip_nonfinite: whether to skip the whole update if a gradient contains NaN or infinity. Then neither the model
             nor the optimizer's state changes, `step` stays the same, and `skipped` is incremented.
 
@@ -171,7 +172,8 @@ class Optimizer(Module, Generic[M]):
         return super().__reduce_ex__(protocol)
 
     def _params(self) -> State:
-        return self.model.filter(self.wrt)
+        params = self.model.filter(self.wrt)
+        return params.filter(_is_trained) if any(map(is_frozen, params.values())) else params
 
     def _store(self, opt_state: Any, params: State) -> None:
         arrays, tree, values = flatten_state(opt_state)
@@ -195,6 +197,10 @@ class Optimizer(Module, Generic[M]):
             if unknown:
                 raise ValueError(UNKNOWN_GRADIENTS.format(paths=listing(unknown)))
         return params.map(lambda path, param: _as(param, grads[path], path))
+
+
+def _is_trained(path: str, leaf: Any) -> bool:
+    return not is_frozen(leaf)
 
 
 def _as(param: Any, grad: Any, path: str) -> Any:
