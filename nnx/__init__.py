@@ -144,6 +144,7 @@ from nnx.nn.cell_base import RNNCellBase as RNNCellBase
 from nnx.nn.conv import Conv as Conv
 from nnx.nn.conv import ConvTranspose as ConvTranspose
 from nnx.nn.dot_product import dot_product_attention as dot_product_attention
+from nnx.nn.dtypes import set_dtypes as set_dtypes
 from nnx.nn.einsum import Bilinear as Bilinear
 from nnx.nn.einsum import Einsum as Einsum
 from nnx.nn.embed import Embed as Embed
@@ -277,8 +278,8 @@ __all__ = [
     "make_attention_mask", "make_causal_mask", "make_padding_mask", "make_segment_mask", "make_sliding_window_mask",
     "max_pool", "MaxPool", "merge_lora", "min_pool", "MinPool", "mish", "MLP", "MultiHeadAttention", "NTKScaling",
     "one_hot", "OptimizedLSTMCell", "pool", "PReLU", "relu", "relu6", "RMSNorm", "RNN", "RNNCellBase",
-    "RotaryEmbedding", "RotaryScaling", "scaled_dot_general", "scaled_matmul", "selu", "sigmoid", "silu", "SimpleCell",
-    "sinusoidal_positions", "SinusoidalPositionEmbed", "soft_sign", "softmax", "softplus", "sparse_plus",
+    "RotaryEmbedding", "RotaryScaling", "scaled_dot_general", "scaled_matmul", "selu", "set_dtypes", "sigmoid", "silu",
+    "SimpleCell", "sinusoidal_positions", "SinusoidalPositionEmbed", "soft_sign", "softmax", "softplus", "sparse_plus",
     "sparse_sigmoid", "SpectralNorm", "squareplus", "standardize", "swish", "tanh", "Upsample", "WeightNorm",
     "YaRNScaling",
     # training
