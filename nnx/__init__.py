@@ -226,6 +226,7 @@ from nnx.training.metrics import Statistics as Statistics
 from nnx.training.metrics import Welford as Welford
 from nnx.training.optimizer import Optimizer as Optimizer
 from nnx.training.optimizer_state import OptState as OptState
+from nnx.training.prefetch import prefetch as prefetch
 from nnx.training.train_state import TrainState as TrainState
 
 # isort: split
@@ -284,7 +285,7 @@ __all__ = [
     "YaRNScaling",
     # training
     "Accuracy", "Average", "CheckpointEntry", "CheckpointError", "CheckpointManager", "EMA", "EmaState", "load",
-    "Metric", "MetricState", "MultiMetric", "Optimizer", "OptState", "save", "Statistics", "TrainState",
+    "Metric", "MetricState", "MultiMetric", "Optimizer", "OptState", "prefetch", "save", "Statistics", "TrainState",
     "Welford",
     # inspection
     "count_params", "display", "plot_metrics", "read_metrics", "summary", "tensorboard_sink", "TrainLog", "wandb_sink",

@@ -51,6 +51,13 @@ MODEL_CHANGED = """The parameters of the model are no longer those the Optimizer
 nnx.Optimizer after changing the structure of a model, and after freeze() or unfreeze()."""
 
 
+NO_LEARNING_RATE = """{action} Optimizer.learning_rate: the optax transformation {found}. Make it one that can be \
+read and set, `tx = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`; with several, use `optax_state`."""
+SCHEDULED = """Setting Optimizer.learning_rate: it follows a schedule, which would overwrite the value in the next \
+update. Give `optax.inject_hyperparams` a number instead of a schedule, or change the schedule."""
+NOT_A_RATE = "Setting Optimizer.learning_rate: it is one number, got {value}."
+
+
 class Optimizer(Module, Generic[M]):
     """Updates the parameters of a model in place, by an optax transformation.
 
@@ -154,6 +161,33 @@ class Optimizer(Module, Generic[M]):
     @optax_state.setter
     def optax_state(self, opt_state: Any) -> None:
         self._store(opt_state, self._params())
+
+    @property
+    def learning_rate(self) -> Any:
+        """The learning rate of the next update, or of the last one if it follows a schedule; assign to it to set it.
+
+        `tx` must keep it in its state: `optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`. Setting it changes a
+        value only, so a compiled step is not recompiled.
+        """
+        return self.opt_state.get_state()[self._learning_rate_path("reading")].value
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        path = self._learning_rate_path("setting")
+        state = self.opt_state.get_state()
+        if state.sub(path.replace("hyperparams/", "hyperparams_states/")):
+            raise AttributeError(SCHEDULED)
+        new = jnp.asarray(value, state[path].dtype)
+        if new.shape != ():
+            raise ValueError(NOT_A_RATE.format(value=short(value)))
+        self.opt_state.update_state(State({path: new}))
+
+    def _learning_rate_path(self, action: str) -> str:
+        paths = [path for path in self.opt_state.get_state() if f"/{path}".endswith("/hyperparams/learning_rate")]
+        if len(paths) != 1:
+            found = f"has several: {listing(paths)}" if paths else "keeps none in its state"
+            raise AttributeError(NO_LEARNING_RATE.format(action=action, found=found))
+        return paths[0]
 
     @property
     def logical_axes(self) -> dict[str, AxesOf]:
