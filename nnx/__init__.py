@@ -1,5 +1,8 @@
 """NNX: neural networks for JAX. Modules behave like Python, at the speed of hand-written JAX."""
 
+import typing as _typing
+
+# isort: split
 # core: what a Module is
 from nnx.core.attributes import is_node as is_node
 from nnx.core.attributes import register_node_type as register_node_type
@@ -293,6 +296,15 @@ __all__ = [
     "checkpoint_entries", "load_safetensors", "save_safetensors",
 ]
 # fmt: on
+
+
+if not _typing.TYPE_CHECKING:  # a checker would take it to mean that the package has every name
+
+    def __getattr__(name: str) -> object:
+        """Explains what a name of Flax or PyTorch is called here."""
+        from nnx.core.hints import package_error
+
+        raise package_error(name)
 
 
 def __dir__() -> list[str]:

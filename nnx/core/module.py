@@ -14,10 +14,12 @@ from nnx.core.attributes import assign, settle, variable_of
 from nnx.core.build import build
 from nnx.core.copying import deep_copy, shallow_copy
 from nnx.core.errors import DICT_REPLACED, MODULE_TO_RAW_JAX, NOT_A_MODULE_CLASS, RESERVED_NAME
-from nnx.core.fields import constructor_signature, prepare_dataclass
+from nnx.core.fields import adopt_fields, constructor_signature, prepare_dataclass
 from nnx.core.filters import Filter, classify
 from nnx.core.flat import flat_of
 from nnx.core.freezing import set_frozen
+from nnx.core.hints import MODULE as HINTS
+from nnx.core.hints import add_hints, explain_constructor, forward_only
 from nnx.core.kinds import Absent, absent, is_variable
 from nnx.core.load_report import LoadReport
 from nnx.core.load_state import load_state
@@ -60,13 +62,17 @@ class ModuleType(_ProtocolType):
         if is_dataclass is None:  # decided at the first instance, when decorators have run
             prepare_dataclass(cls)
             is_dataclass = dataclasses.is_dataclass(cls)
-        module = type.__call__(cls, *args, **kwargs)
+        try:
+            module = type.__call__(cls, *args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            explain_constructor(cls, kwargs, error)
+            raise
         if cls._nnx_is_dataclass is None:
             refuse_pytree(module)
             cls._nnx_is_dataclass = is_dataclass
         if type(module) is cls or isinstance(module, Module):
             if is_dataclass:
-                _adopt_fields(module)
+                adopt_fields(module)
             info = info_of(module)
             if info.unsettled:
                 settle(module)
@@ -117,6 +123,8 @@ class Module(ModuleBase, metaclass=ModuleType):
         super().__init_subclass__(**kwargs)
         cls._nnx_is_dataclass = None
         cls._nnx_free_names = set()
+        if "forward" in vars(cls) and not any("__call__" in vars(base) for base in cls.__mro__):
+            type.__setattr__(cls, "__call__", forward_only)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         return new_module(cls, {}, None, True)
@@ -443,6 +451,9 @@ class Module(ModuleBase, metaclass=ModuleType):
     def __repr__(self) -> str:
         return module_repr(self)
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in HINTS or hasattr(self, name)]
+
     # Copying
 
     def __copy__(self) -> Self:
@@ -477,12 +488,4 @@ def _unpickled(cls: type) -> Any:
     return new_module(cls, {})
 
 
-def _adopt_fields(module: Any) -> None:
-    """Gives fields their kinds if the constructor of a frozen dataclass bypassed `__setattr__`."""
-    kinds, values = info_of(module).kinds, module.__dict__
-    for field in dataclasses.fields(module):
-        if field.name in values and field.name not in kinds:
-            value = values.pop(field.name)
-            if field.name in module._nnx_fields:
-                value = module._nnx_fields[field.name](value)
-            assign(module, field.name, value)
+add_hints(Module, HINTS)

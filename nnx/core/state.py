@@ -13,6 +13,8 @@ from typing import Any, overload
 import jax
 
 from nnx.core.filters import Filter, classify
+from nnx.core.hints import STATE as HINTS
+from nnx.core.hints import add_hints
 from nnx.core.paths import listing, path_order
 from nnx.core.repr import short
 from nnx.core.variables import Container, values_equal
@@ -290,3 +292,4 @@ jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _
 
 States = State | tuple[State, ...]
 """What partition and filter return: one State, or one per filter."""
+add_hints(State, HINTS)

@@ -18,6 +18,7 @@ import numpy as np
 
 from nnx.core.collection_names import register_collection, snake_case
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, MODULE_IN_CONTAINER
+from nnx.core.hints import OUT_SHARDING
 from nnx.core.module_info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.statics import Frozen, own_copy
@@ -385,6 +386,8 @@ class Variable(Node[T]):
             return
         if isinstance(sharding, list):
             sharding = tuple(sharding)
+        for name in metadata.keys() & {"out_sharding", "sharding_names"}:
+            raise TypeError(OUT_SHARDING.format(type=type(self).__name__, name=name, value=metadata[name]))
         super().__init__(value, sharding=sharding, **metadata)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -5,7 +5,7 @@ a compiled step takes a flat list of arrays and does not flatten a tree.
 """
 
 import pickle
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Never, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,8 @@ NOTHING_TO_TRAIN = """nnx.Optimizer: wrt={wrt} matches nothing in this {model}. 
 for its paths, see `model.get_state()`. Frozen Variables do not count: see `model.unfreeze()`."""
 NOT_GRADIENTS = """Optimizer.update takes the gradients as a State, as nnx.grad(f)(model) returns them for one Module; \
 got {got}. If you differentiate several arguments, pass the State of the model this Optimizer was made for."""
+MODEL_GIVEN = """Optimizer.update takes the gradients alone, optimizer.update(grads): the model was given to \
+nnx.Optimizer(model, tx). Further arguments of the transformation are keywords, such as value=loss."""
 MISSING_GRADIENTS = """Optimizer.update got no gradient for {paths}, which wrt={wrt} selects. Take the gradient with \
 the same filter, nnx.grad(f, wrt=...), and with respect to the Module that was given to nnx.Optimizer."""
 UNKNOWN_GRADIENTS = """Optimizer.update got gradients for {paths}, and the model has no such path. Take the gradient \
@@ -120,7 +122,7 @@ class Optimizer(Module, Generic[M]):
             self.skipped = OptState(_zero(params))
         self._store(opt_state, params)
 
-    def update(self, grads: State, **extra: Any) -> None:
+    def update(self, grads: State, *misplaced: Never, **extra: Any) -> None:
         """Updates the model and the optimizer's own state once.
 
         Args:
@@ -131,6 +133,8 @@ class Optimizer(Module, Generic[M]):
             TypeError: `grads` is not a State.
             ValueError: the gradients do not fit the parameters.
         """
+        if misplaced or isinstance(grads, ModuleBase):
+            raise TypeError(MODEL_GIVEN)
         params = self._params()
         if tuple(params) != self.trains:
             raise ValueError(MODEL_CHANGED.format(changes=_changes(self.trains, tuple(params))))
