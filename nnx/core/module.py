@@ -33,6 +33,7 @@ from nnx.core.proxies import Access
 from nnx.core.pure import Pure
 from nnx.core.refs import Ref
 from nnx.core.repr import article, short
+from nnx.core.selectors import ModuleSelector
 from nnx.core.state import Layout, State
 from nnx.core.structure import ROOT
 from nnx.core.ties import own_values
@@ -346,7 +347,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         set_mode(self, False)
         return self
 
-    def freeze(self: Self, where: Any) -> Self:
+    def freeze(self: Self, where: Filter | ModuleSelector) -> Self:
         """Marks Variables as not trained, for `nnx.grad`, `nnx.Optimizer` and `nnx.summary`.
 
         Args:
@@ -364,7 +365,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         set_frozen(self, where, True, "freeze")
         return self
 
-    def unfreeze(self: Self, where: Any = ...) -> Self:
+    def unfreeze(self: Self, where: Filter | ModuleSelector = ...) -> Self:
         """Removes the mark that `freeze` sets; by default from everything."""
         set_frozen(self, where, False, "unfreeze")
         return self

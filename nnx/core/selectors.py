@@ -6,7 +6,7 @@ of selectors, or `...` for all Modules. The path of the model itself is `""`.
 
 from collections.abc import Callable, Sequence
 from types import EllipsisType
-from typing import Any
+from typing import Any, cast
 
 from nnx.core.filters import PathMatches, describe, everything
 from nnx.core.module_info import ModuleBase
@@ -36,7 +36,7 @@ def to_module_predicate(where: Any, name: str) -> Callable[[str, Any], bool]:
         predicates = [to_module_predicate(part, name) for part in where]
         return lambda path, module: any(predicate(path, module) for predicate in predicates)
     if callable(where) and not isinstance(where, (type, ModuleBase)):
-        return where
+        return cast(Callable[[str, Any], bool], where)
     raise TypeError(NOT_A_SELECTOR.format(name=name, value=short(where)))
 
 

@@ -49,7 +49,6 @@ def frozen(model: nnx.Module) -> list[str]:
         (lambda path, x: path.endswith("kernel"), ["encoder/0/kernel", "head/kernel"]),
         ([nnx.BatchNorm, nnx.PathMatches("head/bias")], [*ENCODER[2:], "head/bias"]),
     ],
-    ids=str,
 )
 def test_where_is_a_module_selector_or_a_filter(where, paths):
     model = Net()

@@ -48,7 +48,7 @@ def test_the_values_are_rounded_and_running_statistics_stay_in_float32():
     assert net[1].scale.dtype == jnp.bfloat16 and net[1].mean.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("where", ["0", nnx.Linear, lambda path, module: path == "0", ["0"]], ids=str)
+@pytest.mark.parametrize("where", ["0", nnx.Linear, lambda path, module: path == "0", ["0"]])
 def test_where_selects_layers(where):
     net = model()
     nnx.set_dtypes(net, dtype=jnp.float16, param_dtype=jnp.float16, where=where)
