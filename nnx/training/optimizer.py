@@ -18,7 +18,7 @@ from nnx.core.module import Module
 from nnx.core.module_info import ModuleBase
 from nnx.core.paths import listing
 from nnx.core.repr import short
-from nnx.core.state import State
+from nnx.core.state import State, parts_of
 from nnx.core.variables import Node, Param
 from nnx.sharding.defaults import AxesOf
 from nnx.training.optimizer_state import OptState, Structure, as_variables, flatten_state, init_state
@@ -211,7 +211,7 @@ class Optimizer(Module, Generic[M]):
 
     def _params(self) -> State:
         params = self.model.filter(self.wrt)
-        return params.filter(_is_trained) if any(map(is_frozen, params.values())) else params
+        return params.filter(_is_trained) if any(map(is_frozen, parts_of(params)[1])) else params
 
     def _store(self, opt_state: Any, params: State) -> None:
         arrays, tree, values = flatten_state(opt_state)
