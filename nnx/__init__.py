@@ -1,5 +1,8 @@
 """NNX: neural networks for JAX. Modules behave like Python, at the speed of hand-written JAX."""
 
+import typing as _typing
+
+# isort: split
 # core: what a Module is
 from nnx.core.attributes import is_node as is_node
 from nnx.core.attributes import register_node_type as register_node_type
@@ -23,6 +26,7 @@ from nnx.core.filters import Not as Not
 from nnx.core.filters import OfType as OfType
 from nnx.core.filters import PathMatches as PathMatches
 from nnx.core.filters import buffers as buffers
+from nnx.core.load_report import LoadReport as LoadReport
 from nnx.core.modes import set_mode as set_mode
 from nnx.core.module import Module as Module
 from nnx.core.moduledef import ModuleDef as ModuleDef
@@ -143,6 +147,7 @@ from nnx.nn.cell_base import RNNCellBase as RNNCellBase
 from nnx.nn.conv import Conv as Conv
 from nnx.nn.conv import ConvTranspose as ConvTranspose
 from nnx.nn.dot_product import dot_product_attention as dot_product_attention
+from nnx.nn.dtypes import set_dtypes as set_dtypes
 from nnx.nn.einsum import Bilinear as Bilinear
 from nnx.nn.einsum import Einsum as Einsum
 from nnx.nn.embed import Embed as Embed
@@ -212,7 +217,6 @@ from nnx.nn.weight_norm import WeightNorm as WeightNorm
 # isort: split
 # training: fitting a model
 from nnx.training.checkpoint import CheckpointEntry as CheckpointEntry
-from nnx.training.checkpoint import LoadReport as LoadReport
 from nnx.training.checkpoint import load as load
 from nnx.training.checkpoint import save as save
 from nnx.training.checkpoint_manager import CheckpointManager as CheckpointManager
@@ -228,6 +232,7 @@ from nnx.training.metrics import Statistics as Statistics
 from nnx.training.metrics import Welford as Welford
 from nnx.training.optimizer import Optimizer as Optimizer
 from nnx.training.optimizer_state import OptState as OptState
+from nnx.training.prefetch import prefetch as prefetch
 from nnx.training.train_state import TrainState as TrainState
 
 # isort: split
@@ -263,10 +268,10 @@ __version__ = "0.1.0"
 __all__ = [
     # core
     "All", "BatchStat", "buffers", "Cache", "Container", "ContainerMetadata", "Context", "context", "ContextDef",
-    "dataclass", "Dict", "field", "Filter", "Intermediate", "is_node", "Module", "ModuleDef", "Node", "node",
-    "node_field", "Not", "OfType", "Param", "param", "param_field", "PathMatches", "Pure", "PureContext", "PureModule",
-    "Pytree", "Ref", "register_node_type", "set_mode", "State", "Static", "static", "static_field", "TraceContextError",
-    "TreeNode", "var", "var_field", "Variable", "with_metadata", "with_partitioning",
+    "dataclass", "Dict", "field", "Filter", "Intermediate", "is_node", "LoadReport", "Module", "ModuleDef", "Node",
+    "node", "node_field", "Not", "OfType", "Param", "param", "param_field", "PathMatches", "Pure", "PureContext",
+    "PureModule", "Pytree", "Ref", "register_node_type", "set_mode", "State", "Static", "static", "static_field",
+    "TraceContextError", "TreeNode", "var", "var_field", "Variable", "with_metadata", "with_partitioning",
     # sharding
     "data_parallel_rules", "fsdp_rules", "fsdp_tensor_parallel_rules", "get_logical_axis_rules", "get_partition_spec",
     "init_sharded", "logical_axis_rules", "logical_to_mesh", "logical_to_mesh_axes", "logical_to_mesh_sharding",
@@ -289,12 +294,13 @@ __all__ = [
     "make_padding_mask", "make_segment_mask", "make_sliding_window_mask", "max_pool", "MaxPool", "merge_lora",
     "min_pool", "MinPool", "mish", "MLP", "MultiHeadAttention", "NTKScaling", "one_hot", "OptimizedLSTMCell", "pool",
     "PReLU", "relu", "relu6", "RMSNorm", "RNN", "RNNCellBase", "RotaryEmbedding", "RotaryScaling", "scaled_dot_general",
-    "scaled_matmul", "selu", "sigmoid", "silu", "SimpleCell", "sinusoidal_positions", "SinusoidalPositionEmbed",
+    "scaled_matmul", "selu", "set_dtypes", "sigmoid", "silu", "SimpleCell", "sinusoidal_positions",
+    "SinusoidalPositionEmbed",
     "soft_sign", "softmax", "softplus", "sparse_plus", "sparse_sigmoid", "SpectralNorm", "squareplus", "standardize",
     "swish", "tanh", "Upsample", "WeightNorm", "YaRNScaling",
     # training
     "Accuracy", "Average", "CheckpointEntry", "CheckpointError", "CheckpointManager", "EMA", "EmaState", "load",
-    "LoadReport", "Metric", "MetricState", "MultiMetric", "Optimizer", "OptState", "save", "Statistics", "TrainState",
+    "Metric", "MetricState", "MultiMetric", "Optimizer", "OptState", "prefetch", "save", "Statistics", "TrainState",
     "Welford",
     # inspection
     "count_params", "display", "plot_metrics", "read_metrics", "summary", "tensorboard_sink", "TrainLog", "wandb_sink",
@@ -304,6 +310,15 @@ __all__ = [
     "generate",
 ]
 # fmt: on
+
+
+if not _typing.TYPE_CHECKING:  # a checker would take it to mean that the package has every name
+
+    def __getattr__(name: str) -> object:
+        """Explains what a name of Flax or PyTorch is called here."""
+        from nnx.core.hints import package_error
+
+        raise package_error(name)
 
 
 def __dir__() -> list[str]:

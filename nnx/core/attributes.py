@@ -13,7 +13,16 @@ import numpy as np
 
 from nnx.core.caches import outlives_caches
 from nnx.core.captures import find_captured_module
-from nnx.core.errors import BAD_NAME, CAPTURES_MODULE, INCOMPATIBLE_CONTAINER, MODULE_INTO_VARIABLE, NOT_DATA
+from nnx.core.context import Context
+from nnx.core.errors import (
+    BAD_NAME,
+    CAPTURES_MODULE,
+    INCOMPATIBLE_CONTAINER,
+    MODULE_INTO_VARIABLE,
+    NOT_DATA,
+    STORES_CONTEXT,
+)
+from nnx.core.hints import refuse_flax_module
 from nnx.core.kinds import NODE, STATIC, SUBMODULE, TREE, TREE_SPEC, Absent
 from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.refs import Ref
@@ -165,6 +174,9 @@ def decide(module: Any, name: str, category: int, value: Any) -> tuple[Any, Any]
             f"Cannot assign attribute {name!r} of {type(module).__name__}: the result of an initializer with metadata "
             f"has to be wrapped in a container, e.g. nnx.Param({name}_init(...))."
         )
+    if isinstance(value, Context):
+        raise ValueError(STORES_CONTEXT.format(name=name, owner=type(module).__name__))
+    refuse_flax_module(value, f"The attribute {name!r} of {type(module).__name__}")
     if category == _PLAIN and holds_modules(value):
         return SUBMODULE, wrappers[type(value)](value)
     if _is_data(module, name, value):

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.errors import CONTEXT_AT_OTHER_LEVEL, TraceContextError
+from nnx.core.hints import CONTEXT as HINTS
+from nnx.core.hints import add_hints
 from nnx.core.repr import short
 from nnx.core.statics import Frozen, own_copy
 from nnx.core.trace import current_level, same_level
@@ -154,6 +156,8 @@ class Context:
         flags = [f"{name}={value!r}" for name, value in self._flags.items()]
         return f"Context({', '.join([*streams, *flags])})"
 
+
+add_hints(Context, HINTS)
 
 streams_of: Callable[[Any], dict[str, Stream]] = attrgetter("_streams")
 """Returns the live streams of a Context, by name."""

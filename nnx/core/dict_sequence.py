@@ -149,6 +149,15 @@ class Sequence(Module, MutableSequence[Any]):
         """Reverses the order of the items, in place."""
         self._replace_all(self._raw_items()[::-1])
 
+    def __add__(self, other: "Sequence | list[Any] | tuple[Any, ...]") -> "Sequence":
+        """Returns a new Sequence with the items of both; Modules are shared with it, as in lists."""
+        items = _items_in_containers(other)
+        return NotImplemented if items is None else Sequence([*self._raw_items(), *items])
+
+    def __radd__(self, other: "list[Any] | tuple[Any, ...]") -> "Sequence":
+        items = _items_in_containers(other)
+        return NotImplemented if items is None else Sequence([*items, *self._raw_items()])
+
     def _position(self, index: Any) -> int:
         try:
             position = index.__index__()
@@ -202,6 +211,12 @@ class Sequence(Module, MutableSequence[Any]):
     else:
         __hash__ = Module.__hash__
         __eq__ = Module.__eq__
+
+
+def _items_in_containers(items: Any) -> list[Any] | None:
+    if isinstance(items, Sequence):
+        return [_with_kind(items, i) for i in range(len(items))]
+    return list(items) if isinstance(items, (list, tuple)) else None
 
 
 def _with_kind(sequence: Sequence, i: int) -> Any:

@@ -67,6 +67,10 @@ As part of a static value, it would be frozen into compiled functions as a const
 gradients would not reach it. Assign the Module itself to an attribute, or pass it as an argument when you call. A \
 bound method of a Module in the same graph can be stored directly."""
 
+STORES_CONTEXT = """Cannot assign attribute {name!r} of {owner}: the value is a Context. Its random streams would \
+become constants of compiled functions, and every call would draw the same keys. Use the Context in the constructor \
+only, and pass one to each call that needs it: model(x, ctx=ctx)."""
+
 STATIC_HOLDS_STATE = """The static attribute {path!r} has come to hold {what} ({route}).
 A list or dict is examined when it is assigned (and when __init__ returns); partition, updates and gradients do not \
 see what is put into it later. Assign the filled container again (`module.{name} = [...]`), or use nnx.Sequence / \

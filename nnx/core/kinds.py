@@ -15,7 +15,8 @@ In the structure of a graph, which knows no Refs and no live objects, an `Absent
 from typing import Any
 
 from nnx.core.errors import NO_STATE_GIVEN
-from nnx.core.module_info import info_of
+from nnx.core.hints import MODULE, Hint
+from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.variables import Node, Spec, Static, Variable
 
 
@@ -95,4 +96,6 @@ def _explain_missing(module: Any, name: str) -> Any:
     if type(kind) is Absent:
         text = NO_STATE_GIVEN.format(owner=type(module).__name__, name=name, kind=kind.spec)
         raise AttributeError(text, name=name, obj=module)
+    if name in MODULE:
+        Hint(ModuleBase, name, MODULE[name]).__get__(module, type(module))
     raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}", name=name, obj=module)

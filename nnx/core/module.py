@@ -5,20 +5,24 @@ assignment means, walk and flat for how the data of a Module is found.
 """
 
 import abc
-import copy
 import dataclasses
 import inspect
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, overload
 
 from nnx.core.attributes import assign, settle, variable_of
 from nnx.core.build import build
+from nnx.core.copying import deep_copy, shallow_copy
 from nnx.core.errors import DICT_REPLACED, MODULE_TO_RAW_JAX, NOT_A_MODULE_CLASS, RESERVED_NAME
-from nnx.core.fields import constructor_signature, prepare_dataclass
+from nnx.core.fields import adopt_fields, constructor_signature, prepare_dataclass
 from nnx.core.filters import Filter, classify
 from nnx.core.flat import flat_of
-from nnx.core.kinds import SUBMODULE, Absent, absent, is_variable
+from nnx.core.freezing import set_frozen
+from nnx.core.hints import MODULE as HINTS
+from nnx.core.hints import add_hints, explain_constructor, forward_only
+from nnx.core.kinds import Absent, absent, is_variable
+from nnx.core.load_report import LoadReport
+from nnx.core.load_state import load_state
 from nnx.core.modes import set_mode
 from nnx.core.module_info import ModuleBase, info_of, new_module
 from nnx.core.module_repr import module_repr
@@ -29,6 +33,7 @@ from nnx.core.proxies import Access
 from nnx.core.pure import Pure
 from nnx.core.refs import Ref
 from nnx.core.repr import article, short
+from nnx.core.selectors import ModuleSelector
 from nnx.core.state import Layout, State
 from nnx.core.structure import ROOT
 from nnx.core.ties import own_values
@@ -58,13 +63,17 @@ class ModuleType(_ProtocolType):
         if is_dataclass is None:  # decided at the first instance, when decorators have run
             prepare_dataclass(cls)
             is_dataclass = dataclasses.is_dataclass(cls)
-        module = type.__call__(cls, *args, **kwargs)
+        try:
+            module = type.__call__(cls, *args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            explain_constructor(cls, kwargs, error)
+            raise
         if cls._nnx_is_dataclass is None:
             refuse_pytree(module)
             cls._nnx_is_dataclass = is_dataclass
         if type(module) is cls or isinstance(module, Module):
             if is_dataclass:
-                _adopt_fields(module)
+                adopt_fields(module)
             info = info_of(module)
             if info.unsettled:
                 settle(module)
@@ -115,6 +124,8 @@ class Module(ModuleBase, metaclass=ModuleType):
         super().__init_subclass__(**kwargs)
         cls._nnx_is_dataclass = None
         cls._nnx_free_names = set()
+        if "forward" in vars(cls) and not any("__call__" in vars(base) for base in cls.__mro__):
+            type.__setattr__(cls, "__call__", forward_only)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         return new_module(cls, {}, None, True)
@@ -258,6 +269,30 @@ class Module(ModuleBase, metaclass=ModuleType):
                 )
         update(self, *to_states(updates))
 
+    def load_state(self, mapping: Mapping[str, Any], *, strict: bool = True, cast: bool = False) -> LoadReport:
+        """Loads a mapping of arrays into this Module in place, like PyTorch's `load_state_dict`.
+
+        The new arrays take the devices and shardings of the old ones.
+
+        Args:
+          mapping: a State, or a flat or nested mapping from paths to arrays.
+          strict: whether everything must fit: all paths known, every variable given, shapes and dtypes the same. If
+            False, what fits is loaded, and the rest of the Module stays as it is.
+          cast: whether to convert values to the dtypes of the Module.
+
+        Returns:
+          A report of what did not fit; it is false if everything did.
+
+        Raises:
+          ValueError: something does not fit, and `strict` is set. Nothing is changed.
+
+        >>> model = nnx.Linear(2, 3, ctx=nnx.context(0))
+        >>> report = model.load_state({"kernel": np.ones((2, 3), np.float32)}, strict=False)
+        >>> report.missing
+        ['bias']
+        """
+        return load_state(self, mapping, strict, cast)
+
     def clone(self, copy_arrays: bool = False) -> Self:
         """Returns an independent copy with the same sharing.
 
@@ -310,6 +345,29 @@ class Module(ModuleBase, metaclass=ModuleType):
     def eval(self: Self) -> Self:
         """Switches every layer that has a mode to evaluation; a call can override it."""
         set_mode(self, False)
+        return self
+
+    def freeze(self: Self, where: Filter | ModuleSelector) -> Self:
+        """Marks Variables as not trained, for `nnx.grad`, `nnx.Optimizer` and `nnx.summary`.
+
+        Args:
+          where: a Module selector (a Module type, a path or glob such as `"encoder/layers/*"`, `...`), which selects
+            everything in those Modules; a filter such as `nnx.LoRAParam` or `nnx.PathMatches("**/bias")`; a function
+            `f(path, x)`, which is asked about every Module and every Variable; or a list of these.
+
+        Raises:
+          ValueError: `where` selects nothing.
+
+        >>> model = nnx.Linear(2, 3, ctx=nnx.context(0)).freeze(nnx.PathMatches("bias"))
+        >>> list(nnx.grad(lambda m: m(jnp.ones(2)).sum())(model))
+        ['kernel']
+        """
+        set_frozen(self, where, True, "freeze")
+        return self
+
+    def unfreeze(self: Self, where: Filter | ModuleSelector = ...) -> Self:
+        """Removes the mark that `freeze` sets; by default from everything."""
+        set_frozen(self, where, False, "unfreeze")
         return self
 
     def variable(self, name: str) -> Any:
@@ -394,13 +452,16 @@ class Module(ModuleBase, metaclass=ModuleType):
     def __repr__(self) -> str:
         return module_repr(self)
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in HINTS or hasattr(self, name)]
+
     # Copying
 
     def __copy__(self) -> Self:
-        return _shallow_copy(self)
+        return shallow_copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return _deep_copy(self, memo)
+        return deep_copy(self, memo)
 
     def __getstate__(self) -> Any:
         kinds = self._nnx_info.kinds
@@ -428,49 +489,4 @@ def _unpickled(cls: type) -> Any:
     return new_module(cls, {})
 
 
-def _adopt_fields(module: Any) -> None:
-    """Gives fields their kinds if the constructor of a frozen dataclass bypassed `__setattr__`."""
-    kinds, values = info_of(module).kinds, module.__dict__
-    for field in dataclasses.fields(module):
-        if field.name in values and field.name not in kinds:
-            value = values.pop(field.name)
-            if field.name in module._nnx_fields:
-                value = module._nnx_fields[field.name](value)
-            assign(module, field.name, value)
-
-
-def _shallow_copy(module: Any) -> Any:
-    copied = new_module(type(module), {})
-    for name, kind in info_of(module).kinds.items():
-        if type(kind) is Ref:
-            kind.attach(copied, name)
-        info_of(copied).kinds[name] = kind
-        if name in module.__dict__:
-            value = module.__dict__[name]
-            own_method = isinstance(value, types.MethodType) and value.__self__ is module
-            copied.__dict__[name] = types.MethodType(value.__func__, copied) if own_method else value
-    return copied
-
-
-def _deep_copy(root: Any, memo: dict[int, Any]) -> Any:
-    """Copies the whole graph at once, so that depth does not matter; `memo` preserves sharing with other objects."""
-    modules = number_modules((root,)).modules
-    new = [module for module in modules if id(module) not in memo]
-    for module in new:
-        memo[id(module)] = new_module(type(module), {})
-    for module in new:
-        copied = memo[id(module)]
-        for name, kind in info_of(module).kinds.items():
-            value = module.__dict__.get(name)
-            if kind is SUBMODULE:
-                value = memo[id(value)]
-            elif type(kind) is Ref:
-                kind = copy.deepcopy(kind, memo)
-                kind.attach(copied, name)
-                value = kind.__dict__["value"]
-            else:
-                value = copy.deepcopy(value, memo)
-            info_of(copied).kinds[name] = kind
-            if type(kind) is not Absent:
-                copied.__dict__[name] = value
-    return memo[id(root)]
+add_hints(Module, HINTS)

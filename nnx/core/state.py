@@ -13,9 +13,14 @@ from typing import Any, overload
 import jax
 
 from nnx.core.filters import Filter, classify
+from nnx.core.hints import STATE as HINTS
+from nnx.core.hints import add_hints
 from nnx.core.paths import listing, path_order
 from nnx.core.repr import short
-from nnx.core.variables import values_equal
+from nnx.core.variables import Container, values_equal
+
+OTHER_PATHS = """State.map takes States with the same paths: {differences}. Select a common part first, with \
+filter(), sub() or `-`."""
 
 
 class Layout:
@@ -174,9 +179,46 @@ class State(Mapping[str, Any]):
             return self
         return State.from_layout(Layout.of(tuple([paths[i] for i in indices])), [self._leaves[i] for i in indices])
 
-    def map(self, fn: Callable[[str, Any], Any]) -> "State":
-        """Returns a State with `fn(path, leaf)` in place of each leaf."""
-        return State.from_layout(self._layout, list(map(fn, self._layout.paths, self._leaves)))
+    def map(self, fn: Callable[..., Any], *others: "State") -> "State":
+        """Returns a State with `fn(path, leaf, *leaves_of_others)` in place of each leaf.
+
+        Args:
+          fn: the function.
+          *others: further States with the same paths, e.g. gradients next to parameters.
+
+        Raises:
+          TypeError: one of `others` is not a State.
+          ValueError: the paths differ.
+
+        >>> params, grads = nnx.State({"w": jnp.ones(2)}), nnx.State({"w": jnp.full(2, 10.0)})
+        >>> params.map(lambda path, p, g: p - 0.1 * g, grads)["w"].tolist()
+        [0.0, 0.0]
+        """
+        for other in others:
+            if not isinstance(other, State):
+                raise TypeError(f"State.map takes a function and further States, got {short(other)}.")
+            if other._layout is not self._layout:
+                raise ValueError(OTHER_PATHS.format(differences=_path_differences(self, other)))
+        leaves = [other._leaves for other in others]
+        return State.from_layout(self._layout, list(map(fn, self._layout.paths, self._leaves, *leaves)))
+
+    def sub(self, path: str | tuple[str, ...]) -> "State":
+        """Returns the entries below a path, with that prefix removed; an empty State if there are none.
+
+        >>> state = nnx.State({"layers/0/w": jnp.ones(2), "layers/1/w": jnp.ones(3)})
+        >>> list(state.sub("layers/1"))
+        ['w']
+        """
+        if isinstance(path, tuple):
+            path = "/".join(map(str, path))
+        if path == "":
+            return self
+        prefix = f"{path}/"
+        return State({name[len(prefix) :]: leaf for name, leaf in self.items() if name.startswith(prefix)})
+
+    def arrays(self) -> dict[str, Any]:
+        """Returns a dict from path to array, without the containers."""
+        return {path: leaf.value if isinstance(leaf, Container) else leaf for path, leaf in self.items()}
 
     # Nested dicts
 
@@ -221,6 +263,12 @@ class State(Mapping[str, Any]):
 _new = object.__new__
 
 
+def _path_differences(a: State, b: State) -> str:
+    lacking, extra = [path for path in a if path not in b], [path for path in b if path not in a]
+    parts = [f"the other one has no {listing(lacking)}"] if lacking else []
+    return "; ".join([*parts, f"only the other one has {listing(extra)}"] if extra else parts)
+
+
 parts_of: Callable[[State], tuple[Layout, Sequence[Any]]] = attrgetter("_layout", "_leaves")
 """Returns the layout and the leaves of a State."""
 
@@ -244,3 +292,4 @@ jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _
 
 States = State | tuple[State, ...]
 """What partition and filter return: one State, or one per filter."""
+add_hints(State, HINTS)

@@ -18,6 +18,7 @@ import numpy as np
 
 from nnx.core.collection_names import register_collection, snake_case
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, MODULE_IN_CONTAINER
+from nnx.core.hints import OUT_SHARDING
 from nnx.core.module_info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.statics import Frozen, own_copy
@@ -306,6 +307,10 @@ def register_container(cls: type) -> None:
     jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, _unflatten, _flatten)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
+
+
 class Node(Container[T]):
     """A container whose value is pytree data.
 
@@ -316,9 +321,28 @@ class Node(Container[T]):
     State({
       'lr': Node(0.1),
     })
+
+    Around an array it is array-like: it has the array's `shape` and `dtype`, and NumPy functions accept it.
     """
 
     __slots__ = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+        value: Any = self.value
+        return () if _is_number(value) else value.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the value; that of a Python number is the one JAX gives it."""
+        value: Any = self.value
+        return jnp.result_type(value) if _is_number(value) else value.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is None:
+            return np.asarray(self.value, dtype)
+        return np.array(self.value, dtype, copy=copy)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -362,6 +386,8 @@ class Variable(Node[T]):
             return
         if isinstance(sharding, list):
             sharding = tuple(sharding)
+        for name in metadata.keys() & {"out_sharding", "sharding_names"}:
+            raise TypeError(OUT_SHARDING.format(type=type(self).__name__, name=name, value=metadata[name]))
         super().__init__(value, sharding=sharding, **metadata)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

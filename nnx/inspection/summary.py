@@ -17,6 +17,7 @@ import numpy as np
 
 from nnx.core.context import Context
 from nnx.core.filters import Filter
+from nnx.core.freezing import is_frozen
 from nnx.core.module import Module
 from nnx.core.pure import Pure
 from nnx.core.repr import short
@@ -55,8 +56,9 @@ class Summary:
 
     Attributes:
         rows: the distinct Modules, one row each, the root first.
-        collections: the totals by collection name; arrays outside Variables are listed under "(none)".
-        parameters: the number of elements in all `nnx.Param`s.
+        collections: the totals by collection name; frozen Variables are listed under "params (frozen)" and the like,
+            arrays outside Variables under "(none)".
+        parameters: the number of elements in all `nnx.Param`s, frozen ones included.
         bytes: the size of all state.
         flops: the FLOPs of the whole call; None if no inputs were given.
     """
@@ -222,6 +224,7 @@ def _held(state: State) -> tuple[dict[str, int], dict[str, int], dict[str, Total
     for path, leaf in state.items():
         total = _sum(map(_array_total, jax.tree.leaves(leaf)))
         name = type(leaf).collection if isinstance(leaf, Variable) else "(none)"
+        name = f"{name} (frozen)" if is_frozen(leaf) else name
         collections[name] = _sum((collections.get(name, Total(0, 0, 0)), total))
         above = path
         while above:

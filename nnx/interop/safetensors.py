@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.files import sync_directory
+from nnx.core.load_report import LoadReport
 from nnx.core.module_info import ModuleBase
 from nnx.core.processes import Exchange, ProcessError, is_first
 from nnx.core.repr import short
@@ -28,7 +29,6 @@ from nnx.interop.safetensors_index import Shards, divide, open_model, write_mode
 from nnx.interop.safetensors_target import Notes, Source, match, place
 from nnx.training.entries import Entries
 from nnx.training.manifest import CheckpointError
-from nnx.training.matching import LoadReport
 from nnx.training.records import check_savable
 
 NOT_STATE = "{function} takes a State or a Module, got {got}."

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx.core.load_report import LoadReport
+from nnx.core.placing import bound_sharding
 from nnx.interop.safetensors_file import TensorFile, aligned_copy
 from nnx.interop.safetensors_header import INVALID, Tensor
 from nnx.training.entries import Entries, resolve_alias
 from nnx.training.manifest import CheckpointError
-from nnx.training.matching import LoadReport
-from nnx.training.places import bound_sharding
 from nnx.training.renaming import renamed
 
 TWO_VALUES = "two different values, {path!r} and {alias!r}, for an entry that is shared in the target"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
+from nnx.core.load_report import LoadReport
 from nnx.training.loading import Loading, load_all
 from nnx.training.manifest import read_manifest
-from nnx.training.matching import LoadReport as LoadReport
 from nnx.training.saving import Saving
 
 T = TypeVar("T")

@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nnx.core.load_report import LoadReport
 from nnx.core.processes import Exchange, ProcessError
 from nnx.training.chunk_reader import ChunkReader
 from nnx.training.chunks import Box
 from nnx.training.entries import Entries
 from nnx.training.manifest import FILE_NAME, CheckpointError, DamagedError, Manifest, read_manifest
-from nnx.training.matching import LoadReport, match
+from nnx.training.matching import match
 from nnx.training.orbax_format import OrbaxReader
 from nnx.training.places import Place
 from nnx.training.records import Record

@@ -1,14 +1,13 @@
 """Matching: which entry of a checkpoint belongs to which path of the target, and what does not fit."""
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx.core.paths import listing
+from nnx.core.load_report import LoadReport
+from nnx.core.placing import fits
 from nnx.training.entries import Entries, resolve_alias
 from nnx.training.hyperparameters import changes
 from nnx.training.manifest import Manifest
@@ -17,56 +16,6 @@ from nnx.training.records import Record, record_of
 from nnx.training.renaming import renamed
 
 NEEDS_X64 = "{record}, which JAX can hold only with jax_enable_x64 (or cast=True)"
-
-
-@dataclasses.dataclass
-class LoadReport:
-    """A report of what did not fit when a checkpoint was loaded with `strict=False`.
-
-    A report is true if something did not fit; `moved` and `changed` do not count.
-
-    Attributes:
-        missing: the paths of the target that the checkpoint does not have.
-        unexpected: the paths of the checkpoint that the target does not have.
-        mismatched: the paths with a different shape, dtype or kind, each with a description of the saved value and of
-            the one in the target.
-        moved: the paths of optimizer state that was found elsewhere in the chain, each with the path it was saved
-            under.
-        changed: the static attributes that have changed since the save, each with the old and the new value.
-    """
-
-    missing: list[str] = dataclasses.field(default_factory=list)
-    unexpected: list[str] = dataclasses.field(default_factory=list)
-    mismatched: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
-    moved: dict[str, str] = dataclasses.field(default_factory=dict)
-    changed: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.mismatched)
-
-    def __str__(self) -> str:
-        lines = []
-        if self.missing:
-            lines.append(f"- missing from the checkpoint: {listing(self.missing)}")
-        if self.unexpected:
-            lines.append(f"- in the checkpoint, but not in the target: {listing(self.unexpected)}")
-        shown = list(self.mismatched.items())[:12]
-        lines += [f"- {path!r} is {have} in the checkpoint and {want} in the target" for path, (have, want) in shown]
-        if len(self.mismatched) > len(shown):
-            lines.append(f"- and {len(self.mismatched) - len(shown)} more with a different shape or dtype")
-        if self.moved:
-            pairs = [f"{saved} -> {path}" for path, saved in self.moved.items()]
-            lines.append(f"- optimizer state that was found elsewhere in the chain: {listing(pairs)}")
-        return "\n".join([*lines, *self.changes()])
-
-    def changes(self) -> list[str]:
-        """Returns a line for each static attribute that has changed since the save."""
-        lines = [
-            f"- {where} was {then} when the checkpoint was saved, and is {now} in the target"
-            for where, (then, now) in list(self.changed.items())[:12]
-        ]
-        more = len(self.changed) - len(lines)
-        return [*lines, f"- and {more} more settings"] if more > 0 else lines
 
 
 def match(
@@ -134,27 +83,13 @@ def _candidates(manifest: Manifest, entries: Entries, by_name: Mapping[str, str]
 
 def _misfit(have: Record, want: Record, place: Place, cast: bool) -> tuple[str, str] | None:
     """Returns both sides as text if a saved value does not fit its place, else None."""
-    if not _fits(have, want, cast) or not _in_range(have, want):
+    if not fits(have, want, cast) or not _in_range(have, want):
         return str(have), str(want)
     if have.kind == "array" and not cast and place.kind in ("number", "jax"):
         dtype = have.data_dtype
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             return NEEDS_X64.format(record=have), str(want)
     return None
-
-
-def _fits(have: Record, want: Record, cast: bool) -> bool:
-    kinds = have.kind, want.kind
-    if "text" in kinds or "key" in kinds:
-        return kinds[0] == kinds[1] and have.shape == want.shape and have.dtype == want.dtype
-    if "number" in kinds:  # a Python number, or the scalar array that a compiled step made from it
-        return have.shape == want.shape and (cast or _sort(have) == _sort(want))
-    return have.shape == want.shape and (cast or have.dtype == want.dtype)
-
-
-def _sort(record: Record) -> Any:
-    dtype = jnp.dtype(record.dtype)
-    return next(sort for sort in (jnp.bool_, jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, sort))
 
 
 def _in_range(have: Record, want: Record) -> bool:

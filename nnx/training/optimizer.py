@@ -5,7 +5,7 @@ a compiled step takes a flat list of arrays and does not flatten a tree.
 """
 
 import pickle
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Never, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,12 @@ import optax
 
 from nnx.core.dict_sequence import Dict
 from nnx.core.filters import Filter, check_wrt, describe
+from nnx.core.freezing import is_frozen
 from nnx.core.module import Module
 from nnx.core.module_info import ModuleBase
 from nnx.core.paths import listing
 from nnx.core.repr import short
-from nnx.core.state import State
+from nnx.core.state import State, parts_of
 from nnx.core.variables import Node, Param
 from nnx.sharding.defaults import AxesOf
 from nnx.training.optimizer_state import OptState, Structure, as_variables, flatten_state, init_state
@@ -30,9 +31,11 @@ NOT_A_TRANSFORMATION = (
     "nnx.Optimizer(model, tx) takes an optax transformation such as optax.adam(1e-3); got {tx} as tx."
 )
 NOTHING_TO_TRAIN = """nnx.Optimizer: wrt={wrt} matches nothing in this {model}. Its collections are: {collections}; \
-for its paths, see `model.get_state()`."""
+for its paths, see `model.get_state()`. Frozen Variables do not count: see `model.unfreeze()`."""
 NOT_GRADIENTS = """Optimizer.update takes the gradients as a State, as nnx.grad(f)(model) returns them for one Module; \
 got {got}. If you differentiate several arguments, pass the State of the model this Optimizer was made for."""
+MODEL_GIVEN = """Optimizer.update takes the gradients alone, optimizer.update(grads): the model was given to \
+nnx.Optimizer(model, tx). Further arguments of the transformation are keywords, such as value=loss."""
 MISSING_GRADIENTS = """Optimizer.update got no gradient for {paths}, which wrt={wrt} selects. Take the gradient with \
 the same filter, nnx.grad(f, wrt=...), and with respect to the Module that was given to nnx.Optimizer."""
 UNKNOWN_GRADIENTS = """Optimizer.update got gradients for {paths}, and the model has no such path. Take the gradient \
@@ -47,7 +50,14 @@ a program that makes the same model and the same tx. With a pickler that support
 cloudpickle, pickle (optimizer.model, optimizer.tx, optimizer.get_state()), and rebuild it from these: make \
 nnx.Optimizer(model, tx), then call its update_state(state)."""
 MODEL_CHANGED = """The parameters of the model are no longer those the Optimizer was made for ({changes}). Make a new \
-nnx.Optimizer after changing the structure of a model."""
+nnx.Optimizer after changing the structure of a model, and after freeze() or unfreeze()."""
+
+
+NO_LEARNING_RATE = """{action} Optimizer.learning_rate: the optax transformation {found}. Make it one that can be \
+read and set, `tx = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`; with several, use `optax_state`."""
+SCHEDULED = """Setting Optimizer.learning_rate: it follows a schedule, which would overwrite the value in the next \
+update. Give `optax.inject_hyperparams` a number instead of a schedule, or change the schedule."""
+NOT_A_RATE = "Setting Optimizer.learning_rate: it is one number, got {value}."
 
 
 class Optimizer(Module, Generic[M]):
@@ -61,7 +71,7 @@ class Optimizer(Module, Generic[M]):
         model: the Module to train; it becomes the attribute `model`.
         tx: the transformation; chains, schedules, clipping, accumulation (`optax.MultiSteps`) and masks come from
             optax.
-        wrt: a filter that selects the parameters to train.
+        wrt: a filter that selects the parameters to train; frozen ones (`model.freeze(...)`) are left out.
         skip_nonfinite: whether to skip the whole update if a gradient contains NaN or infinity. Then neither the model
             nor the optimizer's state changes, `step` stays the same, and `skipped` is incremented.
 
@@ -112,7 +122,7 @@ class Optimizer(Module, Generic[M]):
             self.skipped = OptState(_zero(params))
         self._store(opt_state, params)
 
-    def update(self, grads: State, **extra: Any) -> None:
+    def update(self, grads: State, *misplaced: Never, **extra: Any) -> None:
         """Updates the model and the optimizer's own state once.
 
         Args:
@@ -123,6 +133,8 @@ class Optimizer(Module, Generic[M]):
             TypeError: `grads` is not a State.
             ValueError: the gradients do not fit the parameters.
         """
+        if misplaced or isinstance(grads, ModuleBase):
+            raise TypeError(MODEL_GIVEN)
         params = self._params()
         if tuple(params) != self.trains:
             raise ValueError(MODEL_CHANGED.format(changes=_changes(self.trains, tuple(params))))
@@ -155,6 +167,33 @@ class Optimizer(Module, Generic[M]):
         self._store(opt_state, self._params())
 
     @property
+    def learning_rate(self) -> Any:
+        """The learning rate of the next update, or of the last one if it follows a schedule; assign to it to set it.
+
+        `tx` must keep it in its state: `optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`. Setting it changes a
+        value only, so a compiled step is not recompiled.
+        """
+        return self.opt_state.get_state()[self._learning_rate_path("reading")].value
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        path = self._learning_rate_path("setting")
+        state = self.opt_state.get_state()
+        if state.sub(path.replace("hyperparams/", "hyperparams_states/")):
+            raise AttributeError(SCHEDULED)
+        new = jnp.asarray(value, state[path].dtype)
+        if new.shape != ():
+            raise ValueError(NOT_A_RATE.format(value=short(value)))
+        self.opt_state.update_state(State({path: new}))
+
+    def _learning_rate_path(self, action: str) -> str:
+        paths = [path for path in self.opt_state.get_state() if f"/{path}".endswith("/hyperparams/learning_rate")]
+        if len(paths) != 1:
+            found = f"has several: {listing(paths)}" if paths else "keeps none in its state"
+            raise AttributeError(NO_LEARNING_RATE.format(action=action, found=found))
+        return paths[0]
+
+    @property
     def logical_axes(self) -> dict[str, AxesOf]:
         """The axis names of each moment, which are those of its parameter."""
         return {
@@ -171,7 +210,8 @@ class Optimizer(Module, Generic[M]):
         return super().__reduce_ex__(protocol)
 
     def _params(self) -> State:
-        return self.model.filter(self.wrt)
+        params = self.model.filter(self.wrt)
+        return params.filter(_is_trained) if any(map(is_frozen, parts_of(params)[1])) else params
 
     def _store(self, opt_state: Any, params: State) -> None:
         arrays, tree, values = flatten_state(opt_state)
@@ -195,6 +235,10 @@ class Optimizer(Module, Generic[M]):
             if unknown:
                 raise ValueError(UNKNOWN_GRADIENTS.format(paths=listing(unknown)))
         return params.map(lambda path, param: _as(param, grads[path], path))
+
+
+def _is_trained(path: str, leaf: Any) -> bool:
+    return not is_frozen(leaf)
 
 
 def _as(param: Any, grad: Any, path: str) -> Any:

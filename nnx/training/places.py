@@ -12,14 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx.core.placing import bound_sharding
 from nnx.training.chunks import Box, box_of
 from nnx.training.records import Record
-
-
-def bound_sharding(old: Any) -> Any:
-    """Returns the sharding that a new value in the place of this one must have; None if JAX may choose."""
-    is_bound = isinstance(old, jax.ShapeDtypeStruct) or (isinstance(old, jax.Array) and old.committed)
-    return old.sharding if is_bound else None
 
 
 @dataclasses.dataclass(frozen=True)

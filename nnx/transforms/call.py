@@ -15,6 +15,7 @@ import jax
 from nnx.core.caches import outlives_caches
 from nnx.core.context import Context, ContextDef
 from nnx.core.flat import Flat, joint_flat_of
+from nnx.core.hints import refuse_flax_module
 from nnx.core.module_info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.statics import NO_STATICS, Statics
@@ -144,6 +145,7 @@ class Call:
             for arg in args:
                 if isinstance(arg, ModuleBase):
                     refuse_pytree(arg)
+                refuse_flax_module(arg, "A transform of NNX (nnx.jit, nnx.grad, ...)")
         roots = [leaves[i] for i in positions.modules]
         contexts = [leaves[i] for i in positions.contexts]
         marks = positions.marks
@@ -185,6 +187,7 @@ def target_of(fun: Any, transform: str) -> Target:
     Raises:
       TypeError: it is not callable.
     """
+    refuse_flax_module(fun, transform)
     if isinstance(fun, ModuleBase):
         if not callable(fun):
             raise TypeError(NOT_CALLABLE_MODULE.format(transform=transform, name=type(fun).__name__))

@@ -22,6 +22,7 @@ import numpy as np
 
 from nnx.core.filters import check_wrt, describe, to_predicate
 from nnx.core.flat import Flat, flat_of, joint_flat_of
+from nnx.core.freezing import is_frozen
 from nnx.core.kinds import box
 from nnx.core.paths import listing
 from nnx.core.state import State
@@ -62,6 +63,7 @@ class Part:
       wrt: a filter for the Variables of the Modules among them.
       allow_int: whether integer values may be selected.
       allow_empty: whether it may select nothing at all.
+      trained_only: whether to leave out frozen Variables.
     """
 
     def __init__(
@@ -73,8 +75,9 @@ class Part:
         wrt: Any,
         allow_int: bool,
         allow_empty: bool = False,
+        trained_only: bool = False,
     ):
-        self.name, self.wrt = name, wrt
+        self.name, self.wrt, self.trained_only = name, wrt, trained_only
         self.call: Call = Call(args, kwargs)
         self.single: bool = isinstance(argnums, int)
         self.positions: list[int] = positions_of(name, "argnums", argnums, len(args))
@@ -105,7 +108,10 @@ class Part:
             entries = list(zip(own_flat.key.layout.paths, own_flat.leaves()))
             check_wrt(self.wrt, entries, self.name)
             cells = (places[id(values), name] for values, name in zip(own_flat.dicts, own_flat.names))
-            found.append([(path, cell) for (path, leaf), cell in zip(entries, cells) if matches(path, leaf)])
+            chosen = [(path, leaf, cell) for (path, leaf), cell in zip(entries, cells) if matches(path, leaf)]
+            if self.trained_only:
+                chosen = [(path, leaf, cell) for path, leaf, cell in chosen if not is_frozen(leaf)]
+            found.append([(path, cell) for path, _, cell in chosen])
         self.own = sorted({cell for view in found for _, cell in view})
         numbers = {cell: n for n, cell in enumerate(self.own)}
         self.views = [{path: numbers[cell] for path, cell in view} for view in found]
@@ -120,6 +126,7 @@ class Part:
         for root in self.roots:
             for path, leaf in flat_of(root).state().items():
                 kind = type(leaf).__name__ if isinstance(leaf, Container) else "bare array"
+                kind = f"frozen {kind}" if is_frozen(leaf) else kind
                 by_type.setdefault(kind, []).append(path)
         found = "; ".join(f"{kind}: {listing(dict.fromkeys(paths))}" for kind, paths in by_type.items())
         return NOTHING_SELECTED.format(

@@ -85,7 +85,7 @@ def value_and_grad(
     name = f"nnx.grad({target.name})"
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        part = Part(name, (*target.bound, *args), kwargs, argnums, wrt, allow_int)
+        part = Part(name, (*target.bound, *args), kwargs, argnums, wrt, allow_int, trained_only=True)
         pure = part.function(target.fun)
 
         def loss(differentiated: Any) -> tuple[Any, Outcome]:

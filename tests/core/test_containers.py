@@ -427,3 +427,25 @@ def test_a_failed_change_leaves_the_dict_as_it_was():
             change()
         assert d.get_module_def() == before
         assert list(d) == ["a"]
+
+
+# adding sequences
+
+
+def test_sequences_add_up_to_a_new_one_that_shares_their_modules():
+    a, b = nnx.Sequence([nnx.Dict(), nnx.Param(jnp.ones(2))]), nnx.Sequence([nnx.Dict()])
+    both = a + b
+    assert type(both) is nnx.Sequence and len(both) == 3 and (len(a), len(b)) == (2, 1)
+    assert both[0] is a[0] and both[2] is b[0]
+    assert both.variable("1") == nnx.Param(jnp.ones(2))
+
+
+def test_sequences_and_lists_add_up_in_either_order():
+    module, other = nnx.Dict(), nnx.Dict()
+    sequence = nnx.Sequence([module])
+    assert list(sequence + [other]) == [module, other]
+    assert list((other,) + sequence) == [other, module]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        sequence + 3  # pyright: ignore[reportOperatorIssue]
+    sequence += [other]
+    assert list(sequence) == [module, other]

@@ -317,3 +317,57 @@ def test_it_prints_readably():
 def test_a_state_of_something_else_is_an_error(bad):
     with pytest.raises((TypeError, ValueError)):
         nnx.State(bad)
+
+
+# parts and arrays
+
+
+def test_sub_returns_what_is_below_a_path_without_the_prefix():
+    state = Model().get_state()
+    assert list(state.sub("layers/1")) == ["stat", "w"]
+    assert state.sub("layers/1")["w"] == state["layers/1/w"]
+    assert list(state.sub(("layers", "0"))) == ["stat", "w"]
+    assert state.sub("") == state
+
+
+def test_sub_matches_whole_segments_and_may_be_empty():
+    state = nnx.State({"layers/1/w": jnp.ones(1), "layers/10/w": jnp.ones(2), "layers": jnp.ones(3)})
+    assert list(state.sub("layers/1")) == ["w"]
+    assert state.sub("layers/1")["w"].shape == (1,)
+    assert len(state.sub("layer")) == 0
+
+
+def test_map_passes_the_leaves_of_other_states():
+    model = Model()
+    params = model.filter(nnx.Param)
+    grads = jax.tree.map(lambda x: 2 * x, params)
+    stepped = params.map(lambda path, p, g, h: p.replace(p.value - g.value * h.value), grads, grads)
+    np.testing.assert_array_equal(stepped["layers/0/w"].value, [-3.0, -3.0])
+    assert stepped["layers/0/w"].sharding == ("a",)
+
+
+def test_map_refuses_states_with_other_paths_and_says_which():
+    state = small()
+    with pytest.raises(ValueError, match=r"the other one has no 'c'; only the other one has 'd'"):
+        state.map(lambda path, a, b: a, state.filter(nnx.Variable) | nnx.State({"d": jnp.ones(1)}))
+    with pytest.raises(TypeError, match="further States, got"):
+        state.map(lambda path, a, b: a, {"c": 1})
+
+
+def test_arrays_are_the_values_by_path():
+    model = Model()
+    arrays = model.get_state().arrays()
+    assert list(arrays) == list(model.get_state())
+    assert arrays["table"] is model.table
+    assert arrays["layers/0/w"] is model.layers[0].w
+
+
+def test_a_state_can_be_saved_with_numpy_and_loaded_again(tmp_path):
+    model = Model()
+    np.savez(tmp_path / "model.npz", **model.get_state())
+    with np.load(tmp_path / "model.npz") as saved:
+        assert set(saved) == set(model.get_state())
+        other = Model()
+        other.update_state(jax.tree.map(jnp.zeros_like, other.get_state()))
+        assert not other.load_state(saved)
+    assert other.get_state() == model.get_state()

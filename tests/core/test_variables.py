@@ -426,3 +426,28 @@ def test_an_incompatible_wrap_says_how_to_change_the_type():
     with pytest.raises(ValueError, match="is not compatible with return type") as error:
         nnx.BatchStat(nnx.Param(1))
     assert ".value" in str(error.value)
+
+
+# array-like
+
+
+def test_a_variable_has_the_shape_and_dtype_of_its_array():
+    for value in (jnp.ones((2, 3), jnp.bfloat16), np.ones((2, 3), np.int8), jax.ShapeDtypeStruct((2, 3), jnp.float16)):
+        assert nnx.Param(value).shape == (2, 3)
+        assert nnx.Param(value).dtype == value.dtype
+    assert nnx.Param(3).shape == () and nnx.Param(3).dtype == jnp.int32
+
+
+def test_a_variable_around_a_pytree_has_no_shape():
+    assert not hasattr(nnx.Variable((1, 2)), "shape")
+    assert not hasattr(nnx.Variable((1, 2)), "dtype")
+
+
+def test_numpy_takes_a_variable_for_its_array():
+    param = nnx.Param(jnp.arange(3.0))
+    np.testing.assert_array_equal(np.asarray(param), [0.0, 1.0, 2.0])
+    assert np.asarray(param, np.int32).dtype == np.int32
+    assert np.mean(param) == 1.0
+    held = np.ones(2)
+    assert np.asarray(nnx.Param(held)) is held
+    assert np.array(nnx.Param(held)) is not held

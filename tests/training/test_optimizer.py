@@ -442,3 +442,49 @@ def test_an_optimizer_can_be_annotated_with_the_type_of_its_model():
     plain, typed = nnx.Optimizer(model, optax.adam(1e-3)), nnx.Optimizer[Classifier](model, optax.adam(1e-3))
     assert type(typed) is nnx.Optimizer
     assert typed.get_module_def() == plain.get_module_def() and list(typed.get_state()) == list(plain.get_state())
+
+
+# The learning rate
+
+
+def injected(rate=0.1):
+    model = nnx.Linear(2, 1, ctx=nnx.context(0))
+    tx = optax.chain(optax.clip_by_global_norm(1e3), optax.inject_hyperparams(optax.sgd)(learning_rate=rate))
+    return nnx.Optimizer(model, tx)
+
+
+def test_the_learning_rate_is_read_and_set_without_recompiling():
+    optimizer = injected()
+
+    @nnx.jit
+    def step(optimizer):
+        optimizer.update(jax.tree.map(jnp.ones_like, optimizer.model.filter(nnx.Param)))
+
+    for rate in (0.1, 0.5):
+        optimizer.learning_rate = rate
+        assert float(optimizer.learning_rate) == np.float32(rate)
+        before = optimizer.model.bias
+        step(optimizer)
+        np.testing.assert_allclose(before - optimizer.model.bias, rate, rtol=1e-6)
+    assert step.trace_count == 1
+
+
+def test_a_scheduled_learning_rate_is_read_but_not_set():
+    optimizer = injected(optax.linear_schedule(1.0, 0.0, 4))
+    grads = jax.tree.map(jnp.ones_like, optimizer.model.filter(nnx.Param))
+    rates = []
+    for _ in range(3):
+        optimizer.update(grads)
+        rates.append(float(optimizer.learning_rate))
+    assert rates == [1.0, 0.75, 0.5]
+    with pytest.raises(AttributeError, match="follows a schedule, which would overwrite"):
+        optimizer.learning_rate = 0.1
+
+
+def test_a_learning_rate_that_optax_hides_is_an_error_that_says_how_to_inject_it():
+    optimizer = nnx.Optimizer(nnx.Linear(2, 1, ctx=nnx.context(0)), optax.adam(1e-3))
+    for action in (lambda: optimizer.learning_rate, lambda: setattr(optimizer, "learning_rate", 1.0)):
+        with pytest.raises(AttributeError, match=r"keeps none in its state.*optax.inject_hyperparams\(optax.adam\)"):
+            action()
+    with pytest.raises(ValueError, match="it is one number, got"):
+        injected().learning_rate = jnp.ones(2)

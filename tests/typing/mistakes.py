@@ -43,6 +43,11 @@ def a_context_is_seeded_by_what_can_seed_it(ctx: nnx.Context) -> None:
     ctx.make_rng(3)  # pyright: ignore[reportArgumentType]
 
 
+def names_from_elsewhere_are_not_part_of_it(model: Linear) -> None:
+    print(nnx.Rngs)  # pyright: ignore[reportAttributeAccessIssue]
+    print(model.parameters())  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def the_rooms_of_the_package_are_not_part_of_it() -> None:
     print(nnx.core)  # pyright: ignore[reportAttributeAccessIssue]
     print(nnx.training.optimizer)  # pyright: ignore[reportAttributeAccessIssue]

@@ -50,6 +50,8 @@ def methods_keep_the_class(model: Linear) -> None:
     assert_type(model.get_state(), nnx.State)
     assert_type(model.get_module_def(), nnx.ModuleDef[Linear])
     assert_type(model.collections(), set[str])
+    assert_type(model.load_state({"kernel": jnp.ones((2, 3))}, strict=False), nnx.LoadReport)
+    assert_type(model.freeze("encoder/*").unfreeze(nnx.Param), Linear)
 
 
 def a_partition_is_a_state_and_a_moduledef(model: Linear) -> None:
@@ -65,6 +67,7 @@ def states_combine(a: nnx.State, b: nnx.State) -> None:
     assert_type(a - b, nnx.State)
     assert_type(nnx.State.merge(a, b), nnx.State)
     assert_type(list(a), list[str])
+    assert_type(a.sub("encoder").map(lambda path, p, q: p, b), nnx.State)
 
 
 def contexts_give_keys(ctx: nnx.Context) -> None:

@@ -71,6 +71,11 @@ def a_summary_has_totals(model: Classifier, x: jax.Array) -> None:
     assert_type(nnx.count_params(model), int)
 
 
+def prefetched_batches_keep_their_type(batches: list[dict[str, jax.Array]]) -> None:
+    for batch in nnx.prefetch(batches):
+        assert_type(batch, dict[str, jax.Array])
+
+
 def mistakes(model: Classifier, x: jax.Array) -> None:
     nnx.Optimizer(x, optax.adam(1e-3))  # pyright: ignore[reportArgumentType]
     nnx.Optimizer(model)  # pyright: ignore[reportCallIssue]
@@ -80,6 +85,7 @@ def mistakes(model: Classifier, x: jax.Array) -> None:
     optimizer = nnx.Optimizer(model, optax.adam(1e-3))
     print(optimizer.model.body)  # pyright: ignore[reportAttributeAccessIssue]
     optimizer.update(x)  # pyright: ignore[reportArgumentType]
+    optimizer.update(model.get_state(), model.get_state())  # pyright: ignore[reportArgumentType]
     train_step(nnx.Optimizer(model.head, optax.adam(1e-3)), x)  # pyright: ignore[reportArgumentType]
     nnx.EMA(model, decay="slow")  # pyright: ignore[reportArgumentType]
     nnx.TrainState(model.get_module_def(), params=model.filter(nnx.Param))  # pyright: ignore[reportCallIssue]

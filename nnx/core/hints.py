@@ -1,0 +1,267 @@
+"""Hints: what names from Flax and PyTorch are called here, for the errors that they raise.
+
+Nothing here costs anything until a name is not found. The package has a `__getattr__`. Classes have none, because it
+would slow down every attribute read; instead, each of their hints is a *non-data descriptor* on the class that raises
+AttributeError. What an instance, a subclass or a mixin defines under that name comes first, and `hasattr` is False.
+"""
+
+import re
+import sys
+from typing import Any, NoReturn
+
+_STREAMS = "random numbers come from a Context: ctx = nnx.context(0, dropout=1), passed on as `ctx=ctx`"
+_SPLIT = "state, moduledef = model.partition(); or (params, rest), moduledef = model.partition(nnx.Param, ...)"
+_MERGE = "model = moduledef.merge(state)"
+_STATE = "model.get_state(), or a part of it: model.filter(nnx.Param)"
+_AXES = "pass variable_axes={nnx.Param: 0} to nnx.scan, nnx.vmap, nnx.Scan or nnx.Vmap"
+_CONTEXTS = "Modules can appear anywhere in the arguments of nnx.jit and the other transforms, which keep them in sync"
+_CONV = "nnx.Conv(3, 16, kernel_size=(3, 3), ctx=ctx); channels come last"
+_LOSS = "write the loss as a function, e.g. optax.softmax_cross_entropy_with_integer_labels, and nnx.grad of it"
+_DATA = "arrays and containers are data by themselves; nnx.Node(value) makes data of anything else"
+
+PACKAGE: dict[str, str] = {
+    # Flax
+    "Rngs": _STREAMS,
+    "RngStream": _STREAMS,
+    "RngKey": _STREAMS,
+    "RngState": _STREAMS,
+    "RngCount": _STREAMS,
+    "split": _SPLIT,
+    "merge": _MERGE,
+    "state": _STATE,
+    "variables": _STATE,
+    "graphdef": "model.get_module_def()",
+    "GraphDef": "nnx.ModuleDef",
+    "GraphState": "nnx.State",
+    "update": "model.update_state(state)",
+    "pop": "model.pop_state(nnx.Intermediate)",
+    "clone": "model.clone()",
+    "call": "pure.call(x) on the result of model.partition()",
+    "List": "assign a plain list of Modules; it becomes an nnx.Sequence",
+    "Sequential": "nnx.Sequence([layer1, nnx.relu, layer2]), with the layers in a list",
+    "Carry": "nnx.scan carries what variable_axes does not name; the carry of a function comes after the Module",
+    "StateAxes": _AXES,
+    "StateSharding": "pass in_shardings={nnx.Param: sharding, ...: other} to nnx.jit",
+    "DiffState": "pass wrt=filter to nnx.grad",
+    "split_rngs": 'pass split_rngs="dropout" to nnx.scan or nnx.vmap',
+    "fork_rngs": "ctx.fork(), or ctx.split(n) for stacked keys",
+    "reseed": "make a new Context: nnx.context(seed)",
+    "metrics": "the metrics are in the package itself: nnx.Accuracy(), nnx.Average(), nnx.MultiMetric(...)",
+    "ModelAndOptimizer": "nnx.Optimizer(model, tx); optimizer.update(grads) changes both",
+    "optimizer": "nnx.Optimizer(model, tx)",
+    "pmap": "nnx.jit under a mesh with nnx.data_parallel_rules(), or nnx.shard_map",
+    "tabulate": "nnx.summary(model, x)",
+    "iter_modules": "model.named_modules()",
+    "iter_graph": "model.named_modules(), and model.get_state() for the data",
+    "iter_children": "model.named_modules()",
+    "PathContains": 'nnx.PathMatches("**/name/**")',
+    "WithTag": "a filter function, lambda path, variable: ...; metadata are attributes of the Variable",
+    "Everything": "`...` matches everything: model.filter(...)",
+    "Nothing": "None matches nothing",
+    "Perturbation": "nnx.grad with respect to a Variable that you add to the activation",
+    "VariableState": "a State holds Variables: nnx.Variable",
+    "VariableMetadata": "nnx.ContainerMetadata",
+    "Object": "nnx.Module",
+    "Data": _DATA,
+    "data": _DATA,
+    "as_abstract": "nnx.eval_shape(Model, ctx=ctx)",
+    "get_abstract_model": "nnx.eval_shape(Model, ctx=ctx)",
+    "get_named_sharding": "nnx.logical_to_mesh_sharding(nnx.get_partition_spec(state), mesh)",
+    "to_pure_dict": "state.to_nested()",
+    "to_flat_state": "a State is flat already: dict(state.items()), or state.arrays()",
+    "from_flat_state": "nnx.State(mapping)",
+    "replace_by_pure_dict": "model.load_state(mapping)",
+    "map_state": "state.map(fn)",
+    "filter_state": "state.filter(nnx.Param)",
+    "split_state": "state.partition(nnx.Param, ...)",
+    "merge_state": "nnx.State.merge(a, b)",
+    "split_context": _CONTEXTS,
+    "merge_context": _CONTEXTS,
+    "update_context": _CONTEXTS,
+    "cached_partial": "nothing: nnx.jit caches the structure of its Modules",
+    "with_rngs": _STREAMS,
+    "view": "model.train() and model.eval(), or a copy: model.clone()",
+    "bridge": "write the layer as an nnx.Module; the weights go over with model.load_state(mapping)",
+    "compact": "make submodules in __init__, as attributes",
+    # PyTorch
+    "Parameter": "nnx.Param(array)",
+    "ModuleList": "assign a plain list of Modules; it becomes an nnx.Sequence",
+    "ModuleDict": "assign a plain dict of Modules; it becomes an nnx.Dict",
+    "Conv1d": "nnx.Conv(3, 16, kernel_size=(3,), ctx=ctx); channels come last",
+    "Conv2d": _CONV,
+    "Conv3d": "nnx.Conv(3, 16, kernel_size=(3, 3, 3), ctx=ctx); channels come last",
+    "ConvTranspose2d": "nnx.ConvTranspose(3, 16, kernel_size=(3, 3), ctx=ctx); channels come last",
+    "BatchNorm1d": "nnx.BatchNorm(features)",
+    "BatchNorm2d": "nnx.BatchNorm(features); channels come last",
+    "MaxPool2d": "nnx.MaxPool or nnx.max_pool; channels come last",
+    "AvgPool2d": "nnx.AvgPool or nnx.avg_pool; channels come last",
+    "AdaptiveAvgPool2d": "nnx.AdaptiveAvgPool",
+    "Embedding": "nnx.Embed(num_embeddings, features, ctx=ctx)",
+    "MultiheadAttention": "nnx.MultiHeadAttention(num_heads, in_features, ctx=ctx)",
+    "LSTM": "nnx.RNN(nnx.OptimizedLSTMCell(in_features, hidden_features, ctx=ctx))",
+    "GRU": "nnx.RNN(nnx.GRUCell(in_features, hidden_features, ctx=ctx))",
+    "ReLU": "the function nnx.relu",
+    "GELU": "the function nnx.gelu",
+    "SiLU": "the function nnx.silu",
+    "Softmax": "the function nnx.softmax",
+    "Flatten": "x.reshape(x.shape[0], -1)",
+    "CrossEntropyLoss": _LOSS,
+    "MSELoss": _LOSS,
+    "functional": "activations are functions of the package: nnx.relu, nnx.softmax, nnx.one_hot",
+    "no_grad": "nothing: gradients are computed only by nnx.grad",
+}
+"""What to write instead of `nnx.<name>`."""
+
+MODULE: dict[str, str] = {
+    "parameters": "model.filter(nnx.Param) is the State of all parameters",
+    "named_parameters": "model.filter(nnx.Param).items() are paths and Params",
+    "buffers": "model.filter(nnx.Not(nnx.Param))",
+    "named_buffers": "model.filter(nnx.Not(nnx.Param)).items()",
+    "children": "model.modules(), or model.named_modules() for paths as well",
+    "named_children": "model.named_modules()",
+    "state_dict": "model.get_state(); model.get_state().arrays() for plain arrays",
+    "load_state_dict": "model.load_state(mapping)",
+    "to": "nnx.set_dtypes(model, dtype=jnp.bfloat16) for dtypes, nnx.shard(model, mesh, rules) for devices",
+    "half": "nnx.set_dtypes(model, dtype=jnp.float16, param_dtype=jnp.float16)",
+    "bfloat16": "nnx.set_dtypes(model, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)",
+    "float": "nnx.set_dtypes(model, dtype=jnp.float32, param_dtype=jnp.float32)",
+    "double": "nnx.set_dtypes(model, dtype=jnp.float64, param_dtype=jnp.float64)",
+    "cuda": "nothing: JAX puts arrays on the default device; nnx.shard(model, mesh, rules) distributes a model",
+    "cpu": "nothing: JAX puts arrays on the default device; see jax.default_device",
+    "zero_grad": "nothing: nnx.grad returns new gradients every time",
+    "requires_grad": "model.freeze(where) and model.unfreeze(where)",
+    "requires_grad_": "model.freeze(where) and model.unfreeze(where)",
+    "register_buffer": "assign an array (self.table = array), or a Variable of another type, such as nnx.BatchStat",
+    "register_parameter": "assign nnx.Param(array)",
+    "add_module": "assign the Module to an attribute, or use an nnx.Dict",
+    "register_forward_hook": "self.sow(nnx.Intermediate, name, x) in the layer, then model.pop_state(nnx.Intermediate)",
+    "forward": "define and call __call__: model(x)",
+    "training": "each layer has its own mode, e.g. `deterministic`; model.train() and model.eval() set them",
+    "split": _SPLIT,
+    "merge": _MERGE,
+    "iter_modules": "model.named_modules()",
+    "iter_children": "model.named_modules()",
+    "set_attributes": "model.train() and model.eval(); for anything else, model.for_each(nnx.Dropout, fn)",
+    "perturb": "nnx.grad with respect to a Variable that you add to the activation",
+    "setup": "make submodules in __init__, as attributes",
+    "init": "a Module has its parameters once it is constructed: Model(ctx=nnx.context(0))",
+    "init_with_output": "a Module has its parameters once it is constructed: Model(ctx=nnx.context(0))",
+    "tabulate": "nnx.summary(model, x)",
+    "bind": "moduledef.merge(state)",
+}
+"""What to write instead of `model.<name>`."""
+
+STATE: dict[str, str] = {
+    "flat_state": "a State is flat already: dict(state.items()), or state.arrays()",
+    "to_pure_dict": "state.to_nested()",
+    "replace_by_pure_dict": "model.load_state(mapping)",
+    "split": "state.partition(nnx.Param, ...)",
+    "raw_mapping": "state.to_nested()",
+}
+"""What to write instead of `state.<name>`."""
+
+CONTEXT: dict[str, str] = {
+    stream: f'ctx.make_rng("{stream}")' for stream in ("params", "dropout", "noise", "default", "carry")
+}
+"""What to write instead of `ctx.<name>()`, which draws a key in Flax."""
+
+LAYER_KEYWORDS: dict[str, str] = {
+    "bias": "use_bias",
+    "in_channels": "in_features, the first argument",
+    "out_channels": "out_features, the second argument",
+    "stride": "strides",
+    "dilation": "kernel_dilation",
+    "groups": "feature_group_count (num_groups for nnx.GroupNorm)",
+    "eps": "epsilon",
+    "p": "rate",
+    "embedding_dim": "features",
+    "normalized_shape": "num_features",
+    "affine": "use_scale and use_bias",
+    "elementwise_affine": "use_scale and use_bias",
+    "hidden_size": "hidden_features",
+    "input_size": "in_features",
+    "embed_dim": "in_features",
+    "device": "nothing: JAX puts arrays on the default device",
+}
+"""What keyword arguments of PyTorch's layers are called here."""
+
+NO_SUCH_NAME = "module 'nnx' has no attribute {name!r}."
+CALLED = " It is a name of Flax or PyTorch. Here: {hint}."
+NO_SUCH_ATTRIBUTE = "{owner!r} object has no attribute {name!r}."
+RNGS = "NNX passes random numbers as a Context: `ctx=nnx.context(0)` instead of `rngs=`."
+WRONG_CTX = "`ctx` must be a Context, got {got}: write `ctx=nnx.context({seed})`."
+MISSING_CTX = "Pass a Context, which initializes the parameters: `ctx=nnx.context(0)`."
+KEYWORD = "The argument {name!r} of PyTorch is called here: {hint}."
+FORWARD_ONLY = """{owner} cannot be called: it defines `forward`, as in PyTorch, but no `__call__`. Rename the method \
+to `__call__`, or call model.forward(...)."""
+FLAX_MODULE = """{where} was given a Flax Module ({name}), whose updates would be lost: NNX does not know its state. \
+Use flax.nnx's own transforms for it, or write it as an nnx.Module; `model.load_state(mapping)` takes its weights."""
+OUT_SHARDING = "The axis names of a Variable are called `sharding` here, not {name!r}: {type}(x, sharding={value!r})."
+
+
+class Hint:
+    """A name that other libraries have: reading it raises an AttributeError that says what to write instead."""
+
+    __slots__ = ("cls", "name", "hint")
+
+    def __init__(self, cls: type, name: str, hint: str):
+        self.cls = cls
+        self.name = name
+        self.hint = hint
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        # In `class Flow(nnx.Module, Invertible)`, what Invertible defines comes after Module, and must still be found.
+        found = getattr(super(self.cls, owner if instance is None else instance), self.name, None)
+        if found is not None:
+            return found
+        text = NO_SUCH_ATTRIBUTE.format(owner=owner.__name__, name=self.name) + CALLED.format(hint=self.hint)
+        raise AttributeError(text, name=self.name)
+
+
+def add_hints(cls: type, hints: dict[str, str]) -> None:
+    """Puts hints on a class, except for names that it has itself."""
+    for name, hint in hints.items():
+        if not hasattr(cls, name):
+            type.__setattr__(cls, name, Hint(cls, name, hint))
+
+
+def package_error(name: str) -> AttributeError:
+    """Returns the error for a name that the package does not have."""
+    text = NO_SUCH_NAME.format(name=name)
+    return AttributeError(text + CALLED.format(hint=PACKAGE[name]) if name in PACKAGE else text, name=name)
+
+
+_UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
+
+
+def explain_constructor(cls: type, kwargs: dict[str, Any], error: Exception) -> None:
+    """Adds a hint to the message of an error that a constructor raised, if there is one to give."""
+    text = str(error)
+    unexpected = _UNEXPECTED.search(text)
+    name = unexpected[1] if unexpected else None
+    ctx = kwargs.get("ctx")
+    hint = None
+    if name == "rngs":
+        hint = RNGS
+    elif ctx is not None and not hasattr(type(ctx), "make_rng"):
+        hint = WRONG_CTX.format(got=type(ctx).__name__, seed=ctx if isinstance(ctx, int) else 0)
+    elif "required keyword-only argument: 'ctx'" in text:
+        hint = MISSING_CTX
+    elif name in LAYER_KEYWORDS and cls.__module__.startswith("nnx."):
+        hint = KEYWORD.format(name=name, hint=LAYER_KEYWORDS[name])
+    if hint is not None and hint not in text:  # an outer constructor sees the error of an inner one
+        error.args = (f"{text}. {hint}",)
+
+
+def forward_only(module: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """The `__call__` of a Module class that defines `forward` and no `__call__`."""
+    raise TypeError(FORWARD_ONLY.format(owner=type(module).__name__))
+
+
+def refuse_flax_module(value: Any, where: str) -> None:
+    """Raises TypeError if a value is a Module of Flax; `where` is what was given it."""
+    if "flax" not in sys.modules:
+        return
+    for base in type(value).__mro__:
+        if base.__name__ == "Module" and base.__module__.partition(".")[0] == "flax":
+            raise TypeError(FLAX_MODULE.format(where=where, name=type(value).__name__))

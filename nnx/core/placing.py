@@ -1,0 +1,79 @@
+"""Placing: whether a loaded value fits the place of another one, and how it is converted to take that place."""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+
+class Described(Protocol):
+    """What `fits` compares: the kind ("array", "key", "number" or "text"), dtype and shape of a value."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Description(NamedTuple):
+    """The description of a value in memory; `dtype` is the name of a dtype, or of the Python type of a number."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+
+
+def describe_value(value: Any) -> Description | None:
+    """Returns the description of an array, a typed key or a Python number; None for anything else."""
+    if isinstance(value, (bool, int, float, complex)) and not isinstance(value, np.generic):
+        return Description("number", type(value).__name__)
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return None
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return Description("key" if is_key else "array", str(value.dtype), tuple(value.shape))
+
+
+def fits(have: Described, want: Described, cast: bool) -> bool:
+    """Whether a loaded value can take the place of another one; with `cast`, dtypes may differ."""
+    kinds = have.kind, want.kind
+    if "text" in kinds or "key" in kinds:
+        return kinds[0] == kinds[1] and have.shape == want.shape and have.dtype == want.dtype
+    if "number" in kinds:  # a Python number, or the scalar array that a compiled step made from it
+        return have.shape == want.shape and (cast or _sort(have) == _sort(want))
+    return have.shape == want.shape and (cast or have.dtype == want.dtype)
+
+
+def _sort(described: Described) -> Any:
+    dtype = jnp.dtype(described.dtype)
+    return next(sort for sort in (jnp.bool_, jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, sort))
+
+
+def bound_sharding(old: Any) -> Any:
+    """Returns the sharding that a new value in the place of this one must have; None if JAX may choose."""
+    is_bound = isinstance(old, jax.ShapeDtypeStruct) or (isinstance(old, jax.Array) and old.committed)
+    return old.sharding if is_bound else None
+
+
+def converted(new: Any, old: Any) -> Any:
+    """Returns a value that fits as it is stored in the place of `old`: with its dtype, its devices, its kind of array.
+
+    NumPy arrays are copied, so that later changes to them do not reach the place.
+    """
+    if isinstance(new, jax.core.Tracer) or isinstance(old, jax.core.Tracer):
+        return new if getattr(new, "dtype", None) == old.dtype else jnp.asarray(new, old.dtype)
+    if isinstance(old, np.generic):
+        return np.asarray(new, old.dtype)[()]
+    if isinstance(old, np.ndarray):
+        return np.array(new, old.dtype)
+    if not hasattr(old, "dtype"):  # a Python number
+        return new if isinstance(new, jax.Array) else type(old)(new)
+    if not isinstance(new, jax.Array):
+        new = np.array(new, old.dtype)
+    elif new.dtype != old.dtype:
+        new = new.astype(old.dtype)
+    sharding = bound_sharding(old)
+    return jnp.asarray(new) if sharding is None else jax.device_put(new, sharding)

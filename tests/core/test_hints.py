@@ -1,0 +1,271 @@
+"""Names and habits from Flax and PyTorch: each is an error that says what to write here."""
+
+import collections.abc
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import nnx
+from nnx.core import hints
+
+
+def linear(**options: Any) -> Any:
+    return nnx.Linear(2, 3, **{"ctx": nnx.context(0), **options})
+
+
+class Forward(nnx.Module):
+    def forward(self, x):
+        return x
+
+
+class Outer(nnx.Module):
+    def __init__(self, *, ctx):
+        self.inner = nnx.Linear(2, 3, ctx=ctx)
+
+
+class KeepsContext(nnx.Module):
+    def __init__(self, *, ctx):
+        self.ctx = ctx
+
+
+class HoldsFlax(nnx.Module):
+    def __init__(self):
+        self.layer = flax.nnx.Linear(2, 3, rngs=flax.nnx.Rngs(0))
+
+
+def flax_linear() -> Any:
+    return flax.nnx.Linear(2, 3, rngs=flax.nnx.Rngs(0))
+
+
+def adam(model: Any) -> Any:
+    return nnx.Optimizer(model, optax.adam(1e-3))
+
+
+def gradients(model: Any) -> Any:
+    return model.filter(nnx.Param)
+
+
+N: Any = nnx  # the names below do not exist, which a type checker would say
+
+# What somebody writes, and what the message must name.
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    # Flax: the package
+    "nnx.Rngs(0)": (lambda: N.Rngs(0), "nnx.context(0"),
+    "nnx.split(model)": (lambda: N.split(linear()), "model.partition()"),
+    "nnx.merge(graphdef, state)": (lambda: N.merge(1, 2), "moduledef.merge(state)"),
+    "nnx.state(model)": (lambda: N.state(linear()), "model.get_state()"),
+    "nnx.update(model, state)": (lambda: N.update(linear(), 1), "model.update_state(state)"),
+    "nnx.pop(model, Intermediate)": (lambda: N.pop(linear()), "model.pop_state(nnx.Intermediate)"),
+    "nnx.clone(model)": (lambda: N.clone(linear()), "model.clone()"),
+    "nnx.graphdef(model)": (lambda: N.graphdef(linear()), "model.get_module_def()"),
+    "nnx.List([])": (lambda: N.List([]), "nnx.Sequence"),
+    "nnx.Sequential(a, b)": (lambda: N.Sequential(1, 2), "nnx.Sequence(["),
+    "nnx.Carry": (lambda: N.Carry, "nnx.scan carries"),
+    "nnx.StateAxes({...})": (lambda: N.StateAxes({}), "variable_axes={nnx.Param: 0}"),
+    "nnx.split_rngs(splits=4)": (lambda: N.split_rngs(splits=4), "split_rngs="),
+    "nnx.DiffState(0, Param)": (lambda: N.DiffState(0), "wrt=filter"),
+    "nnx.metrics.Accuracy()": (lambda: N.metrics.Accuracy(), "nnx.Accuracy()"),
+    "nnx.ModelAndOptimizer": (lambda: N.ModelAndOptimizer(1, 2), "nnx.Optimizer(model, tx)"),
+    "nnx.tabulate(model, x)": (lambda: N.tabulate(linear()), "nnx.summary(model, x)"),
+    "nnx.iter_modules(model)": (lambda: N.iter_modules(linear()), "model.named_modules()"),
+    "nnx.PathContains('head')": (lambda: N.PathContains("head"), "nnx.PathMatches("),
+    "nnx.to_pure_dict(state)": (lambda: N.to_pure_dict(1), "state.to_nested()"),
+    "nnx.view(model, ...)": (lambda: N.view(linear()), "model.eval()"),
+    "nnx.pmap(f)": (lambda: N.pmap(len), "nnx.shard_map"),
+    # Flax: arguments and objects
+    "Linear(2, 3, rngs=0)": (lambda: nnx.Linear(2, 3, rngs=0), "`ctx=nnx.context(0)` instead of `rngs=`"),
+    "Linear(2, 3, ctx=7)": (lambda: linear(ctx=7), "`ctx=nnx.context(7)`"),
+    "Outer(ctx=0)": (lambda: Outer(ctx=0), "`ctx=nnx.context(0)`"),
+    "Linear(2, 3)": (lambda: nnx.Linear(2, 3), "`ctx=nnx.context(0)`"),
+    "Linear(ctx=flax Rngs)": (lambda: linear(ctx=flax.nnx.Rngs(0)), "`ctx` must be a Context, got Rngs"),
+    "self.ctx = ctx": (lambda: KeepsContext(ctx=nnx.context(0)), "model(x, ctx=ctx)"),
+    "ctx.dropout()": (lambda: nnx.context(dropout=0).dropout(), 'ctx.make_rng("dropout")'),
+    "Param(x, out_sharding=...)": (lambda: nnx.Param(1.0, out_sharding=("a",)), "Param(x, sharding=('a',))"),
+    "Param(x, sharding_names=...)": (lambda: nnx.Param(1.0, sharding_names=("a",)), "sharding=('a',)"),
+    "optimizer.update(model, grads)": (
+        lambda: (m := linear(), adam(m).update(m, gradients(m))),
+        "optimizer.update(grads)",
+    ),
+    "optimizer.update(grads, params)": (
+        lambda: (m := linear(), adam(m).update(gradients(m), gradients(m))),
+        "optimizer.update(grads)",
+    ),
+    "state.to_pure_dict()": (lambda: linear().get_state().to_pure_dict(), "state.to_nested()"),
+    "state.flat_state()": (lambda: linear().get_state().flat_state(), "state.arrays()"),
+    "model.iter_modules()": (lambda: linear().iter_modules(), "model.named_modules()"),
+    "model.set_attributes(...)": (lambda: linear().set_attributes(deterministic=True), "model.eval()"),
+    "model.init(key, x)": (lambda: linear().init(0, 1), "once it is constructed"),
+    "nnx.jit(f)(flax_module)": (lambda: nnx.jit(lambda m: m)(flax_linear()), "nnx.jit"),
+    "nnx.jit(flax_module)": (lambda: nnx.jit(flax_linear()), "given a Flax Module (Linear)"),
+    "nnx.grad(f)(flax_module)": (lambda: nnx.grad(lambda m: 0.0)(flax_linear()), "given a Flax Module (Linear)"),
+    "self.layer = flax_module": (HoldsFlax, "'layer' of HoldsFlax was given a Flax Module"),
+    "flax.nnx.jit(f)(model)": (lambda: flax.nnx.jit(lambda m: m)(linear()), "nnx.jit"),
+    # PyTorch
+    "nnx.Parameter(x)": (lambda: N.Parameter(1), "nnx.Param(array)"),
+    "nnx.ModuleList([])": (lambda: N.ModuleList([]), "nnx.Sequence"),
+    "nnx.Conv2d(3, 16, 3)": (lambda: N.Conv2d(3, 16, 3), "nnx.Conv(3, 16, kernel_size=(3, 3), ctx=ctx)"),
+    "nnx.Embedding(10, 4)": (lambda: N.Embedding(10, 4), "nnx.Embed("),
+    "nnx.LSTM(2, 3)": (lambda: N.LSTM(2, 3), "nnx.RNN(nnx.OptimizedLSTMCell("),
+    "nnx.ReLU()": (lambda: N.ReLU(), "nnx.relu"),
+    "nnx.no_grad()": (lambda: N.no_grad(), "nnx.grad"),
+    "nnx.functional.relu": (lambda: N.functional.relu, "nnx.relu"),
+    "model.parameters()": (lambda: linear().parameters(), "model.filter(nnx.Param)"),
+    "model.state_dict()": (lambda: linear().state_dict(), "model.get_state()"),
+    "model.load_state_dict(d)": (lambda: linear().load_state_dict({}), "model.load_state(mapping)"),
+    "model.to(device)": (lambda: linear().to("cuda"), "nnx.set_dtypes(model"),
+    "model.half()": (lambda: linear().half(), "nnx.set_dtypes(model, dtype=jnp.float16"),
+    "model.cuda()": (lambda: linear().cuda(), "nnx.shard(model, mesh, rules)"),
+    "model.requires_grad_(False)": (lambda: linear().requires_grad_(False), "model.freeze(where)"),
+    "model.register_buffer(...)": (lambda: linear().register_buffer("a", 1), "assign an array"),
+    "model.children()": (lambda: linear().children(), "model.modules()"),
+    "model.forward(x)": (lambda: linear().forward(1), "model(x)"),
+    "def forward, model(x)": (lambda: Forward()(1), "Rename the method to `__call__`"),
+    "optimizer.zero_grad()": (lambda: adam(linear()).zero_grad(), "nnx.grad returns new gradients"),
+    "Linear(2, 3, bias=False)": (lambda: linear(bias=False), "use_bias"),
+    "Dropout(p=0.5)": (lambda: nnx.Dropout(p=0.5), "rate"),  # pyright: ignore[reportCallIssue]
+    "LayerNorm(3, eps=1e-5)": (lambda: nnx.LayerNorm(3, eps=1e-5), "epsilon"),  # pyright: ignore[reportCallIssue]
+}
+
+
+@pytest.mark.parametrize("use", WRONG)
+def test_the_error_names_the_right_call(use):
+    wrong, names = WRONG[use]
+    with pytest.raises((AttributeError, TypeError, ValueError)) as raised:
+        wrong()
+    assert names in str(raised.value)
+
+
+def test_there_are_many_of_them():
+    assert len(WRONG) >= 40
+
+
+# The tables are true
+
+
+TABLES = {"PACKAGE": hints.PACKAGE, "MODULE": hints.MODULE, "STATE": hints.STATE, "CONTEXT": hints.CONTEXT}
+OWNERS = {"model": nnx.Module, "state": nnx.State, "ctx": nnx.Context, "moduledef": nnx.ModuleDef, "pure": nnx.Pure}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_hints_name_only_what_exists(table):
+    for name, hint in TABLES[table].items():
+        for found in re.findall(r"(?<![.\w])nnx\.(\w+)", hint):
+            assert hasattr(nnx, found), f"{name}: nnx.{found}"
+        for owner, found in re.findall(r"\b(model|state|ctx|moduledef|pure)\.(\w+)", hint):
+            assert hasattr(OWNERS[owner], found), f"{name}: {owner}.{found}"
+
+
+def test_no_hint_is_for_a_name_that_exists():
+    assert [name for name in hints.PACKAGE if name in vars(nnx)] == []
+    for owner, table in ((nnx.Module, hints.MODULE), (nnx.State, hints.STATE), (nnx.Context, hints.CONTEXT)):
+        assert [name for name in table if hasattr(owner, name)] == []
+        assert all(type(vars(owner)[name]) is hints.Hint for name in table)
+
+
+def test_arguments_of_layers_that_have_a_hint_are_not_arguments_of_a_layer():
+    layers = [
+        value for value in vars(nnx).values() if isinstance(value, type) and value.__module__.startswith("nnx.nn.")
+    ]
+    taken = {name for layer in layers for name in inspect.signature(layer.__init__).parameters}
+    assert taken & set(hints.LAYER_KEYWORDS) == set()
+
+
+# They are in nobody's way
+
+
+def test_module_classes_have_no_getattr_so_reads_stay_plain_lookups():
+    for cls in (nnx.Module, nnx.Linear, nnx.State, nnx.Context):
+        assert not hasattr(cls, "__getattr__")
+
+
+def test_a_module_can_use_the_names_itself():
+    class Own(nnx.Module):
+        def __init__(self):
+            self.state = jnp.ones(2)
+            self.training = True
+            self.to = nnx.Param(jnp.zeros(1))
+
+        def parameters(self):
+            return 3
+
+    module = Own()
+    assert module.training is True and module.parameters() == 3
+    assert list(module.get_state()) == ["state", "to"]
+    assert nnx.jit(lambda m: m.to)(module).shape == (1,)
+    assert nnx.Dict(forward=1, split=2).split == 2
+
+    @nnx.dataclass
+    class Fields(nnx.Module):
+        children: int
+        half: bool = False
+
+    assert Fields(2).children == 2 and Fields(2).half is False
+
+
+def test_what_a_mixin_after_module_defines_is_found():
+    class Invertible:
+        def forward(self):
+            return "forward"
+
+        @property
+        def training(self):
+            return "training"
+
+    class Flow(nnx.Module, Invertible):
+        pass
+
+    assert Flow().forward() == "forward" and Flow().training == "training"
+    mixins = (collections.abc.MutableMapping, collections.abc.MutableSequence)
+    assert not any(hasattr(mixin, name) for mixin in mixins for name in hints.MODULE)
+
+
+def test_a_class_with_forward_can_define_call_later():
+    class Called(Forward):
+        def __call__(self, x):
+            return self.forward(x)
+
+    assert Called()(3) == 3
+    assert Forward().forward(4) == 4
+
+
+def test_hints_are_not_offered_for_completion():
+    assert not {"parameters", "state_dict"} & set(dir(linear()))
+    assert "parameters" in dir(type("Own", (nnx.Module,), {"parameters": 1})())
+    assert not hasattr(linear(), "parameters") and not hasattr(nnx.Module, "parameters")
+
+
+def test_a_module_without_all_its_state_still_explains_both():
+    model = linear()
+    rebuilt = model.get_module_def().merge(nnx.State({"bias": model.bias}))
+    with pytest.raises(AttributeError, match="no state was given"):
+        _ = rebuilt.kernel
+    with pytest.raises(AttributeError, match=r"model.load_state\(mapping\)"):
+        rebuilt.load_state_dict({})
+
+
+def test_other_missing_names_are_ordinary_errors():
+    with pytest.raises(AttributeError, match="^module 'nnx' has no attribute 'no_such_name'.$"):
+        _ = N.no_such_name
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = linear().no_such_name
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_option'$"):
+        linear(no_such_option=1)
+
+
+def test_an_inner_error_is_explained_once():
+    with pytest.raises(AttributeError) as raised:
+        Outer(ctx=0)
+    assert str(raised.value).count("`ctx` must be a Context") == 1
+
+
+def test_flax_modules_may_be_closed_over():
+    layer = flax_linear()
+    assert nnx.jit(lambda x: layer(x))(jnp.ones(2)).shape == (3,)
+    assert jax.tree.leaves(flax.nnx.state(layer))
