@@ -27,6 +27,7 @@ QUESTIONS = (
     "partition_merge",
     "state_through_jit",
     "train_step",
+    "call_forms",
     "adam_step",
     "eager_transforms",
     "trace_time",
