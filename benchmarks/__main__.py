@@ -25,6 +25,7 @@ QUESTIONS = (
     "read_attribute",
     "build_module",
     "partition_merge",
+    "scaling",
     "state_through_jit",
     "train_step",
     "call_forms",

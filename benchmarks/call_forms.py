@@ -217,7 +217,7 @@ def _sown_before() -> dict[str, Contender]:
     x, ours = jnp.ones((WIDTH,)), Blocks(BLOCKS)
     for block in ours.blocks:
         block.sow(nnx.Intermediate, "norm", jnp.linalg.norm(block.kernel))
-    sown = ours.filter(nnx.Intermediate).arrays()
+    sown = [leaf.value for leaf in ours.filter(nnx.Intermediate).values()]
 
     @nnx.jit
     def step(model: Blocks, x: jax.Array) -> jax.Array:
