@@ -129,8 +129,12 @@ def _once_each(contenders: Callable[[int], dict[str, Contender]], rounds: int) -
     times: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, run in _by_size(contenders).items():
-            gc.collect()  # so that nobody pays for the garbage of another
-            start = time.process_time()
-            jax.block_until_ready(run())
-            times.setdefault(name, []).append(time.process_time() - start)
+            gc.collect()
+            gc.disable()  # as in `interleave`: how often Python looks for garbage depends on everything else alive
+            try:
+                start = time.process_time()
+                jax.block_until_ready(run())
+                times.setdefault(name, []).append(time.process_time() - start)
+            finally:
+                gc.enable()
     return {name: Timing(min(values), sorted(values)[len(values) // 2]) for name, values in times.items()}
