@@ -30,6 +30,7 @@ QUESTIONS = (
     "train_step",
     "call_forms",
     "adam_step",
+    "dqn",
     "eager_transforms",
     "trace_time",
     "layers",
