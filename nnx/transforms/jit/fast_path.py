@@ -17,7 +17,7 @@ from nnx.core.trace import current_level
 from nnx.core.versions import STRUCTURE
 from nnx.sharding.rules import current_rules
 from nnx.transforms.arguments import Selection
-from nnx.transforms.call import Call, data_types, is_data, is_module
+from nnx.transforms.call import DATA_MARK, Call, data_types, is_data, is_module
 from nnx.transforms.jit.argument_forms import ArgumentForm
 from nnx.transforms.jit.compiled import Compiled, NeedsGeneralPath
 from nnx.transforms.tracebacks import hide_frames
@@ -76,9 +76,9 @@ class PlanCache:
             return
         if not effects.simple if self.stateful else effects.returns_modules:
             return
-        if sum(mark >= 0 for mark in call.signature.marks) != len(call.roots):
+        if sum(mark > DATA_MARK for mark in call.signature.marks) != len(call.roots):
             return  # a Module that was passed twice
-        if sum(mark < -1 for mark in call.signature.marks) != len(call.contexts):
+        if sum(mark < DATA_MARK for mark in call.signature.marks) != len(call.contexts):
             return  # a Context that was passed twice
         places = _places(flat, effects.changed if self.stateful else ())
         if places is None:
