@@ -2,7 +2,7 @@
 
 Everything NNX does should take time in proportion to the number of Variables: ten times as many should take about ten
 times as long, and the goal leaves a fifth for caches that no longer fit. JAX's own share of a call grows faster than
-that, mostly in XLA's compiler, so a call is compared with the same step written by hand at 10,000.
+that, in dispatch and in XLA's compiler, so a call is compared with the same step written by hand at 10,000.
 
 Times are processor time: the longer an operation, the more of its wall-clock time belongs to other programs.
 """
