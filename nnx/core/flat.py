@@ -70,10 +70,10 @@ class Flat:
         self.plans: dict[Any, Any] = {}  # how jitted functions repeat a call; filled by them
         self.last_plan: Any = None  # the one used last, which is usually the next one, too
         # A call compares one of the next two with the global stamp, and skips `is_valid` if it is the same object.
-        # `ready` is the stamp at which there is nothing to check: no watched static value, no container to compare,
-        # nothing sown. `watched` is the stamp at which only watched static values have to be checked, by `unchanged`.
-        self.ready: Any = None if self._watch or self._mutable_trees or self.sown else self._stamp
-        self.watched: Any = self._stamp if self._watch and not self._mutable_trees and not self.sown else None
+        # `ready` is the stamp at which there is nothing to check: no watched static value, no container to compare.
+        # `watched` is the stamp at which only watched static values have to be checked, by `unchanged`.
+        self.ready: Any = None if self._watch or self._mutable_trees else self._stamp
+        self.watched: Any = self._stamp if self._watch and not self._mutable_trees else None
         self.unchanged = comparison(self._watch)
         self._indices: dict[Layout, list[int]] = {}
 
@@ -87,20 +87,16 @@ class Flat:
         if self._mutable_trees and self._aliases() != self.ties.aliases:
             return False
         if not self._watch:
-            if not self.sown and not self._mutable_trees:
+            if not self._mutable_trees:
                 self.ready = stamp
             return True
-        if not self.sown and not self._mutable_trees:
+        if not self._mutable_trees:
             self.watched = stamp
         return self.unchanged()
 
     def _aliases(self) -> tuple[tuple[int, ...], ...]:
         cells = self._mutable_trees
         return alias_groups(cells, [self.dicts[i][self.names[i]] for i in cells]) if cells else ()
-
-    def is_ready(self) -> bool:
-        """Whether it is valid and there is no sown variable to warn about."""
-        return self.is_valid() and not self.sown
 
     def values(self) -> list[Any]:
         """Returns the value of every cell."""

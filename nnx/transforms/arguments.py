@@ -95,6 +95,11 @@ def _static(value: Any, label: str, name: str) -> StaticArgument:
     return StaticArgument(value, f"the static argument {label} of {name}")
 
 
+def static_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[StaticArgument]:
+    """Returns the wrapped static arguments of a call."""
+    return [value for value in (*args, *kwargs.values()) if type(value) is StaticArgument]
+
+
 def unwrap_static(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that takes wrapped static arguments."""
 

@@ -121,6 +121,9 @@ class LeafPositions(NamedTuple):
 
 _positions: dict[tuple[type, ...], LeafPositions] = {}  # by the types of the leaves
 
+cached_positions: Callable[[tuple[type, ...]], LeafPositions | None] = _positions.get
+"""Returns the positions for leaves of these types, or None if no call has had such leaves."""
+
 
 def _marks_of_repeated(leaves: Sequence[Any], roots: Sequence[Any], contexts: Sequence[Any]) -> tuple[int, ...]:
     """Returns the marks of a call in which one Module or Context appears twice: both have the mark of the first."""

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from nnx.core.trace import current_level
+from nnx.transforms.arguments import StaticArgument, static_arguments
 from nnx.transforms.call import Call, Signature
 from nnx.transforms.effects import Effects, Outcome, finish, run
 from nnx.transforms.jit.donation import Donation
@@ -52,6 +53,7 @@ class Compiled:
         self.owner = owner
         self.signature: Signature = call.signature
         self.statics = call.statics
+        self.static_arguments: list[StaticArgument] = static_arguments(args, kwargs)
         self.effects: list[Effects] = []
         self.shapes: list[str] | None = None
         self.donation: Donation | None = Donation(self, call, args, kwargs) if owner.donated else None
@@ -75,6 +77,8 @@ class Compiled:
         # calls of this function.
         outcome = owner.current.run(None, run, owner.body, call.signature, call.statics, cells, data, forks, name)
         outcome = constrain_outcome(self.cell_shardings, owner.out_shardings, self.signature.key, outcome, cells)
+        if not owner.stateful and not outcome.effects.returns_modules:
+            outcome.values = ()  # the changes will be discarded, so XLA need not compute them
         if outcome.effects not in self.effects:
             self.effects.append(outcome.effects)
         return (outcome.values, outcome.out, *[None] * self.effects.index(outcome.effects))

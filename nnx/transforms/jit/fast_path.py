@@ -2,49 +2,40 @@
 
 A `CallPlan` holds everything a repeated call needs: the compiled function, the cells to gather and the cells to write.
 It is stored in the flat form of the Modules, which ends with any change of their structure. It refers to the compiled
-function weakly, so that neither keeps the other alive. `ArgumentPositions` say where the Modules, Contexts and data are
-in a call whose arguments are single leaves. Any other call takes the general path, `Jit.call`.
+function weakly, so that neither keeps the other alive. Any other call takes the general path, `Jit.call`.
 """
 
 import weakref
-from collections.abc import Callable
-from operator import getitem, setitem
+from collections.abc import Callable, Sequence
+from operator import getitem, itemgetter, setitem
 from typing import Any, NamedTuple
 
 from nnx.core.caches import WeakRegistry
-from nnx.core.flat import joint_flat_if_cached
+from nnx.core.flat import Flat, joint_flat_if_cached
 from nnx.core.module_info import ModuleBase, cached_flat
 from nnx.core.trace import current_level
 from nnx.core.versions import STRUCTURE
 from nnx.sharding.rules import current_rules
-from nnx.transforms.call import Call, data_types, is_context, is_data, is_module
-from nnx.transforms.jit.compiled import NeedsGeneralPath
+from nnx.transforms.arguments import Selection
+from nnx.transforms.call import DATA_MARK, Call, data_types, is_data, is_module
+from nnx.transforms.jit.argument_forms import ArgumentForm
+from nnx.transforms.jit.compiled import Compiled, NeedsGeneralPath
 from nnx.transforms.tracebacks import hide_frames
-
-
-class ArgumentPositions:
-    """The positions of Modules, Contexts and data among the arguments, in the order of the call as a pytree."""
-
-    __slots__ = ("modules", "contexts", "data")
-
-    def __init__(self, values: tuple[Any, ...], in_order: list[int]):
-        self.modules: list[int] = [i for i in in_order if is_module(values[i])]
-        self.contexts: list[int] = [i for i in in_order if is_context(values[i])]
-        self.data: list[int] = [i for i in in_order if is_data(values[i])]
 
 
 class CallPlan(NamedTuple):
     """How to repeat a call. The first three fields say which call: together they are the plan's key in a flat form."""
 
     token: object  # identifies the jitted function
-    arguments: ArgumentPositions | int  # an int n means the most common call: one Module, then n data arguments
+    arguments: Any  # an ArgumentForm, what it reads, or an int n for the most common call: one Module, then n data
     rules: Any  # the logical axis rules in force
     compiled: Any  # a weak reference to the Compiled
     dicts: list[dict[str, Any]]  # the cells to gather: dicts[i][names[i]]
     names: list[str]
     level: Any  # the trace level of the Modules
-    output_dicts: list[dict[str, Any]]  # the cells to write, likewise
+    output_dicts: list[dict[str, Any]]  # the places to write, likewise
     output_names: list[str]
+    spread: Callable[[Any], Any] | None  # returns one value per place to write, if there are more places than values
     contexts: tuple[Any, ...]
 
 
@@ -55,40 +46,56 @@ class PlanCache:
     form, and its plans with it, so no plan is ever out of date.
 
     Args:
-      leads_with_module: whether calls of one Module and then data are recognized without positions.
+      static: the static arguments of the function.
+      stateful: whether its changes to Modules are written back.
+      leads_with_module: whether calls of one Module and then data are recognized without a form.
     """
 
-    def __init__(self, leads_with_module: bool) -> None:
+    def __init__(self, static: Selection, stateful: bool, leads_with_module: bool) -> None:
+        self.static = static
+        self.stateful = stateful
         self.leads_with_module = leads_with_module
         self.token: object = object()
-        self.positions: dict[tuple[Any, ...], ArgumentPositions] = {}
+        self.forms: dict[tuple[Any, ...], ArgumentForm] = {}  # by the types and names of the arguments
         self.flats: WeakRegistry = WeakRegistry()  # the flat forms that hold plans of this function
 
     def clear(self) -> None:
         """Forgets every plan."""
+        self.forms.clear()
         for flat in self.flats.take_all():
             flat.last_plan = None
             for key in [key for key in list(flat.plans) if key[0] is self.token]:
                 flat.plans.pop(key, None)
 
-    def remember(self, call: Call, compiled: Any, result: tuple[Any, ...], args: tuple[Any, ...], kwargs: Any) -> None:
+    def remember(
+        self, call: Call, compiled: Compiled, result: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Makes a plan for the call that was just made, if the next one like it can be made from a plan."""
         flat, effects = call.flat, compiled.effects_of(result)
-        if flat is None or flat.level is None or flat.sown or not effects.simple or len(result) != 2:
+        if flat is None or flat.level is None or len(result) != 2:
             return
-        if any(i in flat.refs for i in effects.changed):
-            return  # a Ref's owners outside the call have to be looked up each time
+        if not effects.simple if self.stateful else effects.returns_modules:
+            return
+        if sum(mark > DATA_MARK for mark in call.signature.marks) != len(call.roots):
+            return  # a Module that was passed twice
+        if sum(mark < DATA_MARK for mark in call.signature.marks) != len(call.contexts):
+            return  # a Context that was passed twice
+        places = _places(flat, effects.changed if self.stateful else ())
+        if places is None:
+            return
         values = (*args, *kwargs.values())
-        if any(is_data(value) and type(value) not in data_types for value in values):
-            return  # an argument that is a tree
-        if len(call.roots) != sum(map(is_module, values)) or len(call.contexts) != sum(map(is_context, values)):
-            return  # a Module inside an argument, or one that was passed twice
-        if self.leads_with_module and not kwargs and is_module(args[0]) and all(map(is_data, args[1:])):
-            arguments: Any = len(args) - 1
-        else:
-            by_name = sorted(range(len(kwargs)), key=list(kwargs).__getitem__)
-            positions = ArgumentPositions(values, [*range(len(args)), *(len(args) + i for i in by_name)])
-            arguments = self.positions.setdefault((len(args), *map(type, values), *kwargs), positions)
+        form_key = (len(args), *map(type, values), *kwargs)
+        form = self.forms.get(form_key) or ArgumentForm(args, kwargs, self.static)
+        if not form.can_repeat(values, compiled.static_arguments):
+            return
+        reading = form.read(values)
+        if reading is None:
+            return
+        self.forms.setdefault(form_key, form)
+        arguments: Any = form if form.is_plain else reading.arguments
+        is_common = self.leads_with_module and form.is_plain and places.spread is None and not kwargs
+        if is_common and is_module(args[0]) and all(map(is_data, args[1:])):
+            arguments = len(args) - 1
         key = (self.token, arguments, current_rules())
         weak_flat = weakref.ref(flat)
 
@@ -105,10 +112,40 @@ class PlanCache:
             dicts=flat.dicts,
             names=flat.names,
             level=flat.level,
-            output_dicts=[flat.dicts[i] for i in effects.changed],
-            output_names=[flat.names[i] for i in effects.changed],
+            output_dicts=places.dicts,
+            output_names=places.names,
+            spread=places.spread,
             contexts=call.signature.contexts,
         )
+
+
+class _Places(NamedTuple):
+    """Where the values that a function changed are to be written."""
+
+    dicts: list[dict[str, Any]]
+    names: list[str]
+    spread: Callable[[Any], Any] | None
+
+
+def _places(flat: Flat, changed: Sequence[int]) -> _Places | None:
+    """Returns the places to write for these cells, or None if they have to be looked up on every call.
+
+    A cell on a Ref has several: all owners of the Ref. New owners, and owners that leave, end the flat form. But a plan
+    must not keep an owner outside the graph alive, so those are looked up each time.
+    """
+    if flat.refs.keys().isdisjoint(changed):
+        return _Places([flat.dicts[i] for i in changed], [flat.names[i] for i in changed], None)
+    inside = {id(module()) for module in flat.modules}
+    dicts, names, sources = [], [], []
+    for source, i in enumerate(changed):
+        ref = flat.refs.get(i)
+        if ref is not None and any(id(owner) not in inside for owner, _ in ref.owners()):
+            return None
+        for values, name in [(flat.dicts[i], flat.names[i])] if ref is None else ref.targets():
+            dicts.append(values)
+            names.append(name)
+            sources.append(source)
+    return _Places(dicts, names, itemgetter(*sources))  # a Ref is a place itself, so there are at least two
 
 
 def make_function(owner: Any) -> Callable[..., Any]:
@@ -118,18 +155,11 @@ def make_function(owner: Any) -> Callable[..., Any]:
     so there is one Python frame, no attribute lookup that can be avoided, and no helper function.
 
     A plan is valid if the flat form is (one comparison of stamps, in the steady state), and if it was made for this
-    function, these argument positions and these axis rules. A result of length 2 is of the first set of effects (see
+    function, these arguments and these axis rules. A result of length 2 is of the first set of effects (see
     `Compiled`), the one plans are made for.
     """
     structure, nothing, leaf_types = STRUCTURE, object(), data_types
-    token, all_positions, bound = owner.plans.token, owner.plans.positions, owner.bound
-
-    def general(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return owner.call(args, kwargs)
-        except Exception as error:
-            hide_frames(error)
-            raise
+    token, forms, bound = owner.plans.token, owner.plans.forms, owner.bound
 
     def module_first(first: Any = nothing, /, *rest: Any, **kwargs: Any) -> Any:
         # Entering `try` costs nothing, and it has to be here: a wrapper would be a second frame per call.
@@ -143,7 +173,7 @@ def make_function(owner: Any) -> Callable[..., Any]:
                     if flat is not None and (
                         flat.ready is structure.stamp
                         or (flat.watched is structure.stamp and flat.unchanged())
-                        or flat.is_ready()
+                        or flat.is_valid()
                     ):
                         plan = flat.last_plan
                         if (
@@ -152,9 +182,11 @@ def make_function(owner: Any) -> Callable[..., Any]:
                             or plan[1] != len(rest)
                             or plan[2] is not current_rules()
                         ):
-                            plan = flat.last_plan = flat.plans.get((token, len(rest), current_rules()))
+                            plan = flat.plans.get((token, len(rest), current_rules()))
+                            if plan is not None:
+                                flat.last_plan = plan
                         if plan is not None:
-                            _, _, _, compiled, dicts, names, level, output_dicts, output_names, _ = plan
+                            _, _, _, compiled, dicts, names, level, output_dicts, output_names, _, _ = plan
                             compiled = compiled()
                             try:
                                 if compiled is None:  # another thread has just cleared the cache
@@ -182,23 +214,30 @@ def make_function(owner: Any) -> Callable[..., Any]:
     def any_arguments(*args: Any, **kwargs: Any) -> Any:
         try:
             values = (*bound, *args, *kwargs.values())
-            positions = all_positions.get((len(values) - len(kwargs), *map(type, values), *kwargs))
-            if positions is None:
+            form = forms.get((len(values) - len(kwargs), *map(type, values), *kwargs))
+            if form is None:
                 return owner.call(args, kwargs)
+            arguments = positions = form
+            if not form.is_plain:
+                reading = form.read(values)
+                if reading is None:
+                    return owner.call(args, kwargs)
+                arguments, positions, values = reading
             flat = joint_flat_if_cached([values[i] for i in positions.modules])
             if flat is None or not (
                 flat.ready is structure.stamp
                 or (flat.watched is structure.stamp and flat.unchanged())
-                or flat.is_ready()
+                or flat.is_valid()
             ):
                 return owner.call(args, kwargs)
             plan = flat.last_plan
-            if plan is None or plan[0] is not token or plan[1] is not positions or plan[2] is not current_rules():
-                plan = flat.last_plan = flat.plans.get((token, positions, current_rules()))
+            if plan is None or plan[0] is not token or plan[1] != arguments or plan[2] is not current_rules():
+                plan = flat.plans.get((token, arguments, current_rules()))
+                flat.last_plan = plan
             contexts = [values[i] for i in positions.contexts]
             if plan is None or (contexts and not _are_like(contexts, plan.contexts)):
                 return owner.call(args, kwargs)
-            _, _, _, compiled, dicts, names, level, output_dicts, output_names, _ = plan
+            _, _, _, compiled, dicts, names, level, output_dicts, output_names, spread, _ = plan
             compiled = compiled()
             if compiled is None or (compiled.donation is not None and level is not current_level()):
                 return owner.call(args, kwargs)
@@ -216,7 +255,8 @@ def make_function(owner: Any) -> Callable[..., Any]:
                     ctx.undo_fork()  # the general path forks again, and must draw the same keys
             else:
                 if len(result) == 2 and level is current_level():
-                    any(map(setitem, output_dicts, output_names, result[0]))
+                    new = result[0] if spread is None else spread(result[0])
+                    any(map(setitem, output_dicts, output_names, new))
                     return result[1]
                 return owner.finish_unplanned(compiled, result, args, kwargs)
             return owner.call(args, kwargs)
@@ -224,8 +264,6 @@ def make_function(owner: Any) -> Callable[..., Any]:
             hide_frames(error)
             raise
 
-    if not owner.repeats:
-        return general
     return module_first if owner.plans.leads_with_module else any_arguments
 
 

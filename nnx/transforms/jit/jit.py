@@ -64,8 +64,7 @@ class Jit:
         self.target: Callable[..., Any] = target.fun
         self.body: Callable[..., Any] = unwrap_static(target.fun) if self.static else target.fun
         self.compiled: dict[tuple[Signature, Any], Compiled] = {}  # by signature and the logical axis rules in force
-        self.repeats: bool = stateful and not self.static  # whether a call like an earlier one is made from a plan
-        self.plans: PlanCache = PlanCache(leads_with_module=self.repeats and not self.bound)
+        self.plans: PlanCache = PlanCache(self.static, stateful, leads_with_module=not self.static and not self.bound)
         self.current: CurrentCall = CurrentCall()
         # What was used last, with its key: one tuple, read once, because another thread may replace it at any time.
         self._last: tuple[Any, Compiled] | None = None
@@ -86,8 +85,7 @@ class Jit:
             self._warn_of_sown(call)
         result = compiled.execute(call)
         out = compiled.finish(call, result)
-        if self.repeats:
-            self.plans.remember(call, compiled, result, (*self.bound, *args), kwargs)
+        self.plans.remember(call, compiled, result, (*self.bound, *args), kwargs)
         return out
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Compiled]:
