@@ -9,7 +9,7 @@ import numpy as np
 
 from nnx.core.repr import short
 from nnx.core.selectors import Selector
-from nnx.inspection.observing import ObservedCall, method_names
+from nnx.inspection.observing import ObservedCall
 from nnx.transforms.annotations import P, R
 from nnx.transforms.decorators import decorator
 from nnx.transforms.effects import finish
@@ -26,6 +26,9 @@ class Recorder(Observer):
     """Records what a Module returns."""
 
     __slots__ = ()
+
+    def __init__(self, path: str, methods: tuple[str, ...]):
+        super().__init__("nnx.capture", path, methods)
 
     def run(self, module: Any, position: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = call(*args, **kwargs)
@@ -117,16 +120,12 @@ def capture(
     >>> {path: value.shape for path, value in acts.items()}
     {'0': (1, 4), '2': (1, 3)}
     """
-    names = method_names(methods)
-
-    def recorder(path: str) -> Recorder:
-        return Recorder("nnx.capture", path, names)
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        observed = ObservedCall("nnx.capture", fun, where, args, kwargs)
+        observed = ObservedCall("nnx.capture", fun, where, methods, args, kwargs)
         if grads:
-            return _with_gradients(observed, recorder, stateful)
-        outcome, records = observed.run(recorder)
+            return _with_gradients(observed, stateful)
+        outcome, records = observed.run(Recorder)
         values = {path: [record.value for record in found] for path, found in records.items()}
         return finish(observed.call, outcome, stateful), _by_path(observed, values)
 
@@ -142,7 +141,7 @@ def _by_path(observed: ObservedCall, values: dict[str, list[Any]]) -> dict[str, 
 # Gradients
 
 
-def _with_gradients(observed: ObservedCall, recorder: Callable[[str], Recorder], stateful: bool) -> Any:
+def _with_gradients(observed: ObservedCall, stateful: bool) -> Any:
     """Differentiates with respect to probes, zeros that are added to the outputs.
 
     A first run, an abstract one, finds out how many there are, their shapes, and which of them scan and vmap stack.
@@ -150,12 +149,12 @@ def _with_gradients(observed: ObservedCall, recorder: Callable[[str], Recorder],
     stacked: dict[str, list[int]] = {}
 
     def find_probes() -> Any:
-        _, records = observed.run(recorder)
+        _, records = observed.run(Recorder)
         stacked.update({path: [record.stacked for record in found] for path, found in records.items()})
         return {path: [_zeros(record.value) for record in found] for path, found in records.items()}
 
     def loss(probes: Any) -> Any:
-        outcome, records = observed.run(recorder, probes, stacked)
+        outcome, records = observed.run(Recorder, probes, stacked)
         _check_scalar(observed.name, outcome.out)
         return outcome.out, (outcome, {path: [record.value for record in found] for path, found in records.items()})
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from nnx.core.module_info import info_of
 from nnx.core.trace import same_level
-from nnx.inspection.observing import ObservedCall, method_names
+from nnx.inspection.observing import ObservedCall
 from nnx.transforms.annotations import P
 from nnx.transforms.decorators import named_after
 from nnx.transforms.observed import Observer, add_record
@@ -46,9 +46,9 @@ class _Checker(Observer):
 
     __slots__ = ()
 
-    def __init__(self, path: str, clock: Iterator[int]):
+    def __init__(self, path: str, methods: tuple[str, ...], clock: Iterator[int]):
         # The clock is the key. A run shares nothing that was compiled with earlier ones, so all times are its own.
-        super().__init__("nnx.find_nans", path, method_names(()), clock)
+        super().__init__("nnx.find_nans", path, methods, clock)
 
     def run(self, module: Any, position: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = _is_finite((args, kwargs))
@@ -85,9 +85,9 @@ def find_nans(fun: Callable[P, Any]) -> Callable[P, NotFinite | None]:
 
     @boundary
     def lifted(*args: Any, **kwargs: Any) -> NotFinite | None:
-        observed = ObservedCall("nnx.find_nans", fun, ..., args, kwargs)
+        observed = ObservedCall("nnx.find_nans", fun, ..., (), args, kwargs)
         clock = itertools.count()
-        _, records = observed.run(lambda path: _Checker(path, clock))
+        _, records = observed.run(lambda path, methods: _Checker(path, methods, clock))
         found = []
         for number, path in observed.selected.items():
             kind = observed.kind(number)

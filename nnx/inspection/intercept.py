@@ -6,7 +6,7 @@ from typing import Any, TypedDict, Unpack, overload
 
 from nnx.core.repr import short
 from nnx.core.selectors import Selector
-from nnx.inspection.observing import ObservedCall, method_names
+from nnx.inspection.observing import ObservedCall
 from nnx.transforms.annotations import Decorator, P, R
 from nnx.transforms.body_key import CanChange, body_key
 from nnx.transforms.decorators import decorator
@@ -40,6 +40,15 @@ class _HookKey:
         return hash(self.key)
 
 
+class _Held:
+    """A hook, as an object that can be referred to weakly, which not every callable can."""
+
+    __slots__ = ("hook", "__weakref__")
+
+    def __init__(self, hook: Callable[..., Any]):
+        self.hook = hook
+
+
 class Interceptor(Observer):
     """Runs a hook in place of the calls of a Module.
 
@@ -47,16 +56,16 @@ class Interceptor(Observer):
     hook is only needed while they are traced, and then the call of `intercept` holds it.
     """
 
-    __slots__ = ("hook",)
+    __slots__ = ("held",)
 
-    def __init__(self, path: str, methods: tuple[str, ...], key: _HookKey, hook: Callable[..., Any]):
+    def __init__(self, path: str, methods: tuple[str, ...], key: _HookKey, held: "_Held"):
         super().__init__("nnx.intercept", path, methods, key)
-        self.hook = weakref.ref(hook)
+        self.held = weakref.ref(held)
 
     def run(self, module: Any, position: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        hook = self.hook()
-        assert hook is not None, "the call of intercept holds the hook"
-        return hook(self.path, module, call, *args, **kwargs)
+        held = self.held()
+        assert held is not None, "a hook is only called during the call of intercept, which holds it"
+        return held.hook(self.path, module, call, *args, **kwargs)
 
 
 class InterceptOptions(TypedDict, total=False):
@@ -108,12 +117,11 @@ def intercept(
     """
     if not callable(hook):
         raise TypeError(NO_HOOK.format(value=short(hook)))
-    names = method_names(methods)
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        observed = ObservedCall("nnx.intercept", fun, where, args, kwargs)
-        key = _HookKey(hook)
-        outcome, _ = observed.run(lambda path: Interceptor(path, names, key, hook))
+        observed = ObservedCall("nnx.intercept", fun, where, methods, args, kwargs)
+        key, held = _HookKey(hook), _Held(hook)
+        outcome, _ = observed.run(lambda path, names: Interceptor(path, names, key, held))
         return finish(observed.call, outcome, stateful)
 
     return lifted

@@ -26,6 +26,8 @@ observed, not those that the function closes over: write a function of the Modul
 NOTHING_SELECTED = """{transform}: where={where} selects none of the Modules that were passed. Their paths are: \
 {paths}."""
 
+NO_SUCH_METHOD = "{transform}: methods={name!r} is not a method of any selected Module. Their classes are: {kinds}."
+
 
 class Recorded(NamedTuple):
     """What one call of a Module returned, and how many axes scan and vmap have put in front."""
@@ -43,13 +45,14 @@ class ObservedCall:
         transform: the transform's name, for errors.
         fun: the function, a Module, or a bound method of one.
         where: a Module selector.
+        methods: the names of methods to observe as well as `__call__`.
         args, kwargs: the arguments.
 
     Raises:
-        ValueError: no Module was passed, or none is selected.
+        ValueError: no Module was passed, none is selected, or none of those has one of the methods.
     """
 
-    def __init__(self, transform: str, fun: Any, where: Any, args: Any, kwargs: Any):
+    def __init__(self, transform: str, fun: Any, where: Any, methods: str | Sequence[str], args: Any, kwargs: Any):
         target = _by_name(fun, target_of(fun, transform))
         self.fun, self.name = target.fun, f"{transform}({target.name})"
         self.call: Call = Call((*target.bound, *args), kwargs)
@@ -67,6 +70,12 @@ class ObservedCall:
             text = {"where": short(where), "paths": listing(full_paths)}
             raise ValueError(NOTHING_SELECTED.format(transform=transform, **text))
         self.selected: dict[int, str] = {number: full_paths[number] for number in numbers}
+        added = (methods,) if isinstance(methods, str) else tuple(methods)
+        for name in added:
+            if not any(hasattr(key.class_of(number), name) for number in numbers):
+                kinds = ", ".join(sorted({self.kind(number) for number in numbers}))
+                raise ValueError(NO_SUCH_METHOD.format(transform=transform, name=name, kinds=kinds))
+        self.methods: tuple[str, ...] = ("__call__", *added)
 
     def kind(self, number: int) -> str:
         """Returns the name of the class of a Module."""
@@ -76,14 +85,14 @@ class ObservedCall:
 
     def run(
         self,
-        observer: Callable[[str], Observer],
+        observer: Callable[[str, tuple[str, ...]], Observer],
         probes: Mapping[str, Sequence[Any]] | None = None,
         stacked: Mapping[str, Sequence[int]] | None = None,
     ) -> tuple[Outcome, dict[str, list[Recorded]]]:
         """Runs the function at the current trace level, and returns its outcome and the records by path.
 
         Args:
-            observer: makes the observer of the Module at a path.
+            observer: makes the observer of the Module at a path, from the path and the names of the methods.
             probes: by path, the probes of a Module.
             stacked: by path, how many stacked axes each probe has.
         """
@@ -91,7 +100,7 @@ class ObservedCall:
         contexts = call.signature.contexts_from(self.forks)
         entered, args, kwargs = enter_call(call.signature, call.statics, call.cells(), call.data, contexts)
         modules = [(path, entered.graph.modules[number]) for number, path in self.selected.items()]
-        observers = {path: observer(path) for path, _ in modules}
+        observers = {path: observer(path, self.methods) for path, _ in modules}
         for path, module in modules:
             observe(module, observers[path])
             if probes and stacked:
@@ -112,8 +121,3 @@ def _by_name(fun: Any, target: Target) -> Target:
     if target.bound and getattr(type(target.bound[0]), target.name, None) is target.fun:
         return target._replace(fun=lambda module, *args, **kwargs: getattr(module, target.name)(*args, **kwargs))
     return target
-
-
-def method_names(methods: Any) -> tuple[str, ...]:
-    """Returns the names of the methods to observe: `__call__`, and those that the user adds."""
-    return ("__call__", *((methods,) if isinstance(methods, str) else methods))
