@@ -462,7 +462,7 @@ def test_a_selector_that_selects_nothing_is_an_error_that_lists_the_paths(twice)
 
 def test_what_is_no_selector_is_an_error(twice):
     with raises(NOT_A_SELECTOR, TypeError, value="3"):
-        nnx.capture(twice, where=3)(X)  # pyright: ignore[reportArgumentType]
+        nnx.capture(twice, where=3)(X)
 
 
 def test_a_method_that_no_selected_module_has_is_an_error(twice):

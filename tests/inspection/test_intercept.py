@@ -198,7 +198,7 @@ def test_a_hook_need_not_be_a_function(twice):
 
 def test_a_hook_that_cannot_be_called_is_an_error(twice):
     with pytest.raises(TypeError, match=re.escape(NO_HOOK.format(value="3"))):
-        nnx.intercept(twice, 3)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        nnx.intercept(twice, 3)
 
 
 def test_blocks_of_a_scan_are_one_module_to_a_hook(gpt):
