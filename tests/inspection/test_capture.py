@@ -46,29 +46,30 @@ def raises(template, error=ValueError, **parts):
 
 
 def test_outputs_of_a_scanned_stack_equal_those_computed_by_hand(gpt):
-    out, acts = nnx.capture(gpt, where=(f"{BLOCK}/*", "norm", "embed"), methods=("attend",))(TOKENS)
-    x = gpt.embed(TOKENS)
-    norms, mlps = [], []
-    for number in range(LENGTH):
-        block = block_by_hand(gpt, number)
-        norms.append(block.norm(x))
-        y = x + block.attention(block.norm(x), mask=nnx.make_causal_mask(jnp.ones(TOKENS.shape)))
-        mlps.append(block.mlp(y))
-        x, _ = block(x)
-    close(acts[f"{BLOCK}/norm"], jnp.stack(norms))
-    close(acts[f"{BLOCK}/mlp"], jnp.stack(mlps))
-    close(acts["norm"], gpt.norm(x))
-    close(acts["embed"], (gpt.embed(TOKENS), gpt(TOKENS)))
+    @nnx.jit
+    def by_hand(gpt):
+        x = gpt.embed(TOKENS)
+        norms, mlps = [], []
+        for number in range(LENGTH):
+            block = block_by_hand(gpt, number)
+            norms.append(block.norm(x))
+            y = x + block.attention(block.norm(x), mask=nnx.make_causal_mask(jnp.ones(TOKENS.shape)))
+            mlps.append(block.mlp(y))
+            x, _ = block(x)
+        blocks = {f"{BLOCK}/norm": jnp.stack(norms), f"{BLOCK}/mlp": jnp.stack(mlps)}
+        return blocks | {"norm": gpt.norm(x), "embed": (gpt.embed(TOKENS), gpt(TOKENS))}
+
+    where = (f"{BLOCK}/norm", f"{BLOCK}/mlp", "norm", "embed")
+    out, acts = nnx.capture(gpt, where=where, methods=("attend",))(TOKENS)
+    close(acts, by_hand(gpt))
     close(out, gpt(TOKENS))
 
 
 def test_values_come_out_of_jit_and_derivatives_at_once(gpt):
     step = nnx.jit(lambda model, tokens: nnx.value_and_grad(mean_logit)(model, tokens))
     (loss, grads), acts = nnx.capture(step, where=nnx.Linear)(gpt, TOKENS)
-    _, expected = nnx.capture(gpt, where=nnx.Linear)(TOKENS)
-    close(loss, mean_logit(gpt, TOKENS))
-    close(grads, nnx.grad(mean_logit)(gpt, TOKENS))
-    close(acts, expected)
+    close((loss, grads), step(gpt, TOKENS))
+    close(acts, nnx.jit(lambda model: nnx.capture(model, where=nnx.Linear)(TOKENS)[1])(gpt))
 
 
 @pytest.mark.parametrize(
@@ -119,10 +120,14 @@ def test_a_module_that_runs_in_two_scans_and_outside_has_one_value_per_call():
 
 @pytest.mark.parametrize("entry", LAYERS, ids=lambda entry: entry.name)
 def test_every_layer_computes_the_same_while_it_is_captured(entry):
-    layer, inputs = entry.build(), entry.sample()
-    expected = entry.run(layer.clone(), *inputs)
-    out, acts = nnx.capture(lambda layer, *inputs: entry.run(layer, *inputs))(layer, *inputs)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b, equal_nan=True)), out, expected))
+    @nnx.jit
+    def run_both(layer, *inputs):
+        expected = entry.run(layer.clone(), *inputs)
+        out, acts = nnx.capture(lambda layer, *inputs: entry.run(layer, *inputs))(layer, *inputs)
+        return out, expected, acts
+
+    out, expected, acts = run_both(entry.build(), *entry.sample())
+    close(out, expected)
     assert "" in acts
 
 
@@ -333,9 +338,9 @@ def test_gradients_of_a_scanned_stack_equal_those_of_added_zeros(gpt):
         return jnp.mean(gpt.embed.attend(gpt.norm(x) + zeros[1]) ** 2)
 
     zeros = (jnp.zeros((LENGTH, 2, 3, 4)), jnp.zeros((2, 3, 4)))
-    expected = jax.grad(by_hand)(zeros)
+    expected = jax.jit(jax.grad(by_hand))(zeros)
     close((grads[f"{BLOCK}/mlp"], grads["norm"]), expected)
-    close(loss, mean_logit(gpt, TOKENS))
+    close(loss, nnx.jit(mean_logit)(gpt, TOKENS))
     assert jax.tree.structure(acts) == jax.tree.structure(grads)
 
 
