@@ -20,7 +20,7 @@ NOT_A_SELECTOR = """Invalid Module selector {value}. Write a Module type (nnx.Li
 
 
 def selects(where: Any) -> Predicate:
-    """Returns the predicate `f(path, module)` that a Module selector stands for.
+    """Returns a Module selector as a predicate, `f(path, module)`.
 
     Raises:
       TypeError: `where` is not a Module selector.

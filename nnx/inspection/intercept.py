@@ -21,7 +21,7 @@ class _HookKey:
     """What a hook is compared by: hooks with equal keys do the same to equal arguments.
 
     A hook that reaches something that can change (a list, an instance of a user's class) has a key that equals no
-    other, not even that of the same hook in a later call: whatever was compiled with it may be out of date by then.
+    other, not even that of the same hook in a later call: what was compiled with it may be out of date by then.
     """
 
     __slots__ = ("key", "kept")

@@ -1,9 +1,9 @@
-"""Observed Modules: how `nnx.capture` and its kin see the calls of submodules without a hook on everybody else's.
+"""Observed Modules: how `nnx.capture` and its kin see the calls of submodules, with no hook on other calls.
 
-A transform that looks inside runs its function on rebuilt Modules, as every transform does. The selected ones it gives
-an *observed class*: a subclass of their own class, whose methods pass through the Module's *observers*. These are a
-static attribute, so they are still there when an inner transform rebuilds the Module, and they are part of what the
-inner transform compiles for. Everybody else's Modules keep their classes, and nothing is added to their calls.
+A transform that looks inside runs its function on rebuilt Modules, as every transform does. It gives the
+selected ones an *observed class*: a subclass of their own class, whose methods pass through the Module's *observers*.
+These are a static attribute, so they are still there when an inner transform rebuilds the Module, and they are part of
+what the inner transform compiles for. All other Modules keep their classes, and nothing is added to their calls.
 
 An observer may keep what it saw in a *record*: a container that it adds to the Module. Records leave transforms the way
 all new state does. scan and vmap stack them, and `stateful=False` keeps them; a body that may run any number of times
@@ -101,7 +101,7 @@ class Observed:
     """The base of observed classes.
 
     It comes first in their method resolution order, so its `__init_subclass__` runs instead of the user's: a class that
-    registers its subclasses does not hear of ours.
+    registers its subclasses does not register ours.
     """
 
     __slots__ = ()

@@ -247,7 +247,7 @@ def test_an_error_in_the_function_leaves_the_modules_alone(twice):
     assert type(twice) is Twice and type(twice.layer) is nnx.Linear
 
 
-def test_a_class_that_registers_its_subclasses_does_not_hear_of_it():
+def test_a_class_that_registers_its_subclasses_registers_no_other():
     registered = []
 
     class Base(nnx.Module):
