@@ -237,7 +237,11 @@ from nnx.training.train_state import TrainState as TrainState
 
 # isort: split
 # inspection: looking at a model
+from nnx.inspection.capture import capture as capture
 from nnx.inspection.display import display as display
+from nnx.inspection.find_nans import NotFinite as NotFinite
+from nnx.inspection.find_nans import find_nans as find_nans
+from nnx.inspection.intercept import intercept as intercept
 from nnx.inspection.metrics_file import read_metrics as read_metrics
 from nnx.inspection.plots import plot_metrics as plot_metrics
 from nnx.inspection.sinks import tensorboard_sink as tensorboard_sink
@@ -303,7 +307,8 @@ __all__ = [
     "Metric", "MetricState", "MultiMetric", "Optimizer", "OptState", "prefetch", "save", "Statistics", "TrainState",
     "Welford",
     # inspection
-    "count_params", "display", "plot_metrics", "read_metrics", "summary", "tensorboard_sink", "TrainLog", "wandb_sink",
+    "capture", "count_params", "display", "find_nans", "intercept", "NotFinite", "plot_metrics", "read_metrics",
+    "summary", "tensorboard_sink", "TrainLog", "wandb_sink",
     # interop
     "checkpoint_entries", "load_safetensors", "save_safetensors",
     # generation

@@ -16,6 +16,7 @@ from nnx.transforms.body_rules import check_aliases, check_structure
 from nnx.transforms.call import Call, target_of
 from nnx.transforms.eager_traces import kept_trace
 from nnx.transforms.effects import Outcome, cell_paths, enter_call, finish, leave
+from nnx.transforms.observed import refuse_records
 from nnx.transforms.rewrite import Rewrite
 from nnx.transforms.shared_traces import run_in_scope
 from nnx.transforms.tracebacks import boundary
@@ -80,7 +81,9 @@ class BranchCall:
             entered, args, _ = enter_call(signature, self.call.statics, cells, data, signature.contexts_from(forks))
             owners, *operands = args
             owner = [owners[i] for i, o in enumerate(self.bound) for b in target.bound if o is b]
-            return leave(entered, run_in_scope(target.fun, (*owner, *operands), {}), self.name)
+            out = run_in_scope(target.fun, (*owner, *operands), {})
+            refuse_records(entered, self.name)
+            return leave(entered, out, self.name)
 
         return run
 

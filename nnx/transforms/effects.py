@@ -21,6 +21,7 @@ from nnx.core.trace import current_level, same_level
 from nnx.core.updates import check_level, note_mutable_trees
 from nnx.transforms.call import Call, Signature, is_context, is_module
 from nnx.transforms.entered import Entered, enter
+from nnx.transforms.observed import keep_records
 from nnx.transforms.rewrite import Rewrite, find_rewrite
 from nnx.transforms.shared_traces import run_in_scope
 
@@ -307,6 +308,7 @@ def discard(call: Call, outcome: Outcome) -> Any:
     They are built the way the body's own were, so they share only immutable values with the caller's.
     """
     effects = outcome.effects
+    keep_records(lambda: _modules(call), effects.rewrite, outcome.values)
     if not effects.returns_modules:
         return outcome.out
     signature, values = call.signature, effects.tie(outcome.values)

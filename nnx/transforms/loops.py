@@ -12,6 +12,7 @@ from nnx.transforms.call import Call
 from nnx.transforms.eager_traces import kept_trace
 from nnx.transforms.effects import Effects, Outcome, Returned, enter_call, finish, leave
 from nnx.transforms.entered import Entered
+from nnx.transforms.observed import refuse_records
 from nnx.transforms.scan import OTHER_CARRY, carry_structure, current_values, with_contexts_by_number
 from nnx.transforms.shared_traces import run_in_scope
 from nnx.transforms.tracebacks import boundary
@@ -76,6 +77,7 @@ class LoopCall:
         step, cells, data = carry
         entered, args, contexts = self._enter(step, cells, data, keys)
         out = with_contexts_by_number(run_in_scope(fun, (*before, *args), {}), contexts)
+        refuse_records(entered, self.name)
         outcome = leave(entered, out, self.name)
         self._check(outcome.effects)
         structure = jax.tree.structure(outcome.out)
@@ -90,7 +92,9 @@ class LoopCall:
         """Whether there is another step."""
         step, cells, data = carry
         entered, args, _ = self._enter(step, cells, data, keys)
-        outcome = leave(entered, run_in_scope(fun, args, {}), self.name)
+        out = run_in_scope(fun, args, {})
+        refuse_records(entered, self.name)
+        outcome = leave(entered, out, self.name)
         if outcome.effects.changed or outcome.effects.rewrite is not None:
             raise ValueError(CONDITION_CHANGES.format(name=self.name))
         return outcome.out

@@ -14,6 +14,7 @@ from nnx.transforms.arguments import WRONG_COUNT
 from nnx.transforms.call import Call, is_data, target_of
 from nnx.transforms.decorators import decorator
 from nnx.transforms.effects import Effects, Outcome, cell_paths, enter_call, finish, leave
+from nnx.transforms.observed import RUNS_PER_DEVICE, refuse_records
 from nnx.transforms.shared_traces import run_in_scope
 
 POSITIONAL_ONLY = "nnx.shard_map takes positional arguments, one per entry of in_specs; got {names}."
@@ -112,7 +113,9 @@ def shard_map(
 def _inside(call: Call, fun: Callable[..., Any], cells: Any, data: Any, keys: Any) -> Outcome:
     contexts = [d.merge(k) for d, k in zip(call.signature.contexts, keys)]
     entered, args, kwargs = enter_call(call.signature, call.statics, cells, data, contexts)
-    return leave(entered, run_in_scope(fun, args, kwargs), "nnx.shard_map")
+    out = run_in_scope(fun, args, kwargs)
+    refuse_records(entered, "nnx.shard_map", RUNS_PER_DEVICE)
+    return leave(entered, out, "nnx.shard_map")
 
 
 def _look_ahead(call: Call, fun: Any, cell_specs: Any, data_specs: Any, options: Any) -> tuple[Effects, Any]:

@@ -27,6 +27,7 @@ from nnx.transforms.body_rules import NEW_VARIABLE, check_aliases, check_structu
 from nnx.transforms.call import Call, is_data, is_module
 from nnx.transforms.effects import Effects, cell_paths
 from nnx.transforms.entered import Entered
+from nnx.transforms.observed import Record, is_record, is_sliced, restacked
 from nnx.transforms.rewrite import Rewrite
 
 CARRY, BROADCAST = "carry", "broadcast"
@@ -135,6 +136,8 @@ class Stacking:
         cases += [(to_predicate(f), group) for f, group in rest]
 
         def classify(path: str, leaf: Any) -> Any:
+            if isinstance(leaf, Record):  # the library's own, which no filter of the user is about
+                return 0 if is_sliced(leaf) else BROADCAST
             return next((group for matches, group in cases if matches(path, leaf)), None)
 
         return classify
@@ -219,7 +222,10 @@ class Stacking:
 
     def inner_key(self, key: GraphKey | None, groups: Sequence[Any]) -> GraphKey | None:
         """Returns the structure as the body sees it: stacked Variables without the name of the stacked axis."""
-        if key is None or not self.metadata_params:
+        if key is None:
+            return key
+        key = restacked(key, enumerate(groups), -1)
+        if not self.metadata_params:
             return key
         params = dict(self.metadata_params)
         stacked = {i: g for i, g in enumerate(groups) if isinstance(g, int) and type(key.kinds[i]) is Spec}
@@ -239,9 +245,10 @@ class Stacking:
 
     def outer_rewrite(self, rewrite: Rewrite, groups: Mapping[int, Any]) -> Rewrite:
         """Returns a Rewrite found inside the body, with the Variables as they are outside."""
+        key = restacked(rewrite.key, groups.items(), 1)
         if not self.metadata_params:
-            return rewrite
-        params, key = dict(self.metadata_params), rewrite.key
+            return rewrite if key is rewrite.key else rewrite.replace(key=key)
+        params = dict(self.metadata_params)
         stacked = {i: g for i, g in groups.items() if isinstance(g, int) and type(key.kinds[i]) is Spec}
         outer = key.with_specs({i: add_axis(key.kinds[i], axis, params) for i, axis in stacked.items()})
         return rewrite.replace(key=outer)
@@ -280,7 +287,7 @@ class Stacking:
                 found[cell] = groups[origin]
         for cell, path, kind in added:
             leaf = jnp.zeros(()) if kind is NODE else box(kind, None)
-            group = classify(path, leaf)
+            group = 0 if is_record(kind) else classify(path, leaf)
             is_in_old_module = rewrite.key.cells[cell].module < rewrite.old_count
             if not isinstance(group, int) and is_in_old_module:
                 label = kind.type.__name__ if type(kind) is Spec else "nnx.buffers"

@@ -24,6 +24,7 @@ from nnx.transforms.jit.closures import captured_modules
 from nnx.transforms.jit.compiled import Compiled, CurrentCall
 from nnx.transforms.jit.fast_path import PlanCache, make_function
 from nnx.transforms.jit.staged import Staged
+from nnx.transforms.observed import OBSERVERS
 
 RETRACES_BEFORE_WARNING = 10
 MAX_COMPILED = 256  # signatures per function; a program that needs more has a value that never repeats
@@ -198,7 +199,7 @@ class Jit:
 
     def _count_static_retraces(self, differences: Sequence[Any]) -> None:
         for path, before, after in differences:
-            if before.startswith("static") and after.startswith("static"):
+            if before.startswith("static") and after.startswith("static") and not path.endswith(OBSERVERS):
                 count = self._static_retraces[path] = self._static_retraces.get(path, 0) + 1
                 if count == RETRACES_BEFORE_WARNING:
                     text = STATIC_RETRACES.format(name=self.name, count=count, path=path, before=before, after=after)
