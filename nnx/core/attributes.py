@@ -48,10 +48,10 @@ def register_node_type(cls: type) -> None:
     """Makes values of a type nodes: assigned to a Module or Pytree attribute, they are data.
 
     Args:
-      cls: the type. JAX must accept its values, as arrays or as a registered pytree.
+        cls: the type. JAX must accept its values, as arrays or as a registered pytree.
 
     Raises:
-      TypeError: `cls` is not a class.
+        TypeError: `cls` is not a class.
     """
     global _node_types
     if not isinstance(cls, type):
@@ -94,7 +94,7 @@ def assign(module: Any, name: str, value: Any) -> None:
     """Sets an attribute. The caller has checked the trace level.
 
     Raises:
-      ValueError: the value does not fit the attribute, or cannot be an attribute.
+        ValueError: the value does not fit the attribute, or cannot be an attribute.
     """
     info = module._nnx_info
     old = info.kinds.get(name)
@@ -249,7 +249,7 @@ def _is_data(module: Any, name: str, value: Any) -> bool:
     """Whether a value is a pytree that holds arrays.
 
     Raises:
-      ValueError: it is, but it also holds something that JAX does not accept.
+        ValueError: it is, but it also holds something that JAX does not accept.
     """
     if isinstance(value, (list, dict, tuple)) and contains_itself(value):
         return False
@@ -308,8 +308,8 @@ def variable_of(module: Any, name: str) -> Any:
     """Returns the container behind an attribute: its type and metadata with the current value.
 
     Raises:
-      AttributeError: there is no such attribute.
-      ValueError: the attribute is a submodule or a static value.
+        AttributeError: there is no such attribute.
+        ValueError: the attribute is a submodule or a static value.
     """
     info = info_of(module)
     kind = info.kinds.get(name)

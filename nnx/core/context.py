@@ -70,8 +70,8 @@ class Context:
         """Returns a new key from a stream, different every time.
 
         Raises:
-          ValueError: there is no such stream.
-          TraceContextError: the Context was made at another trace level.
+            ValueError: there is no such stream.
+            TraceContextError: the Context was made at another trace level.
         """
         self.check_level(name)
         stream = self._streams.get(name)
@@ -228,10 +228,10 @@ def context(params: Any = None, *, flags: Mapping[str, Any] | None = None, **rng
     """Makes a Context: named random streams and run-time flags.
 
     Args:
-      params: the seed of the stream "params".
-      flags: run-time flags, e.g. `{"deterministic": True}`.
-      **rngs: the seeds of further streams. A seed is an int, a typed key, or a legacy uint32 key. Streams with equal
-        ints are independent; keys are used unchanged.
+        params: the seed of the stream "params".
+        flags: run-time flags, e.g. `{"deterministic": True}`.
+        **rngs: the seeds of further streams. A seed is an int, a typed key, or a legacy uint32 key. Streams with equal
+            ints are independent; keys are used unchanged.
 
     >>> ctx = nnx.context(0, dropout=1, flags={"deterministic": False})
     >>> key = ctx.make_rng("dropout")
@@ -264,7 +264,7 @@ def rng_predicate(filter: RngFilter) -> Callable[[str], bool]:
     """Returns the predicate on stream names that an RNG filter stands for.
 
     Raises:
-      TypeError: `filter` is not an RNG filter.
+        TypeError: `filter` is not an RNG filter.
     """
     if filter is None:
         return lambda name: False

@@ -54,10 +54,10 @@ def param_field(
     """A field stored as an `nnx.Param`.
 
     Args:
-      default: the value if the constructor receives none.
-      default_factory: a function that makes the default, called once per instance.
-      sharding: the logical axis names of the Param.
-      **kwargs: further arguments of `dataclasses.field`.
+        default: the value if the constructor receives none.
+        default_factory: a function that makes the default, called once per instance.
+        sharding: the logical axis names of the Param.
+        **kwargs: further arguments of `dataclasses.field`.
 
     >>> @nnx.dataclass
     ... class Scale(nnx.Module):
@@ -80,12 +80,12 @@ def var_field(
     """A field stored as a Variable of the given type.
 
     Args:
-      variable_type: the type of the Variable.
-      default: the value if the constructor receives none.
-      default_factory: a function that makes the default, called once per instance.
-      sharding: the logical axis names of the Variable.
-      metadata: further metadata of the Variable.
-      **kwargs: further arguments of `dataclasses.field`.
+        variable_type: the type of the Variable.
+        default: the value if the constructor receives none.
+        default_factory: a function that makes the default, called once per instance.
+        sharding: the logical axis names of the Variable.
+        metadata: further metadata of the Variable.
+        **kwargs: further arguments of `dataclasses.field`.
 
     >>> @nnx.dataclass
     ... class Counter(nnx.Module):
@@ -122,11 +122,12 @@ def dataclass(
     """Makes a Module or Pytree class a dataclass, compared by identity.
 
     Args:
-      cls: the class. Without it, a decorator is returned.
-      init: whether to generate a constructor from the fields, as in `dataclasses.dataclass`.
-      repr: whether to generate a `__repr__` from the fields, in place of the tree that a Module prints.
-      kw_only: whether all fields are keyword arguments.
-      frozen: whether to forbid assignment to fields after construction; `update_state` and transforms can still write.
+        cls: the class. Without it, a decorator is returned.
+        init: whether to generate a constructor from the fields, as in `dataclasses.dataclass`.
+        repr: whether to generate a `__repr__` from the fields, in place of the tree that a Module prints.
+        kw_only: whether all fields are keyword arguments.
+        frozen: whether to forbid assignment to fields after construction; `update_state` and transforms can still
+            write.
 
     >>> @nnx.dataclass
     ... class Linear(nnx.Module):

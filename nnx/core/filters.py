@@ -189,8 +189,8 @@ def to_predicate(filter: AnyValue) -> Predicate:
     """Returns the predicate that a filter stands for.
 
     Raises:
-      TypeError: `filter` is not a filter.
-      ValueError: `filter` is a string, but no Variable type has that collection name.
+        TypeError: `filter` is not a filter.
+        ValueError: `filter` is a string, but no Variable type has that collection name.
     """
     if filter is ...:
         return everything
@@ -212,7 +212,7 @@ def to_predicates(filters: Sequence[AnyValue]) -> list[Predicate]:
     """Returns the predicate of each filter.
 
     Raises:
-      ValueError: `...` is not the last filter.
+        ValueError: `...` is not the last filter.
     """
     for at, filter in enumerate(filters[:-1]):
         if filter is ...:
@@ -224,7 +224,7 @@ def classify(items: Iterable[tuple[str, AnyValue]], filters: Sequence[AnyValue],
     """Returns for each item the index of the first filter that matches, or -1.
 
     Raises:
-      ValueError: `exhaustive` is set and an item matches no filter.
+        ValueError: `exhaustive` is set and an item matches no filter.
     """
     predicates = list(enumerate(to_predicates(filters)))
     found, rest = [], []
@@ -248,12 +248,12 @@ def check_wrt(wrt: AnyValue, entries: Iterable[tuple[str, AnyValue]], name: str)
     that name types or collections, and `...`, which asks for everything, are accepted.
 
     Args:
-      wrt: the filter.
-      entries: `(path, leaf)` pairs to select from, containers as leaves.
-      name: the transform or class that was given `wrt`, for the error.
+        wrt: the filter.
+        entries: `(path, leaf)` pairs to select from, containers as leaves.
+        name: the transform or class that was given `wrt`, for the error.
 
     Raises:
-      ValueError: `wrt` contains a path filter or a function that selects Variables of more than one type.
+        ValueError: `wrt` contains a path filter or a function that selects Variables of more than one type.
     """
     untyped = list(untyped_parts(wrt))
     if not untyped:

@@ -26,9 +26,9 @@ def register_with_flax(record_type: type, base: type, data_fields: Callable[[Any
     The first call after that import also registers States, ModuleDefs and all Pytree classes made before it.
 
     Args:
-      record_type: the class.
-      base: the class Pytree itself.
-      data_fields: a function that returns the names of the data fields of a record.
+        record_type: the class.
+        base: the class Pytree itself.
+        data_fields: a function that returns the names of the data fields of a record.
     """
     serialization = sys.modules.get("flax.serialization")
     # The function is missing while flax is still being imported.

@@ -36,7 +36,7 @@ def set_frozen(model: Any, where: Any, frozen: bool, name: str) -> None:
     """Marks the selected Variables of a model as frozen, or removes the mark; `name` is the caller, for errors.
 
     Raises:
-      ValueError: `where` selects nothing.
+        ValueError: `where` selects nothing.
     """
     of_modules, of_variables = _predicates(where, name)
     modules = dict(model.named_modules())

@@ -196,10 +196,10 @@ class Module(ModuleBase, metaclass=ModuleType):
         """Splits the Module into `(state, moduledef)`; with several filters `((state1, state2, ...), moduledef)`.
 
         Args:
-          *filters: the filters. A node goes to the first one it matches, and every node must match one.
+            *filters: the filters. A node goes to the first one it matches, and every node must match one.
 
         Raises:
-          ValueError: a node matches no filter.
+            ValueError: a node matches no filter.
         """
         flat = flat_of(self)
         moduledef: ModuleDef[Self] = ModuleDef(flat.key, flat.statics)
@@ -226,7 +226,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         Unlike `partition`, the filters need not cover everything: entries that match no filter are dropped.
 
         Raises:
-          ValueError: no filter was given.
+            ValueError: no filter was given.
 
         >>> model = nnx.BatchNorm(3, ctx=nnx.context(0))
         >>> params, stats = model.filter(nnx.Param, nnx.BatchStat)
@@ -252,7 +252,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         """Removes the entries that match from the Module and returns them, as one State per filter.
 
         Raises:
-          ValueError: no filter was given.
+            ValueError: no filter was given.
         """
         return pop(self, filters)
 
@@ -275,16 +275,16 @@ class Module(ModuleBase, metaclass=ModuleType):
         The new arrays take the devices and shardings of the old ones.
 
         Args:
-          mapping: a State, or a flat or nested mapping from paths to arrays.
-          strict: whether everything must fit: all paths known, every variable given, shapes and dtypes the same. If
-            False, what fits is loaded, and the rest of the Module stays as it is.
-          cast: whether to convert values to the dtypes of the Module.
+            mapping: a State, or a flat or nested mapping from paths to arrays.
+            strict: whether everything must fit: all paths known, every variable given, shapes and dtypes the same. If
+                False, what fits is loaded, and the rest of the Module stays as it is.
+            cast: whether to convert values to the dtypes of the Module.
 
         Returns:
-          A report of what did not fit; it is false if everything did.
+            A report of what did not fit; it is false if everything did.
 
         Raises:
-          ValueError: something does not fit, and `strict` is set. Nothing is changed.
+            ValueError: something does not fit, and `strict` is set. Nothing is changed.
 
         >>> model = nnx.Linear(2, 3, ctx=nnx.context(0))
         >>> report = model.load_state({"kernel": np.ones((2, 3), np.float32)}, strict=False)
@@ -297,7 +297,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         """Returns an independent copy with the same sharing.
 
         Args:
-          copy_arrays: whether to copy the buffers of JAX arrays as well, so that one copy can be donated.
+            copy_arrays: whether to copy the buffers of JAX arrays as well, so that one copy can be donated.
         """
         flat = flat_of(self)
         graph = build(flat.key, flat.statics, own_values(flat.values(), flat.ties, copy_arrays))
@@ -351,12 +351,12 @@ class Module(ModuleBase, metaclass=ModuleType):
         """Marks Variables as not trained, for `nnx.grad`, `nnx.Optimizer` and `nnx.summary`.
 
         Args:
-          where: a Module selector (a Module type, a path or glob such as `"encoder/layers/*"`, `...`), which selects
-            everything in those Modules; a filter such as `nnx.LoRAParam` or `nnx.PathMatches("**/bias")`; a function
-            `f(path, x)`, which is asked about every Module and every Variable; or a list of these.
+            where: a Module selector (a Module type, a path or glob such as `"encoder/layers/*"`, `...`), which selects
+                everything in those Modules; a filter such as `nnx.LoRAParam` or `nnx.PathMatches("**/bias")`; a
+                function `f(path, x)`, which is asked about every Module and every Variable; or a list of these.
 
         Raises:
-          ValueError: `where` selects nothing.
+            ValueError: `where` selects nothing.
 
         >>> model = nnx.Linear(2, 3, ctx=nnx.context(0)).freeze(nnx.PathMatches("bias"))
         >>> list(nnx.grad(lambda m: m(jnp.ones(2)).sum())(model))
@@ -391,7 +391,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         """Returns what is at a path: a Module, the value of a variable, or a static value. `""` is the Module itself.
 
         Raises:
-          ValueError: there is nothing at the path.
+            ValueError: there is nothing at the path.
         """
         if path == "":
             return self
@@ -420,7 +420,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         """Appends a value to the tuple in a variable of that type; the first use creates the variable.
 
         Raises:
-          ValueError: the attribute exists but is not a variable, has another type, or does not hold a tuple.
+            ValueError: the attribute exists but is not a variable, has another type, or does not hold a tuple.
 
         >>> model = nnx.Dict()
         >>> model.sow(nnx.Intermediate, "norm", 0.5)

@@ -21,9 +21,9 @@ class Access:
     """A place in a Module that does not exist yet: `.attr` and `[key]` extend the chain, a call runs it.
 
     Args:
-      run: a function that receives the Way from a Module to what is to be called, and the arguments. It chooses the
-        Module to run on and what to return.
-      steps: the chain so far, as pairs `(is_attribute, name or key)`.
+        run: a function that receives the Way from a Module to what is to be called, and the arguments. It chooses the
+            Module to run on and what to return.
+        steps: the chain so far, as pairs `(is_attribute, name or key)`.
     """
 
     __slots__ = ("_run", "_steps")

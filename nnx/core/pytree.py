@@ -136,7 +136,7 @@ class Pytree(metaclass=PytreeType):
         """Returns a copy with other values for some fields.
 
         Raises:
-          ValueError: there is no such field.
+            ValueError: there is no such field.
         """
         unknown = sorted(set(changes) - set(self.__dict__))
         if unknown:

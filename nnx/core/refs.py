@@ -24,7 +24,7 @@ class Ref:
     """One cell for several attributes: tied weights.
 
     Args:
-      container: the Variable to share.
+        container: the Variable to share.
 
     >>> class Tied(nnx.Module):
     ...     def __init__(self):

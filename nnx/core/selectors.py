@@ -24,7 +24,7 @@ def to_module_predicate(where: Any, name: str) -> Callable[[str, Any], bool]:
     """Returns the predicate that a selector describes; `name` is the caller, for the error.
 
     Raises:
-      TypeError: `where` is not a selector.
+        TypeError: `where` is not a selector.
     """
     if where is ...:
         return everything
@@ -44,8 +44,8 @@ def select_modules(model: Any, where: Any, name: str) -> dict[str, Any]:
     """Returns the distinct Modules of a model that a selector picks, by canonical path.
 
     Raises:
-      TypeError: `where` is not a selector.
-      ValueError: it picks nothing.
+        TypeError: `where` is not a selector.
+        ValueError: it picks nothing.
     """
     matches = to_module_predicate(where, name)
     modules = dict(model.named_modules())

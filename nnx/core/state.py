@@ -64,7 +64,7 @@ class State(Mapping[str, Any]):
     """An immutable mapping from path to leaf, sorted by path; a pytree.
 
     Args:
-      items: a mapping from path to leaf, or pairs of them.
+        items: a mapping from path to leaf, or pairs of them.
 
     >>> state = nnx.State({"b": jnp.ones(2), "a/w": nnx.Param(jnp.zeros(3))})
     >>> list(state)
@@ -154,7 +154,7 @@ class State(Mapping[str, Any]):
         """Returns one State per filter; the first match wins, and every entry must match one.
 
         Raises:
-          ValueError: an entry matches no filter.
+            ValueError: an entry matches no filter.
         """
         return self._split(filters, exhaustive=True)
 
@@ -183,12 +183,12 @@ class State(Mapping[str, Any]):
         """Returns a State with `fn(path, leaf, *leaves_of_others)` in place of each leaf.
 
         Args:
-          fn: the function.
-          *others: further States with the same paths, e.g. gradients next to parameters.
+            fn: the function.
+            *others: further States with the same paths, e.g. gradients next to parameters.
 
         Raises:
-          TypeError: one of `others` is not a State.
-          ValueError: the paths differ.
+            TypeError: one of `others` is not a State.
+            ValueError: the paths differ.
 
         >>> params, grads = nnx.State({"w": jnp.ones(2)}), nnx.State({"w": jnp.full(2, 10.0)})
         >>> params.map(lambda path, p, g: p - 0.1 * g, grads)["w"].tolist()

@@ -95,10 +95,10 @@ class Freezer:
     """Makes the keys of the static values of one graph.
 
     Args:
-      index_of: a function that returns the number of a Module in the graph, or None if it is not part of it.
-      arrays_inside: whether values can contain arrays, which are compared by identity.
-      in_function: whether the values were captured by a function. Bound methods of Modules are refused there, because
-        a rebuilt graph cannot replace them.
+        index_of: a function that returns the number of a Module in the graph, or None if it is not part of it.
+        arrays_inside: whether values can contain arrays, which are compared by identity.
+        in_function: whether the values were captured by a function. Bound methods of Modules are refused there, because
+            a rebuilt graph cannot replace them.
     """
 
     def __init__(self, index_of: Callable[[Any], int | None], arrays_inside: bool = False, in_function: bool = False):
@@ -114,8 +114,8 @@ class Freezer:
         """Returns the key of one value.
 
         Raises:
-          HoldsState: the value is or holds a Module or an array.
-          ForeignMethod: the value is or holds a bound method of a Module that is not in the graph.
+            HoldsState: the value is or holds a Module or an array.
+            ForeignMethod: the value is or holds a bound method of a Module that is not in the graph.
         """
         cls = type(value)
         if cls in ATOMS:

@@ -29,7 +29,7 @@ class Copier:
     """Copies static values so that they share no mutable value with the original. Sharing among them is preserved.
 
     Args:
-      leaf: a function that returns the replacement of a value that is not compared by content.
+        leaf: a function that returns the replacement of a value that is not compared by content.
     """
 
     def __init__(self, leaf: Callable[[Any], Any]):
@@ -112,12 +112,12 @@ class Statics:
         """Like `attach`, but for a graph in which some mutable values exist already: they keep their identity.
 
         Args:
-          modules: the Modules that methods are bound to.
-          existing: the mutable values that exist, by number.
-          changed: the numbers of those whose content has to be replaced by the content here.
+            modules: the Modules that methods are bound to.
+            existing: the mutable values that exist, by number.
+            changed: the numbers of those whose content has to be replaced by the content here.
 
         Returns:
-          The values, and the steps that refill the ones that changed.
+            The values, and the steps that refill the ones that changed.
         """
         copier = Copier(functools.partial(_attached, modules))
         copier.made = {id(self.mutables[number]): value for number, value in existing.items()}
@@ -164,7 +164,7 @@ class Frozen:
     """A static value as hashable auxiliary data, compared by its key; errors refer to it as `name`.
 
     Raises:
-      ValueError: the value is or holds a Module, a Variable or a method of a Module.
+        ValueError: the value is or holds a Module, a Variable or a method of a Module.
     """
 
     __slots__ = ("value", "key", "_watch")

@@ -188,9 +188,9 @@ class GraphKey:
         """Returns the one key of all structures equal to this one.
 
         Args:
-          structure: a GraphStructure, or the same content as plain tuples. A walk makes those: a NamedTuple takes eight
-            times as long to make, but hashes and compares like the tuple it is, so plain tuples find the key as well.
-            Only a structure seen for the first time has to be turned into records.
+            structure: a GraphStructure, or the same content as plain tuples. A walk makes those: a NamedTuple takes
+                eight times as long to make, but hashes and compares like the tuple it is, so plain tuples find the key
+                as well. Only a structure seen for the first time has to be turned into records.
         """
         key = _keys.get(structure)  # type: ignore[arg-type]
         if key is None:

@@ -40,9 +40,9 @@ def own_values(values: Sequence[Any], ties: Ties, buffers: bool = False) -> list
     """Returns the values of cells with copies of everything that can change in place; one tree has one copy.
 
     Args:
-      values: the values, one per cell.
-      ties: the ties of the graph.
-      buffers: whether to copy JAX arrays as well.
+        values: the values, one per cell.
+        ties: the ties of the graph.
+        buffers: whether to copy JAX arrays as well.
     """
     if not buffers and all(map(constant_types.get, set(map(type, values)))):  # the usual case: nothing but arrays
         return list(values)

@@ -53,9 +53,9 @@ def own(value: Any, copies: dict[int, Any], buffers: bool = False) -> Any:
     """Returns a value with copies of everything in it that can change in place: trees and numpy arrays.
 
     Args:
-      value: the value; leaves of other types are not copied.
-      copies: the copies of numpy arrays made so far, by the id of the original, so that one array has one copy.
-      buffers: whether to copy JAX arrays as well.
+        value: the value; leaves of other types are not copied.
+        copies: the copies of numpy arrays made so far, by the id of the original, so that one array has one copy.
+        buffers: whether to copy JAX arrays as well.
     """
 
     def own_leaf(leaf: Any) -> Any:

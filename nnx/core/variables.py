@@ -180,7 +180,7 @@ class Container(Generic[T]):
         """Returns a copy with another value, other metadata, or both.
 
         Raises:
-          ValueError: `value` is a container that is not equivalent, or a key is not among the metadata.
+            ValueError: `value` is a container that is not equivalent, or a key is not among the metadata.
         """
         spec = self._spec
         unknown = sorted(set(metadata) - set(spec.metadata))
@@ -359,9 +359,9 @@ class Variable(Node[T]):
     """A Node that belongs to a collection. Subclass it freely to define your own collections.
 
     Args:
-      value: an array, a pytree of arrays, or the result of an initializer wrapped by `with_metadata`.
-      sharding: logical axis names, one per dimension, or a `PartitionSpec`.
-      **metadata: further metadata; each entry is an attribute of the container.
+        value: an array, a pytree of arrays, or the result of an initializer wrapped by `with_metadata`.
+        sharding: logical axis names, one per dimension, or a `PartitionSpec`.
+        **metadata: further metadata; each entry is an attribute of the container.
 
     A subclass can set `collection`, its name as a filter; the default is the class name in snake_case.
 

@@ -99,7 +99,7 @@ def traverse(roots: Sequence[Any]) -> Traversal:
     """Walks the graph and writes down its structure.
 
     Raises:
-      ValueError: a static value has come to hold a Module or array.
+        ValueError: a static value has come to hold a Module or array.
     """
     modules, parents, index, owners = number_modules(roots)
     for module in {type(module): module for module in modules}.values():

@@ -33,9 +33,9 @@ class Selection:
     """Some arguments of a function, by position and by name; one is inferred from the other, as in `jax.jit`.
 
     Args:
-      fun: the function.
-      argnums, argnames: the selected arguments, as the user gave them.
-      offset: the number of arguments before those the user counts (a Module that the function is bound to).
+        fun: the function.
+        argnums, argnames: the selected arguments, as the user gave them.
+        offset: the number of arguments before those the user counts (a Module that the function is bound to).
     """
 
     def __init__(self, fun: Callable[..., Any], argnums: Any, argnames: Any, offset: int = 0):
@@ -76,7 +76,7 @@ def make_static(selection: Selection, args: Sequence[Any], kwargs: dict[str, Any
     """Returns the call with its static arguments wrapped.
 
     Raises:
-      ValueError: one of them cannot be hashed.
+        ValueError: one of them cannot be hashed.
     """
     positions = selection.positions(len(args))
     args = tuple([_static(a, f"number {i}", name) if i in positions else a for i, a in enumerate(args)])

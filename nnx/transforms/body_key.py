@@ -56,11 +56,11 @@ def body_key(fun: Any, kept: list[Any]) -> Any:
     """Returns a key that two functions share only if they do the same to equal arguments.
 
     Args:
-      fun: the function.
-      kept: a list to which the objects are added that the key knows by identity, for the caller to keep.
+        fun: the function.
+        kept: a list to which the objects are added that the key knows by identity, for the caller to keep.
 
     Raises:
-      CanChange: there is no such key.
+        CanChange: there is no such key.
     """
     return _value_key(fun, kept, {})
 

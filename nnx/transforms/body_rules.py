@@ -32,7 +32,7 @@ def check_structure(name: str, before: GraphKey | None, rewrite: Rewrite, return
     """Returns the new variables of a body, as `(cell, path, kind)`.
 
     Raises:
-      ValueError: the body changed anything else about the structure.
+        ValueError: the body changed anything else about the structure.
     """
     after, added = rewrite.key, []
     old_count = before.module_count if before is not None else 0

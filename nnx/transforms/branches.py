@@ -184,15 +184,15 @@ def cond(
     """`jax.lax.cond` with Modules and Contexts anywhere in the operands; changes by the branch that ran are kept.
 
     Args:
-      pred: a boolean, or an array that holds one.
-      true_fun: the function to call with the operands if it is true, or a bound method of a Module.
-      false_fun: the function to call if it is false. Both return the same structure and make the same new variables.
-      *operands: the arguments.
-      stateful: whether changes to Modules are written back.
+        pred: a boolean, or an array that holds one.
+        true_fun: the function to call with the operands if it is true, or a bound method of a Module.
+        false_fun: the function to call if it is false. Both return the same structure and make the same new variables.
+        *operands: the arguments.
+        stateful: whether changes to Modules are written back.
 
     Raises:
-      TypeError: the branches return different structures, or leave a variable with different types.
-      ValueError: the branches change the structure of a Module differently.
+        TypeError: the branches return different structures, or leave a variable with different types.
+        ValueError: the branches change the structure of a Module differently.
 
     >>> m = nnx.Dict(n=nnx.Variable(jnp.array(0)))
     >>> def add(m): m.n += 10
@@ -209,10 +209,10 @@ def switch(index: Any, branches: Sequence[Callable[..., R]], *operands: Any, sta
     """`jax.lax.switch` with Modules and Contexts anywhere in the operands; changes by the branch that ran are kept.
 
     Args:
-      index: the branch to run; as in JAX, an index out of range is clamped.
-      branches: functions, or bound methods of Modules, under the same conditions as the two of `cond`.
-      *operands: the arguments.
-      stateful: whether changes to Modules are written back.
+        index: the branch to run; as in JAX, an index out of range is clamped.
+        branches: functions, or bound methods of Modules, under the same conditions as the two of `cond`.
+        *operands: the arguments.
+        stateful: whether changes to Modules are written back.
 
     >>> m = nnx.Dict(n=nnx.Variable(jnp.array(1)))
     >>> def double(m): m.n *= 2

@@ -188,7 +188,7 @@ def target_of(fun: Any, transform: str) -> Target:
     """Returns what to call, and the Module to pass before the arguments.
 
     Raises:
-      TypeError: it is not callable.
+        TypeError: it is not callable.
     """
     refuse_flax_module(fun, transform)
     if isinstance(fun, ModuleBase):

@@ -138,14 +138,14 @@ def Scan(
     """A constructor of `length` Modules in one, scanned over when called.
 
     Args:
-      module_type: a Module class, or another such constructor (`nnx.Remat(Block)`).
-      variable_axes: which variables are stacked, `{filter: axis}`.
-      length: the number of steps.
-      **options: those of `nnx.scan`.
+        module_type: a Module class, or another such constructor (`nnx.Remat(Block)`).
+        variable_axes: which variables are stacked, `{filter: axis}`.
+        length: the number of steps.
+        **options: those of `nnx.scan`.
 
     Returns:
-      A constructor with the arguments of `module_type`. The Module it builds has the stacked one as `scan_module`;
-      calling it, or `model.call.any_method(carry, xs)`, scans over the steps.
+        A constructor with the arguments of `module_type`. The Module it builds has the stacked one as `scan_module`;
+        calling it, or `model.call.any_method(carry, xs)`, scans over the steps.
 
     >>> class Block(nnx.Module):
     ...     def __init__(self, *, ctx):
@@ -171,14 +171,14 @@ def Vmap(
     """A constructor of `axis_size` Modules in one, mapped over when called: an ensemble.
 
     Args:
-      module_type: a Module class, or another such constructor.
-      variable_axes: which variables are stacked, `{filter: axis}`.
-      axis_size: the number of members.
-      **options: those of `nnx.vmap`.
+        module_type: a Module class, or another such constructor.
+        variable_axes: which variables are stacked, `{filter: axis}`.
+        axis_size: the number of members.
+        **options: those of `nnx.vmap`.
 
     Returns:
-      A constructor with the arguments of `module_type`. The Module it builds has the stacked one as `vmap_module`;
-      calling it, or `model.call.any_method(...)`, maps over the members.
+        A constructor with the arguments of `module_type`. The Module it builds has the stacked one as `vmap_module`;
+        calling it, or `model.call.any_method(...)`, maps over the members.
 
     >>> make = nnx.Vmap(nnx.Linear, variable_axes={nnx.Param: 0}, split_rngs="params", axis_size=6, in_axes=None)
     >>> ensemble = make(3, 2, ctx=nnx.context(0))
@@ -193,11 +193,11 @@ def Remat(module_type: Callable[P, M], **options: Unpack[RematOptions]) -> Calla
     """A constructor of Modules that are computed again in the backward pass.
 
     Args:
-      module_type: a Module class, or another such constructor.
-      **options: those of `nnx.remat`.
+        module_type: a Module class, or another such constructor.
+        **options: those of `nnx.remat`.
 
     Returns:
-      A constructor with the arguments of `module_type`. The Module it builds has the real one as `remat_module`.
+        A constructor with the arguments of `module_type`. The Module it builds has the real one as `remat_module`.
 
     >>> block = nnx.Remat(nnx.Linear)(2, 3, ctx=nnx.context(0))
     >>> block(jnp.ones((1, 2))).shape, block.remat_module.kernel.shape

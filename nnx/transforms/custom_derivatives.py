@@ -76,7 +76,7 @@ class CustomCall:
         """Finds what the function or its forward rule did; `runner` is "function" or "rule".
 
         Raises:
-          ValueError: they do not change the same state.
+            ValueError: they do not change the same state.
         """
         outcome = leave(entered, out, self.name)
         self.effects[runner] = outcome.effects
@@ -196,9 +196,9 @@ class CustomVJP(Custom[P, R]):
         """Sets the rule.
 
         Args:
-          fwd: `fwd(*args)` returns `(out, residuals)`; residuals can hold Modules.
-          bwd: `bwd(*nondiff_args, residuals, cotangent)` returns one cotangent per differentiated argument: a State of
-            the `wrt` part for a Module, or None for zeros.
+            fwd: `fwd(*args)` returns `(out, residuals)`; residuals can hold Modules.
+            bwd: `bwd(*nondiff_args, residuals, cotangent)` returns one cotangent per differentiated argument: a State
+                of the `wrt` part for a Module, or None for zeros.
         """
         self._forward, self._backward = fwd, bwd
 
@@ -322,10 +322,10 @@ def custom_vjp(fun: Any, *, wrt: Any = Param, nondiff_argnums: int | Sequence[in
     contributions to a shared cell are added.
 
     Args:
-      fun: the function. It can take Modules anywhere in its arguments, and change them.
-      wrt: a filter for the part of a Module that has a cotangent.
-      nondiff_argnums: arguments that have no gradient and are passed on to the backward pass; a Module among them is
-        rebuilt there, as the forward pass left it. Keyword-only arguments have no gradient either.
+        fun: the function. It can take Modules anywhere in its arguments, and change them.
+        wrt: a filter for the part of a Module that has a cotangent.
+        nondiff_argnums: arguments that have no gradient and are passed on to the backward pass; a Module among them is
+            rebuilt there, as the forward pass left it. Keyword-only arguments have no gradient either.
 
     >>> @nnx.custom_vjp
     ... def f(m, x):
@@ -347,10 +347,10 @@ def custom_jvp(fun: Any, *, wrt: Any = Param, nondiff_argnums: int | Sequence[in
     """Gives a function its own forward derivative, set by `defjvp(rule)` as for `jax.custom_jvp`.
 
     Args:
-      fun: the function. It can take Modules anywhere in its arguments, and change them.
-      wrt: a filter for the part of a Module that has a tangent.
-      nondiff_argnums: arguments that have no tangent and are passed to the rule before the others. Keyword-only
-        arguments have no tangent either.
+        fun: the function. It can take Modules anywhere in its arguments, and change them.
+        wrt: a filter for the part of a Module that has a tangent.
+        nondiff_argnums: arguments that have no tangent and are passed to the rule before the others. Keyword-only
+            arguments have no tangent either.
 
     >>> @nnx.custom_jvp
     ... def f(m):

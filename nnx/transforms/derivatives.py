@@ -57,11 +57,11 @@ def vjp(fun: Any, *primals: Any, has_aux: bool = False, wrt: Filter = Param, sta
     primals share appears once, at its canonical place.
 
     Args:
-      fun: the function, a Module, or a bound method of one.
-      *primals: its arguments.
-      has_aux: whether `fun` returns `(out, aux)`.
-      wrt: which part of a Module has a cotangent; a filter.
-      stateful: whether changes to Modules in the forward pass are written back.
+        fun: the function, a Module, or a bound method of one.
+        *primals: its arguments.
+        has_aux: whether `fun` returns `(out, aux)`.
+        wrt: which part of a Module has a cotangent; a filter.
+        stateful: whether changes to Modules in the forward pass are written back.
 
     >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
     >>> out, vjp_fn = nnx.vjp(lambda m, x: m.w * x, model, 2.0)
@@ -121,12 +121,12 @@ def jvp(
     because a Module is passed twice or two Modules share it, the tangents are added.
 
     Args:
-      fun: the function, a Module, or a bound method of one.
-      primals: its arguments.
-      tangents: one tangent per argument.
-      has_aux: whether `fun` returns `(out, aux)`.
-      wrt: which part of a Module has a tangent; a filter.
-      stateful: whether changes to Modules are written back.
+        fun: the function, a Module, or a bound method of one.
+        primals: its arguments.
+        tangents: one tangent per argument.
+        has_aux: whether `fun` returns `(out, aux)`.
+        wrt: which part of a Module has a tangent; a filter.
+        stateful: whether changes to Modules are written back.
 
     >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
     >>> tangent = nnx.State({"w": nnx.Param(jnp.array(1.0))})
@@ -203,10 +203,10 @@ def _jacobian(
     """Lifts one of JAX's transforms from a function to the derivatives of its output leaves.
 
     Args:
-      transform: `jax.jacfwd`, `jax.jacrev` or `jax.hessian`.
-      fun, wrt, argnums, has_aux, stateful: those of the lifted transform.
-      pack: a function from the differentiated part and the derivative of one output leaf to what the user gets.
-      **options: those of `transform`.
+        transform: `jax.jacfwd`, `jax.jacrev` or `jax.hessian`.
+        fun, wrt, argnums, has_aux, stateful: those of the lifted transform.
+        pack: a function from the differentiated part and the derivative of one output leaf to what the user gets.
+        **options: those of `transform`.
     """
     name = f"nnx.{transform.__name__}"
     target = target_of(fun, name)

@@ -57,13 +57,13 @@ class Part:
     """The differentiated part of a call.
 
     Args:
-      name: the transform with the function's name, for errors.
-      args, kwargs: the call.
-      argnums: the differentiated arguments; one position, or several.
-      wrt: a filter for the Variables of the Modules among them.
-      allow_int: whether integer values may be selected.
-      allow_empty: whether it may select nothing at all.
-      trained_only: whether to leave out frozen Variables.
+        name: the transform with the function's name, for errors.
+        args, kwargs: the call.
+        argnums: the differentiated arguments; one position, or several.
+        wrt: a filter for the Variables of the Modules among them.
+        allow_int: whether integer values may be selected.
+        allow_empty: whether it may select nothing at all.
+        trained_only: whether to leave out frozen Variables.
     """
 
     def __init__(
@@ -206,14 +206,14 @@ class Part:
         Contributions to one cell are added. Paths that no State has are zero.
 
         Args:
-          trees: one tree per differentiated argument, with a State for each Module.
-          what: the name for these values in errors.
-          complete: whether the States must cover all differentiated cells; None in place of an argument, or of a
-            Module, then means zeros.
+            trees: one tree per differentiated argument, with a State for each Module.
+            what: the name for these values in errors.
+            complete: whether the States must cover all differentiated cells; None in place of an argument, or of a
+                Module, then means zeros.
 
         Raises:
-          TypeError: something other than a State was given for a Module.
-          ValueError: a path is unknown or missing, or the number of trees or the shape of a leaf is wrong.
+            TypeError: something other than a State was given for a Module.
+            ValueError: a path is unknown or missing, or the number of trees or the shape of a leaf is wrong.
         """
         trees = tuple(trees)
         if len(trees) != len(self.arguments):
@@ -334,7 +334,7 @@ def positions_of(name: str, option: str, numbers: Any, count: int) -> list[int]:
     """Returns the argument positions that an option names in a call with `count` arguments.
 
     Raises:
-      ValueError: there is no such argument.
+        ValueError: there is no such argument.
     """
     chosen = [numbers] if isinstance(numbers, int) else list(numbers)
     for number in chosen:

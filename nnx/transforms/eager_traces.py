@@ -68,11 +68,12 @@ def kept_trace(
     """Returns `work(*operands)`; called from plain Python, with the trace of an earlier call if there is one.
 
     Args:
-      work: the work. It depends on `functions`, `options` and `signature` alone, and on the structure of the operands.
-      operands: the arrays of the call.
-      functions: the user's functions that it runs.
-      options: the transform and its options.
-      signature: what is static about the call.
+        work: the work. It depends on `functions`, `options` and `signature` alone, and on the structure of the
+            operands.
+        operands: the arrays of the call.
+        functions: the user's functions that it runs.
+        options: the transform and its options.
+        signature: what is static about the call.
     """
     if not is_eager() or jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         return work(*operands)

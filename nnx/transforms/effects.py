@@ -52,13 +52,13 @@ class Effects:
     """Everything static about what a function did to its Modules.
 
     Attributes:
-      changed: the cells with new values, if the structure is unchanged; otherwise empty, and the Rewrite lists them.
-      rewrite: the structural change, if there is one.
-      sown: the attributes recorded with `sow`, per Module.
-      returns_modules: whether there are Modules in the output.
-      aliases: groups of cells that hold one container after the function.
-      regrouped: cells, numbered before the function, that came to share a container or no longer do.
-      simple: whether values changed and nothing else did, so that a repeated call can be made from a plan.
+        changed: the cells with new values, if the structure is unchanged; otherwise empty, and the Rewrite lists them.
+        rewrite: the structural change, if there is one.
+        sown: the attributes recorded with `sow`, per Module.
+        returns_modules: whether there are Modules in the output.
+        aliases: groups of cells that hold one container after the function.
+        regrouped: cells, numbered before the function, that came to share a container or no longer do.
+        simple: whether values changed and nothing else did, so that a repeated call can be made from a plan.
     """
 
     __slots__ = ("changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped", "simple")
@@ -152,8 +152,8 @@ def leave(entered: Entered, out: Any, name: str) -> Outcome:
     """Finds what happened to the Modules since they were entered.
 
     Raises:
-      TypeError: there is a Context in the output.
-      TraceContextError: a Module of another trace level was attached or returned.
+        TypeError: there is a Context in the output.
+        TraceContextError: a Module of another trace level was attached or returned.
     """
     leaves, treedef = jax.tree.flatten(out)
     if any(map(is_context, leaves)):
@@ -216,12 +216,12 @@ def commit(call: Call, outcome: Outcome, taking: Mapping[int, Any] | None = None
     """Writes what changed into the caller's Modules and returns the output, with their Modules in it.
 
     Args:
-      call: the split call.
-      outcome: the result of running it.
-      taking: Modules, by number, that take the place of new ones; see `Rewrite.apply`.
+        call: the split call.
+        outcome: the result of running it.
+        taking: Modules, by number, that take the place of new ones; see `Rewrite.apply`.
 
     Raises:
-      TraceContextError: a Module that changed belongs to another trace level. Nothing is written in that case.
+        TraceContextError: a Module that changed belongs to another trace level. Nothing is written in that case.
     """
     effects = outcome.effects
     if call.flat is None and effects.rewrite is None:

@@ -74,11 +74,11 @@ class Entered:
         """Compares which cells share a container now with which did on entry.
 
         Args:
-          origins: for each value, the cell it was in on entry, or -1.
-          values: what the cells hold now.
+            origins: for each value, the cell it was in on entry, or -1.
+            values: what the cells hold now.
 
         Returns:
-          The groups of values that are one container, and the positions of those whose group has changed.
+            The groups of values that are one container, and the positions of those whose group has changed.
         """
         cells = mutable_tree_cells(values)
         groups = alias_groups(cells, [values[i] for i in cells])

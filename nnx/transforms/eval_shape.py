@@ -23,11 +23,11 @@ def eval_shape(fun: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns the output of a call as shapes and dtypes; nothing is computed, and no Module changes.
 
     Args:
-      fun: a function, a Module, or a Module class.
-      *args, **kwargs: its arguments. Only the shapes and dtypes of arrays are used; a `ShapeDtypeStruct` is enough.
+        fun: a function, a Module, or a Module class.
+        *args, **kwargs: its arguments. Only the shapes and dtypes of arrays are used; a `ShapeDtypeStruct` is enough.
 
     Returns:
-      The output with a `jax.ShapeDtypeStruct` for every array. Modules in it are new, with such leaves.
+        The output with a `jax.ShapeDtypeStruct` for every array. Modules in it are new, with such leaves.
 
     >>> model = nnx.eval_shape(nnx.Linear, 3, 2, ctx=nnx.context(0))
     >>> model.kernel

@@ -174,20 +174,20 @@ def grad(
     """Returns a function that computes the gradient of a scalar function, with Modules anywhere in its arguments.
 
     Args:
-      fun: the function, a Module, or a bound method of one.
-      wrt: a filter for the part of a Module that is differentiated. `@nnx.grad(nnx.Param)` is a decorator.
-      argnums: the argument to differentiate, or several.
-      stateful: whether changes to Modules in the forward pass are written back.
-      has_aux: whether `fun` returns `(value, aux)`; then the result is `(gradient, aux)`.
-      holomorphic, allow_int: as in `jax.grad`.
-      reduce_axes: names of mapped axes to sum the gradient over.
+        fun: the function, a Module, or a bound method of one.
+        wrt: a filter for the part of a Module that is differentiated. `@nnx.grad(nnx.Param)` is a decorator.
+        argnums: the argument to differentiate, or several.
+        stateful: whether changes to Modules in the forward pass are written back.
+        has_aux: whether `fun` returns `(value, aux)`; then the result is `(gradient, aux)`.
+        holomorphic, allow_int: as in `jax.grad`.
+        reduce_axes: names of mapped axes to sum the gradient over.
 
     Returns:
-      A function with the arguments of `fun`. The gradient has the shape of the differentiated argument, with each
-      Module replaced by a State of the same Variable types and metadata.
+        A function with the arguments of `fun`. The gradient has the shape of the differentiated argument, with each
+        Module replaced by a State of the same Variable types and metadata.
 
     Raises:
-      TypeError: `wrt` selects an integer value.
+        TypeError: `wrt` selects an integer value.
 
     >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
     >>> nnx.grad(lambda m: m.w ** 2)(model)

@@ -47,11 +47,11 @@ class LoopCall:
         """Runs `loop(carry, *operands)` and writes what changed back.
 
         Args:
-          loop: from the first carry to the last.
-          operands: the arrays it needs besides.
-          functions: the user's functions that it runs.
-          options: what else it depends on.
-          stateful: whether changes to Modules are written back.
+            loop: from the first carry to the last.
+            operands: the arrays it needs besides.
+            functions: the user's functions that it runs.
+            options: what else it depends on.
+            stateful: whether changes to Modules are written back.
         """
 
         def work(cells: Any, data: Any, operands: Any) -> Outcome:
@@ -130,10 +130,10 @@ def while_loop(cond_fun: Callable[[T], Any], body_fun: Callable[[T], T], init_va
     or a submodule cannot change in a loop.
 
     Args:
-      cond_fun: a function of the value; true while there is another step. It must not change anything.
-      body_fun: a function from the value to the next one, of the same structure.
-      init_val: the first value.
-      stateful: whether changes to Modules are written back.
+        cond_fun: a function of the value; true while there is another step. It must not change anything.
+        body_fun: a function from the value to the next one, of the same structure.
+        init_val: the first value.
+        stateful: whether changes to Modules are written back.
 
     >>> counter = nnx.Dict(n=nnx.Variable(jnp.array(0)))
     >>> def body(m):
@@ -168,12 +168,12 @@ def fori_loop(
     """`jax.lax.fori_loop` with Modules and Contexts anywhere in `init_val`; changes to Modules are kept.
 
     Args:
-      lower: the first index.
-      upper: the index after the last.
-      body_fun: a function of the index and the value; returns the next value, of the same structure.
-      init_val: the first value.
-      unroll: as in JAX.
-      stateful: whether changes to Modules are written back.
+        lower: the first index.
+        upper: the index after the last.
+        body_fun: a function of the index and the value; returns the next value, of the same structure.
+        init_val: the first value.
+        unroll: as in JAX.
+        stateful: whether changes to Modules are written back.
 
     >>> counter = nnx.Dict(n=nnx.Variable(jnp.array(0)))
     >>> def body(i, m):

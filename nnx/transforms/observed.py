@@ -62,10 +62,10 @@ class Observer:
     """What happens in place of the calls of one Module. Observers are static values, compared by their keys.
 
     Args:
-      transform: the transform's name, for errors.
-      path: the path of the Module.
-      methods: the names of the methods whose calls are observed.
-      key: everything else that two observers must agree on to do the same.
+        transform: the transform's name, for errors.
+        path: the path of the Module.
+        methods: the names of the methods whose calls are observed.
+        key: everything else that two observers must agree on to do the same.
     """
 
     __slots__ = ("transform", "path", "methods", "key")
@@ -207,7 +207,7 @@ def add_record(module: Any, position: int, value: Any) -> None:
     """Keeps a value as the next record of an observer.
 
     Raises:
-      TraceContextError: the Module belongs to another trace level.
+        TraceContextError: the Module belongs to another trace level.
     """
     check_recordable(module, position)
     number = len(_numbered(module, RECORD, position))
@@ -262,9 +262,9 @@ def refuse_records(entered: Any, body: str, reason: str = RUNS_ANY_NUMBER) -> No
     """Raises ValueError if a body from which records cannot be returned has added some.
 
     Args:
-      entered: the Modules of the body.
-      body: the name of the transform that runs the body.
-      reason: why records cannot be returned, for the error.
+        entered: the Modules of the body.
+        body: the name of the transform that runs the body.
+        reason: why records cannot be returned, for the error.
     """
     for number, module in enumerate(entered.graph.modules):
         if not isinstance(module, Observed):
@@ -284,9 +284,9 @@ def keep_records(modules: Callable[[], Sequence[Any]], rewrite: Any, values: Seq
     """Writes the records of a call into the caller's Modules, where everything else is discarded.
 
     Args:
-      modules: returns the Modules before, by number.
-      rewrite: what the call did to their structure, or None.
-      values: what came out of it.
+        modules: returns the Modules before, by number.
+        rewrite: what the call did to their structure, or None.
+        values: what came out of it.
     """
     if rewrite is None:
         return

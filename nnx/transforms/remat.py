@@ -35,12 +35,12 @@ def remat(
     one trace, as 64 equal blocks do: side effects that the function has in Python happen once.
 
     Args:
-      fun: the function, a Module, or a bound method of one. `__init__` runs unchanged: a constructor makes variables,
-        and there is nothing to recompute.
-      prevent_cse, policy: as in `jax.checkpoint`.
-      static_argnums: positions of arguments that are not data, counted with Modules included.
-      stateful: whether changes to Modules are written back.
-      is_init: whether the function is a constructor; by default, whether its name is `__init__`.
+        fun: the function, a Module, or a bound method of one. `__init__` runs unchanged: a constructor makes variables,
+            and there is nothing to recompute.
+        prevent_cse, policy: as in `jax.checkpoint`.
+        static_argnums: positions of arguments that are not data, counted with Modules included.
+        stateful: whether changes to Modules are written back.
+        is_init: whether the function is a constructor; by default, whether its name is `__init__`.
 
     >>> layer = nnx.Linear(2, 2, ctx=nnx.context(0))
     >>> forward = nnx.remat(lambda layer, x: jnp.sin(layer(x)), policy=jax.checkpoint_policies.dots_saveable)

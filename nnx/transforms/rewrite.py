@@ -37,13 +37,13 @@ class Rewrite:
     """A structure to give to Modules, with the origin of every cell's value.
 
     Attributes:
-      key, statics: the structure after the function, and its static values.
-      mutables: per mutable static value, its number before (or -1) and whether it was changed in place.
-      sources: per cell, the cell before whose value it still has, or -1 if a new value came out.
-      tied: the cells before that were Refs.
-      refs: per cell, the cell before whose Ref it is on, or `UNTIED` or `NEW_REF`.
-      released: cells before whose Refs have left the graph with a new value; these values come out last.
-      old_count: the number of Modules before.
+        key, statics: the structure after the function, and its static values.
+        mutables: per mutable static value, its number before (or -1) and whether it was changed in place.
+        sources: per cell, the cell before whose value it still has, or -1 if a new value came out.
+        tied: the cells before that were Refs.
+        refs: per cell, the cell before whose Ref it is on, or `UNTIED` or `NEW_REF`.
+        released: cells before whose Refs have left the graph with a new value; these values come out last.
+        old_count: the number of Modules before.
     """
 
     __slots__ = ("key", "statics", "mutables", "sources", "tied", "refs", "released", "old_count")
@@ -106,14 +106,14 @@ class Rewrite:
         """Gives the structure to the Modules, making new ones where needed, and returns all of them by number.
 
         Args:
-          old_modules: the Modules before, by number.
-          before: their structure.
-          values: what came out of the function.
-          mutables: the mutable static values before, by number; they keep their identity.
-          taking: Modules, by number, that take the place of new ones.
+            old_modules: the Modules before, by number.
+            before: their structure.
+            values: what came out of the function.
+            mutables: the mutable static values before, by number; they keep their identity.
+            taking: Modules, by number, that take the place of new ones.
 
         Raises:
-          TraceContextError: one of the Modules belongs to another trace level. Nothing is changed in that case.
+            TraceContextError: one of the Modules belongs to another trace level. Nothing is changed in that case.
         """
         taking = taking or {}
         check_levels([*old_modules, *taking.values()], "a structural change")

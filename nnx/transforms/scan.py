@@ -76,21 +76,21 @@ def scan(
     """Runs a function over steps: `f(module, carry, x, *broadcast)` returns `(carry, y)`.
 
     Args:
-      fun: the function, a Module, or a bound method of one. On a method, `@nnx.scan(...)` scans over `self`; on
-        `__init__` (or with `is_init=True`) it builds the stacked variables.
-      variable_axes: the variables that are stacked, `{filter: axis}`; each step sees one slice.
-      variable_broadcast: a filter for variables that every step reads and none changes.
-      variable_carry: a filter for variables that are handed from step to step; by default, everything else.
-      split_rngs: an RNG filter for the streams of Contexts that differ from step to step.
-      in_axes: the axis of `xs`; as a tuple, one entry for each argument after the carry, None for the same in all
-        steps. Modules are stacked by `variable_axes`, so their entries should be None.
-      out_axes: the axis along which `ys` are stacked.
-      length: the number of steps; required with `variable_axes`.
-      reverse, unroll: as in `jax.lax.scan`.
-      data_transform: a function applied to the State of the Modules inside the body.
-      metadata_params: with `{nnx.PARTITION_NAME: "layers"}`, the stacked axis's name in `sharding` metadata.
-      stateful: whether changes to Modules are written back.
-      is_init: whether the function builds variables; by default, whether its name is `__init__`.
+        fun: the function, a Module, or a bound method of one. On a method, `@nnx.scan(...)` scans over `self`; on
+            `__init__` (or with `is_init=True`) it builds the stacked variables.
+        variable_axes: the variables that are stacked, `{filter: axis}`; each step sees one slice.
+        variable_broadcast: a filter for variables that every step reads and none changes.
+        variable_carry: a filter for variables that are handed from step to step; by default, everything else.
+        split_rngs: an RNG filter for the streams of Contexts that differ from step to step.
+        in_axes: the axis of `xs`; as a tuple, one entry for each argument after the carry, None for the same in all
+            steps. Modules are stacked by `variable_axes`, so their entries should be None.
+        out_axes: the axis along which `ys` are stacked.
+        length: the number of steps; required with `variable_axes`.
+        reverse, unroll: as in `jax.lax.scan`.
+        data_transform: a function applied to the State of the Modules inside the body.
+        metadata_params: with `{nnx.PARTITION_NAME: "layers"}`, the stacked axis's name in `sharding` metadata.
+        stateful: whether changes to Modules are written back.
+        is_init: whether the function builds variables; by default, whether its name is `__init__`.
 
     >>> layers = nnx.Dict(w=nnx.Param(jnp.array([1.0, 2.0, 3.0])))
     >>> @nnx.scan(variable_axes={nnx.Param: 0}, length=3)
@@ -287,7 +287,7 @@ def current_values(name: str, key: GraphKey | None, entered: Entered, cells: Seq
     """Returns what cells hold at the end of a body.
 
     Raises:
-      TypeError: the shape or dtype of one of them has changed.
+        TypeError: the shape or dtype of one of them has changed.
     """
     values = []
     for i in cells:

@@ -58,12 +58,12 @@ def shard_map(
     """`jax.shard_map` for functions that take Modules.
 
     Args:
-      fun: the function, a Module, or a bound method of one.
-      mesh, check_vma, axis_names: as in `jax.shard_map`.
-      in_specs: one per argument; for a Module, a `PartitionSpec` for all its state or a mapping from filter to
-        `PartitionSpec`. State that changes comes out with the spec it went in with.
-      out_specs: as in `jax.shard_map`, for the output.
-      stateful: whether changes to Modules are written back.
+        fun: the function, a Module, or a bound method of one.
+        mesh, check_vma, axis_names: as in `jax.shard_map`.
+        in_specs: one per argument; for a Module, a `PartitionSpec` for all its state or a mapping from filter to
+            `PartitionSpec`. State that changes comes out with the spec it went in with.
+        out_specs: as in `jax.shard_map`, for the output.
+        stateful: whether changes to Modules are written back.
 
     >>> from jax.sharding import AxisType, PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))

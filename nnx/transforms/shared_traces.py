@@ -56,9 +56,9 @@ def shared_body(fun: Any, call: Call, trace: Callable[..., Any]) -> Callable[...
     """Returns the function to pass to JAX for a call.
 
     Args:
-      fun: the user's function.
-      call: the call, split.
-      trace: what to do when JAX traces the result: `trace(call, *args)`.
+        fun: the user's function.
+        call: the call, split.
+        trace: what to do when JAX traces the result: `trace(call, *args)`.
     """
     bodies = _scope.bodies
     kept: list[Any] = []

@@ -76,14 +76,14 @@ class Stacking:
     """The options of one scan or vmap that concern Modules and Contexts.
 
     Attributes:
-      name: the transform's name, for errors.
-      size_name: what the option for the number of slices is called, "length" or "axis_size".
-      variable_axes: pairs of a filter and the axis along which its variables are stacked.
-      broadcast, carry: filters for variables that every run reads, and that are handed from step to step.
-      split_rngs: an RNG filter for the streams that differ from run to run.
-      size: the number of slices, if given.
-      metadata_params: the metadata of the stacked axis, such as its name in `sharding`.
-      data_transform: a function applied to the State inside the body.
+        name: the transform's name, for errors.
+        size_name: what the option for the number of slices is called, "length" or "axis_size".
+        variable_axes: pairs of a filter and the axis along which its variables are stacked.
+        broadcast, carry: filters for variables that every run reads, and that are handed from step to step.
+        split_rngs: an RNG filter for the streams that differ from run to run.
+        size: the number of slices, if given.
+        metadata_params: the metadata of the stacked axis, such as its name in `sharding`.
+        data_transform: a function applied to the State inside the body.
     """
 
     name: str
@@ -146,7 +146,7 @@ class Stacking:
         """Returns the group of every cell of a call.
 
         Raises:
-          ValueError: a cell is in no group, or shared between Modules in two.
+            ValueError: a cell is in no group, or shared between Modules in two.
         """
         if call.flat is None:
             return []
@@ -187,7 +187,7 @@ class Stacking:
         """Returns how many slices there are.
 
         Raises:
-          ValueError: the arguments and variables disagree about it, or do not say.
+            ValueError: the arguments and variables disagree about it, or do not say.
         """
         found: list[tuple[str, int]] = [] if self.size is None else [(f"{self.size_name}=", self.size)]
         for path, group, value in zip(cell_paths(call.signature.key), groups, call.cells()):
@@ -269,7 +269,7 @@ class Stacking:
         """Returns the group of each value of an outcome; new variables are classified by the filters.
 
         Raises:
-          ValueError: the body changed the structure in a way it must not, or added a variable that is not stacked.
+            ValueError: the body changed the structure in a way it must not, or added a variable that is not stacked.
         """
         rewrite = effects.rewrite
         check_aliases(self.name, before, effects.regrouped)
@@ -382,14 +382,14 @@ def check_module_axes(stacking: Stacking, option: str, entries: Any, values: Any
     One integer for everything (`in_axes=0`) is meant for the arrays. So is one for a list or dict that holds arrays.
 
     Args:
-      stacking: the options of the transform.
-      option: the name of the option, for the error.
-      entries: one axis, or tree of axes, per value.
-      values: the arguments or results, Modules included.
-      labels: what to call them in the error.
+        stacking: the options of the transform.
+        option: the name of the option, for the error.
+        entries: one axis, or tree of axes, per value.
+        values: the arguments or results, Modules included.
+        labels: what to call them in the error.
 
     Raises:
-      ValueError: there is such an axis.
+        ValueError: there is such an axis.
     """
     if stacking.variable_axes:
         return

@@ -157,19 +157,19 @@ def vmap(
     """Maps a function over axes of its arguments and of the variables of its Modules.
 
     Args:
-      fun: the function, a Module, or a bound method of one. On a method, `@nnx.vmap(...)` maps over `self`; on
-        `__init__` (or with `is_init=True`) it builds the stacked variables.
-      variable_axes: the variables that are stacked, `{filter: axis}`; each member sees one slice.
-      variable_broadcast: a filter for variables that are the same for all members; by default, everything else.
-      split_rngs: an RNG filter for the streams of Contexts that differ from member to member.
-      in_axes, out_axes: as in `jax.vmap`, for plain arrays. Modules are stacked by `variable_axes` and Contexts are
-        split by `split_rngs`, so their entries should be None.
-      axis_size: the number of members, if the arguments do not determine it.
-      axis_name, spmd_axis_name: as in `jax.vmap`.
-      data_transform: a function applied to the State of the Modules inside the body.
-      metadata_params: with `{nnx.PARTITION_NAME: "name"}`, the stacked axis's name in `sharding` metadata.
-      stateful: whether changes to Modules are written back.
-      is_init: whether the function builds variables; by default, whether its name is `__init__`.
+        fun: the function, a Module, or a bound method of one. On a method, `@nnx.vmap(...)` maps over `self`; on
+            `__init__` (or with `is_init=True`) it builds the stacked variables.
+        variable_axes: the variables that are stacked, `{filter: axis}`; each member sees one slice.
+        variable_broadcast: a filter for variables that are the same for all members; by default, everything else.
+        split_rngs: an RNG filter for the streams of Contexts that differ from member to member.
+        in_axes, out_axes: as in `jax.vmap`, for plain arrays. Modules are stacked by `variable_axes` and Contexts are
+            split by `split_rngs`, so their entries should be None.
+        axis_size: the number of members, if the arguments do not determine it.
+        axis_name, spmd_axis_name: as in `jax.vmap`.
+        data_transform: a function applied to the State of the Modules inside the body.
+        metadata_params: with `{nnx.PARTITION_NAME: "name"}`, the stacked axis's name in `sharding` metadata.
+        stateful: whether changes to Modules are written back.
+        is_init: whether the function builds variables; by default, whether its name is `__init__`.
 
     >>> models = nnx.Vmap(nnx.Linear, variable_axes={nnx.Param: 0}, split_rngs="params", axis_size=6, in_axes=None)(
     ...     3, 2, ctx=nnx.context(0))

@@ -29,9 +29,9 @@ class ArgumentForm:
     """The form of a call, for arguments of certain types.
 
     Attributes:
-      modules, contexts, data: their positions among the arguments, in the order of the call as a pytree. If there are
-        trees among the arguments, positions are found among their leaves instead.
-      is_plain: whether these positions say everything, so that `read` is not needed.
+        modules, contexts, data: their positions among the arguments, in the order of the call as a pytree. If there are
+            trees among the arguments, positions are found among their leaves instead.
+        is_plain: whether these positions say everything, so that `read` is not needed.
     """
 
     __slots__ = ("modules", "contexts", "data", "is_plain", "_static", "_trees")
@@ -63,9 +63,9 @@ class ArgumentForm:
         """Whether `read` tells the static arguments of a call from any others.
 
         Args:
-          values: the arguments.
-          compiled: the static arguments that the function was compiled with. They are alive as long as it is, so one
-            of them can be recognized by its id.
+            values: the arguments.
+            compiled: the static arguments that the function was compiled with. They are alive as long as it is, so one
+                of them can be recognized by its id.
         """
         found = {id(argument.value) for argument in compiled if not argument.watched}
         return all(type(values[i]) in ATOMS or id(values[i]) in found for i in self._static)

@@ -44,9 +44,9 @@ class Compiled:
     of effects. None has no leaves, so the length of the result tells them apart and costs the device nothing.
 
     Args:
-      owner: the `Jit` it belongs to.
-      call: the first call of this signature.
-      args, kwargs: its arguments.
+        owner: the `Jit` it belongs to.
+        call: the first call of this signature.
+        args, kwargs: its arguments.
     """
 
     def __init__(self, owner: Any, call: Call, args: Any, kwargs: Any):

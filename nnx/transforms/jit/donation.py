@@ -95,9 +95,9 @@ class Donation:
     """How a compiled function donates: exactly the buffers that it replaces, found by tracing first.
 
     Args:
-      compiled: the `Compiled` it belongs to.
-      call: the first call of its signature.
-      args, kwargs: its arguments.
+        compiled: the `Compiled` it belongs to.
+        call: the first call of its signature.
+        args, kwargs: its arguments.
     """
 
     def __init__(self, compiled: Any, call: Call, args: Any, kwargs: Any):

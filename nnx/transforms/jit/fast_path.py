@@ -46,9 +46,9 @@ class PlanCache:
     form, and its plans with it, so no plan is ever out of date.
 
     Args:
-      static: the static arguments of the function.
-      stateful: whether its changes to Modules are written back.
-      leads_with_module: whether calls of one Module and then data are recognized without a form.
+        static: the static arguments of the function.
+        stateful: whether its changes to Modules are written back.
+        leads_with_module: whether calls of one Module and then data are recognized without a form.
     """
 
     def __init__(self, static: Selection, stateful: bool, leads_with_module: bool) -> None:

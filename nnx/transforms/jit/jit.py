@@ -242,16 +242,16 @@ def jit(
     """Compiles a function with Modules and Contexts anywhere in its arguments, and updates the Modules in place.
 
     Args:
-      fun: a function, a Module, or a bound method of one. Without it, a decorator is returned.
-      static_argnums, static_argnames: arguments that are part of the compiled function, as in `jax.jit`.
-      donate_argnums, donate_argnames: arguments whose buffers may be reused. Of a Module, exactly the buffers that the
-        function replaces are donated, and the Module stays usable.
-      in_shardings: one sharding per argument; for a Module, one for all its state or a mapping from filter to
-        sharding. State that changes keeps its sharding.
-      out_shardings: a sharding, or a tree of them, for the output.
-      keep_unused, inline, compiler_options: as in `jax.jit`.
-      stateful: whether changes to Modules are written back.
-      explain_recompiles: whether to warn when the function is recompiled, naming the path or argument that changed.
+        fun: a function, a Module, or a bound method of one. Without it, a decorator is returned.
+        static_argnums, static_argnames: arguments that are part of the compiled function, as in `jax.jit`.
+        donate_argnums, donate_argnames: arguments whose buffers may be reused. Of a Module, exactly the buffers that
+            the function replaces are donated, and the Module stays usable.
+        in_shardings: one sharding per argument; for a Module, one for all its state or a mapping from filter to
+            sharding. State that changes keeps its sharding.
+        out_shardings: a sharding, or a tree of them, for the output.
+        keep_unused, inline, compiler_options: as in `jax.jit`.
+        stateful: whether changes to Modules are written back.
+        explain_recompiles: whether to warn when the function is recompiled, naming the path or argument that changed.
 
     >>> class Counter(nnx.Module):
     ...     def __init__(self):

@@ -12,10 +12,10 @@ class Staged:
     """A stage of compilation: JAX's own object, whose `compile()` returns a function that takes Modules again.
 
     Args:
-      owner: the `Jit` it belongs to.
-      compiled: the signature it is for.
-      arrange: a function from cells, data and forks to the arguments JAX knows.
-      stage: JAX's object.
+        owner: the `Jit` it belongs to.
+        compiled: the signature it is for.
+        arrange: a function from cells, data and forks to the arguments JAX knows.
+        stage: JAX's object.
     """
 
     def __init__(self, owner: Any, compiled: Compiled, arrange: Any, stage: Any):
