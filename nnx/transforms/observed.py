@@ -243,9 +243,14 @@ def is_record(kind: Any) -> bool:
 # What transforms do with records
 
 
-def is_sliced(leaf: Record) -> bool:
-    """Whether scan and vmap slice this record or probe on entry. Records of earlier calls just pass through."""
-    return leaf.is_input and leaf.stacked > 0
+def is_sliced(leaf: Record, size: int | None) -> bool:
+    """Whether a scan or vmap of this size, if it is known, slices a record or probe on entry.
+
+    Records of earlier calls, and probes for another scan with another length, just pass through.
+    """
+    if not leaf.is_input or leaf.stacked == 0:
+        return False
+    return size is None or all(value.shape[0] == size for value in leaf.value)
 
 
 def restacked(key: GraphKey, groups: Iterable[tuple[int, Any]], by: int) -> GraphKey:

@@ -137,7 +137,7 @@ class Stacking:
 
         def classify(path: str, leaf: Any) -> Any:
             if isinstance(leaf, Record):  # the library's own, which no filter of the user is about
-                return 0 if is_sliced(leaf) else BROADCAST
+                return 0 if is_sliced(leaf, self.size) else BROADCAST
             return next((group for matches, group in cases if matches(path, leaf)), None)
 
         return classify

@@ -351,6 +351,20 @@ def test_a_submodule_that_runs_twice_has_two_gradients(twice):
     close(grads["layer"], (first, ones))
 
 
+def test_a_submodule_in_scans_of_different_lengths_has_a_gradient_per_step():
+    def run(layer, x):
+        for length in (1, 2):
+            x, _ = nnx.scan(lambda layer, carry, _: (layer(carry), None), length=length)(layer, x, None)
+        return x.sum()
+
+    layer = nnx.Linear(4, 4, ctx=nnx.context(0))
+    _, _, grads = nnx.capture(run, grads=True)(layer, X)
+    chain = [jnp.ones((2, 4))]
+    for _ in range(2):
+        chain.insert(0, chain[0] @ layer.kernel.T)
+    close(grads[""], (jnp.stack(chain[:1]), jnp.stack(chain[1:])))
+
+
 def test_integer_outputs_have_no_gradient():
     class Argmax(nnx.Module):
         def __call__(self, x):
