@@ -21,7 +21,7 @@ from nnx.core.trace import current_level, same_level
 from nnx.core.updates import check_level, note_mutable_trees
 from nnx.transforms.call import Call, Signature, is_context, is_module
 from nnx.transforms.entered import Entered, enter
-from nnx.transforms.observed import keep_records
+from nnx.transforms.observed import has_records, keep_records
 from nnx.transforms.rewrite import Rewrite, find_rewrite
 from nnx.transforms.shared_traces import run_in_scope
 
@@ -84,6 +84,11 @@ class Effects:
         """Returns the same effects with some parts replaced."""
         names = ("changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped")
         return Effects(**{name: parts[name] if name in parts else getattr(self, name) for name in names})
+
+    @property
+    def comes_out(self) -> bool:
+        """Whether something other than the output is needed even if all changes are discarded."""
+        return self.returns_modules or has_records(self.rewrite)
 
     def outputs(self) -> Sequence[int]:
         """Returns the cells whose values come out, numbered after the function if its structure changed."""

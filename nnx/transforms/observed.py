@@ -285,6 +285,11 @@ def refuse_records(entered: Any, body: str, reason: str = RUNS_ANY_NUMBER) -> No
                 remove(module, name)
 
 
+def has_records(rewrite: Any) -> bool:
+    """Returns whether a call recorded something, which comes out even where all changes are discarded."""
+    return rewrite is not None and any(is_record(rewrite.key.cells[cell].kind) for cell in rewrite.outputs())
+
+
 def keep_records(modules: Callable[[], Sequence[Any]], rewrite: Any, values: Sequence[Any]) -> None:
     """Writes the records of a call into the caller's Modules, where everything else is discarded.
 

@@ -138,7 +138,7 @@ class Jit:
 
     def clear_cache(self) -> None:
         """Forgets everything compiled."""
-        for compiled in self.compiled.values():
+        for compiled in list(self.compiled.values()):  # a copy, since another thread may be compiling
             compiled.jitted.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
         self.compiled.clear()
         self.plans.clear()
