@@ -17,6 +17,18 @@ settings.register_profile(
 settings.load_profile("nnx")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def small_heap_for_the_garbage_collector() -> Iterator[None]:
+    """Hides what earlier files left behind from the garbage collector.
+
+    JAX keeps every trace and compiled function of a process, some gigabytes by the end of the suite. Each full
+    collection would walk through all of it.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+
+
 @pytest.fixture
 def without_garbage_collector() -> Iterator[None]:
     """Runs the test with the cyclic garbage collector switched off, after one full collection."""
