@@ -10,11 +10,12 @@ import jax
 
 from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.paths import listing
+from nnx.core.proxies import Way
 from nnx.core.repr import short
 from nnx.core.selectors import to_module_predicate
 from nnx.core.trace import same_level
 from nnx.core.walk import depth_first, number_modules
-from nnx.transforms.call import Call, Target, call_module, is_module, target_of
+from nnx.transforms.call import Call, CallAt, Target, is_module, target_of
 from nnx.transforms.effects import Outcome, enter_call, leave
 from nnx.transforms.observed import Observer, add_probes, observe, records_of, release
 from nnx.transforms.shared_traces import run_in_scope
@@ -117,7 +118,7 @@ class ObservedCall:
 def _by_name(fun: Any, target: Target) -> Target:
     """Returns a target that finds the method on the Module it is given, whose class may be an observed one."""
     if isinstance(fun, ModuleBase):
-        return target._replace(fun=call_module)
+        return target._replace(fun=CallAt(Way(())))
     if target.bound and getattr(type(target.bound[0]), target.name, None) is target.fun:
-        return target._replace(fun=lambda module, *args, **kwargs: getattr(module, target.name)(*args, **kwargs))
+        return target._replace(fun=CallAt(Way(((True, target.name),))))
     return target

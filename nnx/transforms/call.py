@@ -17,6 +17,7 @@ from nnx.core.context import Context, ContextDef
 from nnx.core.flat import Flat, joint_flat_of
 from nnx.core.hints import refuse_flax_module
 from nnx.core.module_info import ModuleBase
+from nnx.core.proxies import Way
 from nnx.core.repr import short
 from nnx.core.statics import NO_STATICS, Statics
 from nnx.core.structure import GraphKey
@@ -203,6 +204,18 @@ def target_of(fun: Any, transform: str) -> Target:
     return Target(fun, (), getattr(fun, "__name__", type(fun).__name__))
 
 
-def call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a Module: one function for all of them, so that Modules of equal structure can share a trace."""
-    return module(*args, **kwargs)
+class CallAt(NamedTuple):
+    """Calls what is at the end of a Way from a Module: the Module itself, or one of its methods.
+
+    A value, not a closure: two that lead the same way are equal, so Modules of equal structure can share a trace.
+    """
+
+    way: Way
+
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.way(module)(*args, **kwargs)
+
+    def function(self, module: Any) -> Callable[..., Any] | None:
+        """Returns the function that really runs."""
+        found = self.way(module)
+        return type(found).__call__ if is_module(found) else getattr(found, "__func__", None)

@@ -10,7 +10,7 @@ from typing import Any, Generic, Unpack
 from nnx.core.module import Module
 from nnx.core.proxies import Access, Way
 from nnx.transforms.annotations import M, P, RematOptions, ScanOptions, VmapOptions
-from nnx.transforms.call import call_module
+from nnx.transforms.call import CallAt
 from nnx.transforms.remat import remat
 from nnx.transforms.scan import scan
 from nnx.transforms.stacking import Stacking
@@ -30,21 +30,14 @@ class TransformedModule(Module):
     def call(self) -> Access:
         """Any method of the wrapped Module, transformed: `m.call.method(...)`."""
 
-        def run(find: Way, args: Any, kwargs: Any) -> Any:
-            def method(module: Any, *args: Any, **kwargs: Any) -> Any:
-                return find(module)(*args, **kwargs)
-
-            inner = self._inner()
-            found = find(inner)
-            # What really runs: a trace that is kept is not used any more when this is replaced.
-            method.__wrapped__ = type(found).__call__ if isinstance(found, Module) else getattr(found, "__func__", None)
-            return self._lift(method)(inner, *args, **kwargs)
+        def run(way: Way, args: Any, kwargs: Any) -> Any:
+            return self._lift(CallAt(way))(self._inner(), *args, **kwargs)
 
         return Access(run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped Module's `__call__`, transformed."""
-        return self._lift(call_module)(self._inner(), *args, **kwargs)
+        return self.call(*args, **kwargs)
 
 
 class ScanModule(TransformedModule, Generic[M]):

@@ -24,7 +24,7 @@ import jax
 from nnx.core.trace import is_eager
 from nnx.sharding.rules import current_rules
 from nnx.transforms.body_key import CanChange, body_key, content_key
-from nnx.transforms.call import Call, call_module
+from nnx.transforms.call import Call, CallAt
 
 MAX_TRACES = 256
 
@@ -93,8 +93,9 @@ def kept_trace(
 
 
 def functions_run(fun: Callable[..., Any], call: Call) -> tuple[Callable[..., Any], ...]:
-    """Returns the functions that a lifted function runs: itself, and the `__call__` of a Module that it only calls."""
-    return (fun, type(call.roots[0]).__call__) if fun is call_module else (fun,)
+    """Returns the functions that a lifted function runs: itself, and the method that it only calls."""
+    method = fun.function(call.roots[0]) if isinstance(fun, CallAt) else None
+    return (fun,) if method is None else (fun, method)
 
 
 def _find(functions: Sequence[Callable[..., Any]], options: Any, signature: Any) -> _Trace | None:

@@ -86,8 +86,8 @@ class Effects:
         return Effects(**{name: parts[name] if name in parts else getattr(self, name) for name in names})
 
     @property
-    def comes_out(self) -> bool:
-        """Whether something other than the output is needed even if all changes are discarded."""
+    def survives_discard(self) -> bool:
+        """Whether values have to come out even if all changes are discarded: returned Modules, captured outputs."""
         return self.returns_modules or has_records(self.rewrite)
 
     def outputs(self) -> Sequence[int]:

@@ -373,6 +373,7 @@ class Block(nnx.Module):
         return self.linear(x), None
 
     def other(self, x, _):
+        Traced.times += 1
         return 2 * x, None
 
 
@@ -382,7 +383,14 @@ def test_a_scan_module_is_traced_once():
     outs = [m(jnp.ones((1, 2)), None)[0] for m in (a, b, a)]
     assert Traced.times == 1
     assert np.array_equal(outs[0], outs[2]) and not np.array_equal(outs[0], outs[1])
-    assert a.call.other(jnp.ones((1, 2)), None)[0].tolist() == [[8.0, 8.0]]
+
+
+def test_another_method_of_a_scan_module_is_traced_once():
+    m = nnx.Scan(Block, variable_axes={nnx.Param: 0}, split_rngs="params", length=3)(ctx=nnx.context(0))
+    for _ in range(3):
+        assert m.call.other(jnp.ones((1, 2)), None)[0].tolist() == [[8.0, 8.0]]
+    assert Traced.times == 1
+    assert kept_traces() == 1
 
 
 def test_a_method_replaced_on_the_class_is_seen_by_a_scan_module(monkeypatch):

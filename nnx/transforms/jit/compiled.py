@@ -77,7 +77,7 @@ class Compiled:
         # calls of this function.
         outcome = owner.current.run(None, run, owner.body, call.signature, call.statics, cells, data, forks, name)
         outcome = constrain_outcome(self.cell_shardings, owner.out_shardings, self.signature.key, outcome, cells)
-        if not owner.stateful and not outcome.effects.comes_out:
+        if not owner.stateful and not outcome.effects.survives_discard:
             outcome.values = ()  # the changes will be discarded, so XLA need not compute them
         if outcome.effects not in self.effects:
             self.effects.append(outcome.effects)

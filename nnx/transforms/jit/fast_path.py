@@ -74,7 +74,7 @@ class PlanCache:
         flat, effects = call.flat, compiled.effects_of(result)
         if flat is None or flat.level is None or len(result) != 2:
             return
-        if not effects.simple if self.stateful else effects.comes_out:
+        if not effects.simple if self.stateful else effects.survives_discard:
             return
         if sum(mark > DATA_MARK for mark in call.signature.marks) != len(call.roots):
             return  # a Module that was passed twice
