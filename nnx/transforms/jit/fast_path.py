@@ -5,6 +5,7 @@ It is stored in the flat form of the Modules, which ends with any change of thei
 function weakly, so that neither keeps the other alive. Any other call takes the general path, `Jit.call`.
 """
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from operator import getitem, itemgetter, setitem
@@ -23,8 +24,12 @@ from nnx.transforms.jit.compiled import Compiled, NeedsGeneralPath
 from nnx.transforms.tracebacks import hide_frames
 
 
-class CallPlan(NamedTuple):
-    """How to repeat a call. The first three fields say which call: together they are the plan's key in a flat form."""
+@dataclasses.dataclass(slots=True, eq=False)
+class CallPlan:
+    """How to repeat a call. The first three fields say which call: together they are the plan's key in a flat form.
+
+    A class with slots, because reading a slot is the cheapest of all lookups: a NamedTuple costs 0.1 µs more per call.
+    """
 
     token: object  # identifies the jitted function
     arguments: Any  # an ArgumentForm, what it reads, or an int n for the most common call: one Module, then n data
@@ -178,23 +183,23 @@ def make_function(owner: Any) -> Callable[..., Any]:
                         plan = flat.last_plan
                         if (
                             plan is None
-                            or plan[0] is not token
-                            or plan[1] != len(rest)
-                            or plan[2] is not current_rules()
+                            or plan.token is not token
+                            or plan.arguments != len(rest)
+                            or plan.rules is not current_rules()
                         ):
                             plan = flat.plans.get((token, len(rest), current_rules()))
                             if plan is not None:
                                 flat.last_plan = plan
                         if plan is not None:
-                            _, _, _, compiled, dicts, names, level, output_dicts, output_names, _, _ = plan
-                            compiled = compiled()
+                            compiled, level = plan.compiled(), plan.level
                             try:
                                 if compiled is None:  # another thread has just cleared the cache
                                     raise NeedsGeneralPath
                                 if compiled.donation is None:
-                                    result = compiled.jitted([*map(getitem, dicts, names)], rest)
+                                    result = compiled.jitted([*map(getitem, plan.dicts, plan.names)], rest)
                                 elif level is current_level():
-                                    result = compiled.donation.run([*map(getitem, dicts, names)], rest, ())
+                                    cells = [*map(getitem, plan.dicts, plan.names)]
+                                    result = compiled.donation.run(cells, rest, ())
                                 else:
                                     raise NeedsGeneralPath
                             except NeedsGeneralPath:
@@ -202,7 +207,7 @@ def make_function(owner: Any) -> Callable[..., Any]:
                             else:
                                 if len(result) == 2 and level is current_level():
                                     # One C call, so Ctrl-C comes before all writes or after all of them; see effects.
-                                    any(map(setitem, output_dicts, output_names, result[0]))
+                                    any(map(setitem, plan.output_dicts, plan.output_names, result[0]))
                                     return result[1]
                                 return owner.finish_unplanned(compiled, result, (first, *rest), kwargs)
                             return owner.call((first, *rest), kwargs)
@@ -231,17 +236,21 @@ def make_function(owner: Any) -> Callable[..., Any]:
             ):
                 return owner.call(args, kwargs)
             plan = flat.last_plan
-            if plan is None or plan[0] is not token or plan[1] != arguments or plan[2] is not current_rules():
+            if (
+                plan is None
+                or plan.token is not token
+                or plan.arguments != arguments
+                or plan.rules is not current_rules()
+            ):
                 plan = flat.plans.get((token, arguments, current_rules()))
                 flat.last_plan = plan
             contexts = [values[i] for i in positions.contexts]
             if plan is None or (contexts and not _are_like(contexts, plan.contexts)):
                 return owner.call(args, kwargs)
-            _, _, _, compiled, dicts, names, level, output_dicts, output_names, spread, _ = plan
-            compiled = compiled()
+            compiled, level, spread = plan.compiled(), plan.level, plan.spread
             if compiled is None or (compiled.donation is not None and level is not current_level()):
                 return owner.call(args, kwargs)
-            cells, data = [*map(getitem, dicts, names)], tuple([values[i] for i in positions.data])
+            cells, data = [*map(getitem, plan.dicts, plan.names)], tuple([values[i] for i in positions.data])
             forks = tuple([ctx.fork_data() for ctx in contexts])
             try:
                 if compiled.donation is not None:
@@ -256,7 +265,7 @@ def make_function(owner: Any) -> Callable[..., Any]:
             else:
                 if len(result) == 2 and level is current_level():
                     new = result[0] if spread is None else spread(result[0])
-                    any(map(setitem, output_dicts, output_names, new))
+                    any(map(setitem, plan.output_dicts, plan.output_names, new))
                     return result[1]
                 return owner.finish_unplanned(compiled, result, args, kwargs)
             return owner.call(args, kwargs)
