@@ -8,4 +8,5 @@ from nnx.models.decoder import DecoderBlock as DecoderBlock
 from nnx.models.families import FAMILIES as FAMILIES
 from nnx.models.pretrained import from_pretrained as from_pretrained
 from nnx.models.pretrained import save_pretrained as save_pretrained
+from nnx.models.registry import ARCHITECTURES as ARCHITECTURES
 from nnx.models.tokenizer import Tokenizer as Tokenizer

@@ -1,4 +1,4 @@
-"""`from_pretrained` and `save_pretrained`: published decoders as directories of `config.json` and safetensors.
+"""`from_pretrained` and `save_pretrained`: published models as directories of `config.json` and safetensors.
 
 Loading has three steps. The config is translated and an *abstract* model is built from it, which costs no memory. The
 headers of the files are compared with the model, and everything that does not fit is reported in one error. Only then
@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +27,14 @@ from nnx.core.trace import is_tracer
 from nnx.interop.safetensors import write_arrays
 from nnx.interop.safetensors_file import Pending, TensorFile
 from nnx.interop.safetensors_index import holds_safetensors, open_model
-from nnx.models.config import DecoderConfig
-from nnx.models.decoder import Decoder
-from nnx.models.families import config_from_dict, config_to_dict
+from nnx.models.architecture import Architecture
 from nnx.models.reading import Piece, Reader
-from nnx.models.tables import Link, Shape, checkpoint_prefix, is_ignored, links
+from nnx.models.registry import architecture_named, architecture_of
+from nnx.models.tables import Link, Shape
 from nnx.nn.settings import as_dtype
 from nnx.sharding.placement import shard
 from nnx.sharding.rules import RulesLike
 from nnx.training.manifest import CheckpointError
-from nnx.transforms.class_forms import ScanModule
 from nnx.transforms.eval_shape import eval_shape
 
 NO_DIRECTORY = (
@@ -52,7 +50,7 @@ ONLY_PICKLES = (
 BAD_JSON = "{path} cannot be read as JSON: {reason}."
 DOES_NOT_FIT = "The tensors in {path} do not fit its config.json (model_type {family!r}):\n{differences}"
 NOT_FLOATS = "Parameters are stored as floating-point numbers: expected such a dtype, got {got}."
-NOT_A_DECODER = "save_pretrained takes a Decoder of nnx.models, got {got}."
+NO_OPTION = "{where}: {option}={got!r} is not an option of {family} models, whose layers are in a list."
 NOT_IN_TABLE = (
     "Cannot save this model as a published {family} checkpoint: the format has no place for {paths}. (Low-rank "
     "adaptations are merged into the weights with `nnx.merge_lora(model)`; nnx.save saves any model.)"
@@ -81,8 +79,8 @@ def from_pretrained(
     scan_layers: bool = False,
     remat: bool | Callable[..., Any] = False,
     abstract: bool = False,
-) -> Decoder:
-    """Loads a published decoder from a directory with `config.json` and safetensors files.
+) -> Any:
+    """Loads a published model from a directory with `config.json` and safetensors files.
 
     Each tensor is read, rearranged and put on its devices one after the other, so the host needs room for little more
     than the largest one. Nothing is downloaded, and no pickle is read. Inside a transform the files are read when the
@@ -90,14 +88,16 @@ def from_pretrained(
 
     Args:
         directory: the directory.
-        dtype: the dtype of parameters and computation; by default, that of the embedding in the file.
+        dtype: the dtype of parameters and computation; by default, that of the first parameter in the file, such as the
+            embedding.
         mesh: the mesh to place the parameters on; by default, that of `jax.set_mesh`, if any.
         rules: the rules from logical axis names to mesh axes; by default, those of `nnx.logical_axis_rules`.
-        scan_layers, remat: as in `Decoder`.
+        scan_layers, remat: as in `Decoder`; other models do not have these options.
         abstract: whether to return the model with `jax.ShapeDtypeStruct`s, which have the shardings, instead of arrays.
 
     Returns:
-        The model, whose attribute `config` describes it.
+        The model, whose attribute `config` describes it: a `Decoder`, or the class that the guide lists for the
+        family. (A type checker takes it for anything; annotate the variable with the class you expect.)
 
     Raises:
         FileNotFoundError: the directory, its config or its weights do not exist.
@@ -114,20 +114,18 @@ def from_pretrained(
     True
     """
     path = Path(directory).absolute()
-    config = read_config(path)
+    architecture, config = read_config(path)
+    options = _options(path, architecture, config, {"scan_layers": scan_layers, "remat": remat})
     with contextlib.ExitStack() as opened:
         files = _open(path, opened)
         found = {name: file.tensors[name] for name, file in files.items()}
-        prefix = checkpoint_prefix(config, found)
-        if dtype is None:
-            dtype = _stored_dtype(config, prefix, found)
-        param_dtype = as_dtype(dtype)
+        param_dtype = _stored_dtype(architecture, config, found) if dtype is None else as_dtype(dtype)
         if not jnp.issubdtype(param_dtype, jnp.floating):
             raise ValueError(NOT_FLOATS.format(got=param_dtype))
-        model = abstract_decoder(config, param_dtype, scan_layers, remat)
+        model = abstract_model(architecture, config, param_dtype, **options)
         targets = values_by_path(model)
-        known = links(config, scan_layers, targets, prefix)
-        _check(path, config, known, targets, found)
+        known = architecture.links(config, targets, found)
+        _check(path, architecture, config, known, targets, found)
         inside_trace = is_tracer(jnp.zeros(()))
         if mesh is not None or not inside_trace:  # the mesh of `jax.set_mesh` is out of reach inside a trace
             shard(model, mesh, rules)
@@ -140,35 +138,34 @@ def from_pretrained(
 def save_pretrained(
     model: Module, directory: str | os.PathLike[str], *, max_shard_size: int | str | None = "5GB"
 ) -> None:
-    """Writes a decoder as a directory that `transformers` and `from_pretrained` load.
+    """Writes a model as a directory that `transformers` and `from_pretrained` load.
 
     The weights are `model.safetensors`, or several files with an index; they are rearranged and written one by one.
     Other files in the directory, such as a tokenizer, are not touched.
 
     Args:
-        model: a `Decoder`, scanned or not.
+        model: a model of `nnx.models`; a `Decoder` may be scanned.
         directory: the directory, which is created if needed.
         max_shard_size: the maximum size of a file, in bytes or as a string such as `"5GB"`.
 
     Raises:
-        TypeError: the model is not a `Decoder`.
+        TypeError: the model is not one of `nnx.models`.
         ValueError: the model has parameters or settings that the format of its family does not have.
         OSError: the files could not be written; for the weights, it is a `CheckpointError`.
     """
-    if not isinstance(model, Decoder):
-        raise TypeError(NOT_A_DECODER.format(got=short(model)))
-    path, family = Path(directory).absolute(), model.config.model_type
-    fields = config_to_dict(model.config)
+    architecture, published = architecture_of(model), cast(Any, model)
+    path, config = Path(directory).absolute(), published.config
+    fields = architecture.write_config(config)
     values = values_by_path(model)
     for name, value in values.items():
         if isinstance(value, jax.ShapeDtypeStruct) or is_tracer(value):
             raise ValueError(ABSTRACT.format(path=name, value=short(value)))
-    scanned = isinstance(model.layers, ScanModule)
-    known = links(model.config, scanned, values)
+    known = architecture.links(config, values, ())
     covered = {target.path for link in known for target in link.targets}
     if covered != values.keys():
-        raise ValueError(NOT_IN_TABLE.format(family=family, paths=_listed(values.keys() - covered)))
-    differences = _differences(model, abstract_decoder(model.config, model.param_dtype, scanned, False))
+        raise ValueError(NOT_IN_TABLE.format(family=config.model_type, paths=_listed(values.keys() - covered)))
+    expected = abstract_model(architecture, config, published.param_dtype, **architecture.options_of(model))
+    differences = _differences(model, expected)
     if differences:
         raise ValueError(NOT_ITS_CONFIG.format(differences="\n".join(f"  {line}" for line in differences[:_SHOWN])))
     tensors = {link.name: pending_tensor(link, values) for link in known}
@@ -182,13 +179,13 @@ def save_pretrained(
         metadata=metadata,
     )
     # Last, because it takes no time: only a process that is killed here leaves an old config next to new weights.
-    dtype = str(values["embed/embedding"].dtype)
+    dtype = str(next(values[path].dtype for path in architecture.dtype_paths if path in values))
     text = json.dumps({**fields, "torch_dtype": dtype, "dtype": dtype}, indent=2) + "\n"
     Exchange(f"nnx.models.save_pretrained({str(directory)!r})").together(lambda: _write(path / "config.json", text))
 
 
-def read_config(directory: Path) -> DecoderConfig:
-    """Reads the `config.json` of a directory."""
+def read_config(directory: Path) -> tuple[Architecture, Any]:
+    """Returns the architecture of the model in a directory, and its config."""
     if not directory.is_dir():
         raise FileNotFoundError(NO_DIRECTORY.format(path=directory))
     file = directory / "config.json"
@@ -200,7 +197,8 @@ def read_config(directory: Path) -> DecoderConfig:
         raise ValueError(BAD_JSON.format(path=file, reason=error)) from error
     if not isinstance(fields, dict):
         raise ValueError(BAD_JSON.format(path=file, reason="it is not an object"))
-    return config_from_dict(fields, str(file))
+    architecture = architecture_named(fields.get("model_type"), str(file))
+    return architecture, architecture.read_config(fields, str(file))
 
 
 # Loading
@@ -217,19 +215,23 @@ def _open(directory: Path, opened: contextlib.ExitStack) -> dict[str, TensorFile
     return open_model(directory, opened)
 
 
-def _stored_dtype(config: DecoderConfig, prefix: str, found: Mapping[str, Any]) -> Any:
-    embedding = links(config, False, ["embed/embedding"], prefix)[0].name
-    # A missing embedding is reported with everything else that does not fit.
-    return found[embedding].dtype if embedding in found else jnp.float32
+def _options(path: Path, architecture: Architecture, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those options that the architecture has; the others must be off."""
+    for option, value in options.items():
+        if option not in architecture.options and value is not False:
+            raise ValueError(NO_OPTION.format(where=path, option=option, got=value, family=config.model_type))
+    return {option: value for option, value in options.items() if option in architecture.options}
 
 
-def abstract_decoder(config: DecoderConfig, param_dtype: Any, scan_layers: bool, remat: Any) -> Decoder:
-    """Returns a decoder with shapes and dtypes in place of arrays."""
+def _stored_dtype(architecture: Architecture, config: Any, found: Mapping[str, Any]) -> Any:
+    names = (link.name for link in architecture.links(config, architecture.dtype_paths, found))
+    # A missing tensor is reported with everything else that does not fit.
+    return next((found[name].dtype for name in names if name in found), jnp.float32)
 
-    def build() -> Decoder:
-        return Decoder(config, param_dtype=param_dtype, scan_layers=scan_layers, remat=remat, ctx=context(0))
 
-    return eval_shape(build)
+def abstract_model(architecture: Architecture, config: Any, param_dtype: Any, **options: Any) -> Any:
+    """Returns a model with shapes and dtypes in place of arrays."""
+    return eval_shape(lambda: architecture.build(config, param_dtype=param_dtype, ctx=context(0), **options))
 
 
 def values_by_path(model: Module) -> dict[str, Any]:
@@ -254,7 +256,12 @@ def pending_tensor(link: Link, values: Mapping[str, Any]) -> Pending:
 
 
 def _check(
-    path: Path, config: DecoderConfig, known: list[Link], targets: Mapping[str, Any], found: Mapping[str, Any]
+    path: Path,
+    architecture: Architecture,
+    config: Any,
+    known: list[Link],
+    targets: Mapping[str, Any],
+    found: Mapping[str, Any],
 ) -> None:
     """Raises `CheckpointError` with everything in which the tensors differ from what the model needs."""
     lines: list[str] = []
@@ -269,7 +276,9 @@ def _check(
         elif not jnp.issubdtype(tensor.dtype, jnp.floating) or tensor.dtype.itemsize < 2:
             lines.append(f"wrong dtype: {link.name} is {tensor.dtype}, expected 16, 32 or 64-bit floats for {paths}")
     names = {link.name for link in known}
-    lines += [f"unexpected: {name}" for name in found if name not in names and not is_ignored(config, name)]
+    lines += [
+        f"unexpected: {name}" for name in found if name not in names and not architecture.is_ignored(config, name)
+    ]
     if lines:
         if len(lines) > _SHOWN:
             lines[_SHOWN:] = [f"… and {len(lines) - _SHOWN} more"]
@@ -277,7 +286,7 @@ def _check(
         raise CheckpointError(DOES_NOT_FIT.format(path=path, family=config.model_type, differences=differences))
 
 
-def _fill(model: Decoder, known: list[Link], files: Mapping[str, TensorFile], place: Callable[..., jax.Array]) -> None:
+def _fill(model: Module, known: list[Link], files: Mapping[str, TensorFile], place: Callable[..., jax.Array]) -> None:
     """Puts the values of the files into an abstract model."""
     state = model.get_state()
     values = values_by_path(model)
@@ -327,7 +336,7 @@ def _write(file: Path, text: str) -> None:
             opened.write(text.encode())
 
 
-def _differences(model: Decoder, expected: Decoder) -> list[str]:
+def _differences(model: Module, expected: Module) -> list[str]:
     """Returns where a model differs from the one its config describes, in what matters for its output."""
     ours, theirs = values_by_path(model), values_by_path(expected)
     lines = [f"{path} is missing" for path in theirs if path not in ours]

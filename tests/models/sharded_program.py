@@ -11,7 +11,8 @@ import numpy as np
 import nnx
 from nnx.interop.safetensors_header import NAMES
 from nnx.models.families import config_from_dict
-from nnx.models.pretrained import abstract_decoder, pending_tensor, values_by_path
+from nnx.models.pretrained import abstract_model, pending_tensor, values_by_path
+from nnx.models.registry import DECODERS
 from nnx.models.tables import links
 from tests.models.published import GOLDEN, GOLDENS, tokens_for
 
@@ -68,7 +69,7 @@ def write_sparse(directory: Path, fields: dict) -> int:
     """Writes a checkpoint of zeros that takes no room on the disk; returns the number of its bytes."""
     (directory / "config.json").write_text(json.dumps(fields))
     config = config_from_dict(fields)
-    values = values_by_path(abstract_decoder(config, np.dtype("bfloat16"), False, False))
+    values = values_by_path(abstract_model(DECODERS, config, np.dtype("bfloat16")))
     shards: list[dict] = [{}]
     size = total = 0
     for link in links(config, False, values):

@@ -60,7 +60,7 @@ def mistakes(ctx: nnx.Context, x: jax.Array) -> None:
 
 
 def published_models(ctx: nnx.Context, tokens: jax.Array) -> None:
-    model = nnx.models.from_pretrained("directory", dtype="bfloat16", scan_layers=True)
+    model: nnx.models.Decoder = nnx.models.from_pretrained("directory", dtype="bfloat16", scan_layers=True)
     assert_type(model, nnx.models.Decoder)
     assert_type(model.config, nnx.models.DecoderConfig)
     assert_type(model.embed.embedding, jax.Array)
