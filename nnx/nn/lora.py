@@ -29,11 +29,18 @@ from nnx.nn.parameters import (
     initial_value,
 )
 from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, compiled_body, default_promote_dtype
+from nnx.sharding.axes import PARTITION_NAME, DefaultAxes, axis_names
 from nnx.sharding.explicit import result_sharding
+from nnx.transforms.vmap import vmap
 
 NOTHING_MATCHES = (
     "add_lora: `where` matches no linear layer, so nothing would be trained. "
     "The linear layers of this {model} are: {paths}."
+)
+STACKED = (
+    "LoRA: `lora_a` has shape {got}, expected ({features}, {rank}): it is stacked like the kernel it was added to, but "
+    "the scan or vmap that runs this layer does not slice it. Slice all variables, `variable_axes={{...: 0}}`, or the "
+    "adaptations as well, `variable_axes={{nnx.Param: 0, nnx.LoRAParam: 0}}`."
 )
 NOT_CALLABLE = "LoRA: `base_module` must be callable, got {got}."
 BATCHED_KERNEL = (
@@ -150,6 +157,8 @@ class LoRA(Module):
     def __call__(self, x: jax.Array, **kwargs: Any) -> jax.Array:
         """Applies the adaptation to `x`, of shape `(..., in_features)`; `kwargs` are passed to `base_module`."""
         check_last_axis(self, x, self.in_features, "in_features")
+        if self.lora_a.ndim != 2:
+            raise ValueError(STACKED.format(got=self.lora_a.shape, features=self.in_features, rank=self.lora_rank))
         y = _low_rank(x, self.lora_a, self.lora_b, scale=self.scale, dtype=self.dtype, promote=self.promote_dtype)
         base: Any = self.base_module
         return y if base is None else y + base(x, **kwargs)
@@ -256,7 +265,8 @@ def add_lora(
     """Adds a low-rank adaptation to linear layers of a model, in place.
 
     The layers remain the same objects wherever they are used, with their weights, metadata and paths. They gain a
-    submodule `lora` and become `LoRALinear` (or `LoRALinearGeneral`).
+    submodule `lora` and become `LoRALinear` (or `LoRALinearGeneral`). If a scan or vmap has stacked the kernels of many
+    layers along their leading axes, the adaptations are stacked in the same way, each with its own initial values.
 
     Args:
         model: the model.
@@ -295,28 +305,43 @@ def add_lora(
             raise ValueError(BATCHED_KERNEL.format(path=path))
     for module in chosen.values():
         assert isinstance(module, Linear | LinearGeneral)
-        features = (
-            (module.in_features, module.out_features)
-            if isinstance(module, Linear)
-            else (math.prod(module.in_features), math.prod(module.out_features))
-        )
-        adaptation = LoRA(
-            features[0],
-            rank,
-            features[1],
+        adaptation = _stacked_like(
+            module,
+            ctx,
+            rank=rank,
             alpha=alpha,
             dtype=module.dtype if dtype is None else dtype,
             param_dtype=param_dtype,
             a_initializer=a_initializer,
             b_initializer=b_initializer,
             lora_param_type=lora_param_type,
-            ctx=ctx,
         )
         # The attribute comes first: its assignment checks the trace level, and makes the library notice the change of
         # structure. `object.__setattr__` on `__class__` does neither.
         module.lora = adaptation
         object.__setattr__(module, "__class__", _ADAPTED[type(module)])
     return list(chosen)
+
+
+def _stacked_like(layer: Linear | LinearGeneral, ctx: Context, *, rank: int, **options: Any) -> LoRA:
+    """Returns an adaptation of a layer; for a stacked kernel, a stack of them."""
+    if isinstance(layer, Linear):
+        inputs, outputs, kernel_axes = layer.in_features, layer.out_features, 2
+    else:
+        inputs, outputs = math.prod(layer.in_features), math.prod(layer.out_features)
+        kernel_axes = len(layer.in_features) + len(layer.out_features)
+
+    def build(ctx: Context) -> LoRA:
+        return LoRA(inputs, rank, outputs, ctx=ctx, **options)
+
+    stacked = layer.kernel.ndim - kernel_axes
+    sharding = layer.variable("kernel").sharding
+    names = () if isinstance(sharding, DefaultAxes) else axis_names(sharding)
+    for axis in reversed(range(stacked)):  # the innermost first, since each `vmap` adds its axis in front
+        metadata = {PARTITION_NAME: names[axis]} if axis < len(names) else None
+        size = layer.kernel.shape[axis]
+        build = vmap(build, variable_axes={...: 0}, split_rngs="params", axis_size=size, metadata_params=metadata)
+    return build(ctx)
 
 
 def merge_lora(model: Module) -> list[str]:

@@ -67,12 +67,14 @@ def test_bfloat16_models_and_caches_generate():
     np.testing.assert_allclose(logprobs, expected, atol=0.05)
 
 
-def test_a_model_with_lora_generates_what_the_merged_model_generates():
-    model = decoder()
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["list", "scanned"])
+def test_a_model_with_lora_generates_what_the_merged_model_generates(scan_layers):
+    model = decoder(scan_layers=scan_layers)
+    plain = greedy(model)
     nnx.add_lora(model, rank=2, ctx=nnx.context(1))
     model.update_state(model.filter(nnx.LoRAParam).map(lambda _, x: x.replace(x.value + 0.1)))
     adapted = greedy(model)
-    assert (adapted != greedy(decoder())).any()
+    assert (adapted != plain).any()
     nnx.merge_lora(model)
     np.testing.assert_array_equal(greedy(model), adapted)
 

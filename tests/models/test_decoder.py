@@ -196,6 +196,33 @@ def test_a_model_can_be_trained():
     assert losses[-1] < 0.3 * losses[0]
 
 
+def test_adaptations_of_scanned_layers_are_trained_and_nothing_else_is():
+    windows = ("sliding", "full", "sliding", "full", "sliding")  # a period of two layers, twice, and a tail
+    model = tiny_model(scan_layers=True, num_layers=5, layer_types=windows, sliding_window=3)
+    nnx.add_lora(model, 2, where="**/attention/*", ctx=nnx.context(1))
+    assert model.layers.scan_module.layers[0].attention.out.lora.lora_a.shape == (2, 16, 2)
+    before = model.filter(nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+    tokens = tokens_for(model.config, 4, 7)
+
+    @nnx.jit
+    def step(model, optimizer):
+        def loss(model):
+            log_probs = jax.nn.log_softmax(model(tokens[:, :-1]))
+            return -jnp.mean(jnp.take_along_axis(log_probs, tokens[:, 1:, None], -1))
+
+        value, grads = nnx.value_and_grad(loss, wrt=nnx.LoRAParam)(model)
+        optimizer.update(grads)
+        return value
+
+    losses = [float(step(model, optimizer)) for _ in range(12)]
+    assert losses[-1] < losses[0] - 0.1
+    assert model.filter(nnx.Param) == before
+    logits = model(tokens)
+    nnx.merge_lora(model)
+    agree(model(tokens), logits)
+
+
 def test_two_models_built_alike_have_equal_definitions():
     first, second = (nnx.models.Decoder(tiny_config(), ctx=nnx.context(seed)) for seed in (0, 1))
     assert first.get_module_def() == second.get_module_def()

@@ -142,3 +142,44 @@ def test_batched_linear_general_is_refused_before_anything_changes():
     with pytest.raises(ValueError, match="'1' has batch axes"):
         nnx.add_lora(holder, 2, ctx=nnx.context(1))
     assert len(holder.filter(nnx.LoRAParam)) == 0
+
+
+class Block(nnx.Module):
+    def __init__(self, ctx):
+        self.linear = nnx.Linear(4, 4, ctx=ctx)
+
+    def __call__(self, x, _):
+        return self.linear(x), None
+
+
+def stack(axes, **options):
+    return nnx.Scan(Block, variable_axes=axes, split_rngs="params", length=3, **options)(ctx=nnx.context(0))
+
+
+def test_every_layer_of_a_stack_has_its_own_adaptation():
+    layers = stack({...: 0}, metadata_params={nnx.PARTITION_NAME: "layers"})
+    output = layers(X, None)[0]
+    assert nnx.add_lora(layers, 2, ctx=nnx.context(1)) == ["scan_module/linear"]
+    lora = layers.scan_module.linear.lora
+    assert lora.lora_a.shape == (3, 4, 2) and not np.array_equal(lora.lora_a[0], lora.lora_a[1])
+    assert lora.variable("lora_b").sharding == ("layers", None, "out")
+    np.testing.assert_allclose(layers(X, None)[0], output, rtol=1e-5)
+    randomize_b(layers)
+    output = layers(X, None)[0]
+    nnx.merge_lora(layers)
+    np.testing.assert_allclose(layers(X, None)[0], output, rtol=1e-4, atol=1e-4)
+
+
+def test_stacks_of_stacks_are_adapted():
+    members = nnx.Vmap(
+        lambda *, ctx: stack({...: 0}), variable_axes={...: 0}, split_rngs="params", axis_size=2, in_axes=None
+    )(ctx=nnx.context(0))
+    nnx.add_lora(members, 2, ctx=nnx.context(1))
+    assert members.vmap_module.scan_module.linear.lora.lora_b.shape == (2, 3, 2, 4)
+
+
+def test_a_scan_that_does_not_slice_the_adaptations_is_told_so():
+    layers = stack({nnx.Param: 0})
+    nnx.add_lora(layers, 2, ctx=nnx.context(1))
+    with pytest.raises(ValueError, match=r"\(3, 4, 2\), expected \(4, 2\).*nnx.LoRAParam: 0"):
+        layers(X, None)
