@@ -196,6 +196,7 @@ from nnx.nn.resize import adaptive_avg_pool as adaptive_avg_pool
 from nnx.nn.resize import adaptive_max_pool as adaptive_max_pool
 from nnx.nn.resize import global_avg_pool as global_avg_pool
 from nnx.nn.resize import global_max_pool as global_max_pool
+from nnx.nn.ring_attention import ring_attention as ring_attention
 from nnx.nn.rnn_cells import ConvLSTMCell as ConvLSTMCell
 from nnx.nn.rnn_cells import GRUCell as GRUCell
 from nnx.nn.rnn_cells import LSTMCell as LSTMCell
@@ -297,8 +298,8 @@ __all__ = [
     "LoRALinear", "LoRALinearGeneral", "LoRAParam", "LSTMCell", "make_attention_mask", "make_causal_mask",
     "make_padding_mask", "make_segment_mask", "make_sliding_window_mask", "max_pool", "MaxPool", "merge_lora",
     "min_pool", "MinPool", "mish", "MLP", "MultiHeadAttention", "NTKScaling", "one_hot", "OptimizedLSTMCell", "pool",
-    "PReLU", "relu", "relu6", "RMSNorm", "RNN", "RNNCellBase", "RotaryEmbedding", "RotaryScaling", "scaled_dot_general",
-    "scaled_matmul", "selu", "set_dtypes", "sigmoid", "silu", "SimpleCell", "sinusoidal_positions",
+    "PReLU", "relu", "relu6", "ring_attention", "RMSNorm", "RNN", "RNNCellBase", "RotaryEmbedding", "RotaryScaling",
+    "scaled_dot_general", "scaled_matmul", "selu", "set_dtypes", "sigmoid", "silu", "SimpleCell", "sinusoidal_positions",
     "SinusoidalPositionEmbed",
     "soft_sign", "softmax", "softplus", "sparse_plus", "sparse_sigmoid", "SpectralNorm", "squareplus", "standardize",
     "swish", "tanh", "Upsample", "WeightNorm", "YaRNScaling",

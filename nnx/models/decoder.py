@@ -172,8 +172,8 @@ class Decoder(Module):
         param_dtype: the dtype in which the parameters are stored.
         scan_layers: whether to stack the parameters of equal layers and scan over them. It compiles faster; a list of
             layers can be changed one by one, and decodes without unstacking.
-        remat: whether to recompute each layer in the backward pass instead of keeping its activations; a policy of
-            `jax.checkpoint_policies` keeps some of them.
+        remat: whether to recompute each layer in the backward pass instead of keeping its activations; names
+            such as `("attention", "mlp_hidden")`, or a policy, keep some of them, as in `nnx.remat`.
         ctx: the Context; its stream "params" initializes the parameters.
 
     Attributes:
@@ -204,7 +204,7 @@ class Decoder(Module):
     config: DecoderConfig
     dtype: np.dtype | None
     param_dtype: np.dtype
-    remat: bool | Callable[..., Any]
+    remat: bool | str | tuple[str, ...] | Callable[..., Any]
     embed: Embed
     positions: LearnedPositionEmbed | None
     layers: Any  # a Sequence or a ScanModule; a union would make an editor refuse `model.layers[0]`
@@ -219,7 +219,7 @@ class Decoder(Module):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         scan_layers: bool = False,
-        remat: bool | Callable[..., Any] = False,
+        remat: bool | str | tuple[str, ...] | Callable[..., Any] = False,
         ctx: Context,
     ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "ctx": ctx}
@@ -380,7 +380,7 @@ def _norm(config: DecoderConfig, features: int, options: dict[str, Any]) -> RMSN
     return RMSNorm(features, epsilon=config.norm_epsilon, **options)
 
 
-def _run(block: Any, x: jax.Array, positions: Any, mask: Any, remat: bool | Callable[..., Any]) -> jax.Array:
+def _run(block: Any, x: jax.Array, positions: Any, mask: Any, remat: Any) -> jax.Array:
     if remat is False:
         return block(x, positions, mask)
     policy = None if remat is True else remat

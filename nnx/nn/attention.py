@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from nnx.core.context import Context
 from nnx.core.module import Module
+from nnx.nn.activation_names import named
 from nnx.nn.attention_kernel import Implementation
 from nnx.nn.dot_product import dot_product_attention
 from nnx.nn.kv_cache import KVCache, LayerCache, causal_options, visible_part
@@ -356,7 +357,8 @@ class MultiHeadAttention(Module):
         else:
             deterministic = True
         options["module"] = self if sow_weights else None
-        return self.out(self._attended(query, key, value, options, deterministic), out_sharding)
+        attended = self._attended(query, key, value, options, deterministic)
+        return named(self.out(attended, out_sharding), "attention_out")
 
     def decode_step(
         self, inputs: jax.Array, cache: LayerCache, lengths: jax.Array, seq_lengths: jax.Array | None = None
@@ -477,10 +479,10 @@ class MultiHeadAttention(Module):
         for name in ("scale", "logits_soft_cap", "implementation"):
             if getattr(self, name) is not None:
                 options[name] = getattr(self, name)
-        return self.attention_fn(
-            query,
-            key,
-            value,
+        attended = self.attention_fn(
+            named(query, "query"),
+            named(key, "key"),
+            named(value, "value"),
             dropout_rate=self.dropout_rate,
             broadcast_dropout=self.broadcast_dropout,
             deterministic=deterministic,
@@ -488,6 +490,7 @@ class MultiHeadAttention(Module):
             precision=self.precision,
             **options,
         )
+        return named(attended, "attention")
 
 
 def _head_norm(kind: bool | Literal["layer", "rms"], head_dim: int, **options: Any) -> LayerNorm | RMSNorm | None:

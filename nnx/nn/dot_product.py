@@ -118,10 +118,10 @@ def dot_product_attention(
     (2, 5, 4, 8)
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    batch = _checked_batch(query, key, value)
+    batch = checked_batch(query, key, value)
     logits_shape = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
-    _check_broadcasts("bias", bias, logits_shape)
-    _check_broadcasts("mask", mask, logits_shape)
+    check_broadcasts("bias", bias, logits_shape)
+    check_broadcasts("mask", mask, logits_shape)
     for name, lengths in (("query_seq_lengths", query_seq_lengths), ("key_value_seq_lengths", key_value_seq_lengths)):
         if lengths is not None and lengths.shape != batch:
             raise ValueError(WRONG_LENGTHS.format(name=name, expected=batch, got=lengths.shape))
@@ -179,7 +179,7 @@ def dot_product_attention(
     return out
 
 
-def _checked_batch(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
+def checked_batch(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
     """Returns the common leading axes, after checking that the three arrays fit together."""
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if query.ndim < 3 or not query.ndim == key.ndim == value.ndim:
@@ -195,7 +195,8 @@ def _checked_batch(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[
     return query.shape[:-3]
 
 
-def _check_broadcasts(name: str, array: jax.Array | None, shape: tuple[int, ...]) -> None:
+def check_broadcasts(name: str, array: jax.Array | None, shape: tuple[int, ...]) -> None:
+    """Raises `ValueError` unless a bias or mask, if there is one, broadcasts to the shape of the logits."""
     if array is None:
         return
     fits = array.ndim <= len(shape) and all(

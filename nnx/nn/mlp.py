@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.core.dict_sequence import Sequence as Layers
 from nnx.core.module import Module
+from nnx.nn.activation_names import named
 from nnx.nn.activations import relu, silu
 from nnx.nn.checks import as_tuple, check_last_axis
 from nnx.nn.linear import Linear
@@ -121,9 +122,10 @@ class MLP(Module):
             An array of shape `(..., out_features)`.
         """
         check_last_axis(self, x, self.in_features, "in_features")
+        last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
-            x = layer(x)
-            if self.activate_final or i + 1 < len(self.layers):
+            x = named(layer(x), "mlp_hidden" if i < last else "mlp_out")
+            if self.activate_final or i < last:
                 x = self.activation(x)
                 x = self.dropout(x, deterministic=deterministic, ctx=ctx)
         return x
@@ -212,4 +214,5 @@ class GatedMLP(Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the layer to an array of shape `(..., in_features)`."""
         check_last_axis(self, x, self.in_features, "in_features")
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        gate, up = named(self.gate(x), "mlp_hidden"), named(self.up(x), "mlp_hidden")
+        return named(self.down(self.activation(gate) * up), "mlp_out")

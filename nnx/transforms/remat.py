@@ -1,5 +1,6 @@
 """`remat`: intermediate results are recomputed in the backward pass instead of kept in memory."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack, overload
 
@@ -14,6 +15,9 @@ from nnx.transforms.effects import finish, run
 from nnx.transforms.shared_traces import shared_body
 from nnx.transforms.vmap import is_init_method
 
+NOT_A_POLICY = """nnx.remat: policy is the name of an activation to keep, a list of names, or a policy such as \
+jax.checkpoint_policies.dots_saveable; got {got!r}."""
+
 
 @overload
 def remat(fun: Callable[P, R], **options: Unpack[RematOptions]) -> Callable[P, R]: ...
@@ -25,7 +29,7 @@ def remat(
     *,
     prevent_cse: bool = True,
     static_argnums: int | Sequence[int] | None = None,
-    policy: Callable[..., bool] | None = None,
+    policy: Callable[..., Any] | str | Sequence[str] | None = None,
     stateful: bool = True,
     is_init: bool | None = None,
 ) -> Callable[..., Any]:
@@ -37,7 +41,10 @@ def remat(
     Args:
         fun: the function, a Module, or a bound method of one. `__init__` runs unchanged: a constructor makes variables,
             and there is nothing to recompute.
-        prevent_cse, policy: as in `jax.checkpoint`.
+        prevent_cse: as in `jax.checkpoint`.
+        policy: the intermediate results to keep: their names, e.g. `("attention", "mlp_hidden")`, or a policy of
+            `jax.checkpoint_policies`; none by default. Built-in layers name the results listed in the guide; name
+            your own with `jax.ad_checkpoint.checkpoint_name`.
         static_argnums: positions of arguments that are not data, counted with Modules included.
         stateful: whether changes to Modules are written back.
         is_init: whether the function is a constructor; by default, whether its name is `__init__`.
@@ -47,7 +54,12 @@ def remat(
     >>> grads = nnx.grad(lambda layer, x: forward(layer, x).sum())(layer, jnp.ones((1, 2)))
     >>> list(grads)
     ['bias', 'kernel']
+
+    >>> block = nnx.remat(nnx.MLP(2, 8, 2, ctx=nnx.context(0)), policy="mlp_hidden")
+    >>> block(jnp.ones((1, 2))).shape
+    (1, 2)
     """
+    kept = _as_policy(policy)
     if is_init_method(fun, is_init):
         return _constructor(fun)
     target = target_of(fun, "nnx.remat")
@@ -62,17 +74,35 @@ def remat(
         args, kwargs = make_static(static, (*target.bound, *args), kwargs, target.name)
         call = Call(args, kwargs)
         pure = shared_body(target.fun, call, trace)
-        checkpointed = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)
+        checkpointed = jax.checkpoint(
+            pure, prevent_cse=prevent_cse, policy=_keep_only(kept) if isinstance(kept, tuple) else kept
+        )
         outcome = kept_trace(
             checkpointed,
             (call.cells(), call.data, call.forks()),
             functions=functions_run(target.fun, call),
-            options=("nnx.remat", prevent_cse, policy),
+            options=("nnx.remat", prevent_cse, kept),
             signature=call.signature,
         )
         return finish(call, outcome, stateful)
 
     return lifted
+
+
+def _as_policy(policy: Any) -> Callable[..., Any] | tuple[str, ...] | None:
+    """Returns a policy as it was given, or names in a form that compares equal for the same names."""
+    if policy is None or callable(policy):
+        return policy
+    names = (policy,) if isinstance(policy, str) else tuple(policy) if isinstance(policy, (list, tuple, set)) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(NOT_A_POLICY.format(got=policy))
+    return tuple(sorted(names))
+
+
+@functools.lru_cache(maxsize=128)
+def _keep_only(names: tuple[str, ...]) -> Callable[..., Any]:
+    # JAX compares policies by identity: equal blocks share what is derived from their traces if this is one object.
+    return jax.checkpoint_policies.save_only_these_names(*names)
 
 
 def _constructor(fun: Callable[..., Any]) -> Callable[..., Any]:

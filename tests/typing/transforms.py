@@ -203,6 +203,7 @@ def mapped_and_repeated_functions_keep_their_types(model: Model, x: jax.Array, c
     assert_type(model.block(x), jax.Array)
     assert_type(model.cheap_block(x), jax.Array)
     assert_type(nnx.remat(loss, static_argnums=2)(model, x, y=x), jax.Array)
+    assert_type(nnx.remat(loss, policy=("attention", "mlp_hidden"))(model, x, y=x), jax.Array)
     assert_type(Layers(3, ctx=ctx)(x, None), tuple[jax.Array, None])
     spec = PartitionSpec()
     assert_type(nnx.shard_map(loss, in_specs=(spec, spec, spec), out_specs=spec)(model, x, x), jax.Array)
