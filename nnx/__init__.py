@@ -299,8 +299,8 @@ __all__ = [
     "make_padding_mask", "make_segment_mask", "make_sliding_window_mask", "max_pool", "MaxPool", "merge_lora",
     "min_pool", "MinPool", "mish", "MLP", "MultiHeadAttention", "NTKScaling", "one_hot", "OptimizedLSTMCell", "pool",
     "PReLU", "relu", "relu6", "ring_attention", "RMSNorm", "RNN", "RNNCellBase", "RotaryEmbedding", "RotaryScaling",
-    "scaled_dot_general", "scaled_matmul", "selu", "set_dtypes", "sigmoid", "silu", "SimpleCell", "sinusoidal_positions",
-    "SinusoidalPositionEmbed",
+    "scaled_dot_general", "scaled_matmul", "selu", "set_dtypes", "sigmoid", "silu", "SimpleCell",
+    "sinusoidal_positions", "SinusoidalPositionEmbed",
     "soft_sign", "softmax", "softplus", "sparse_plus", "sparse_sigmoid", "SpectralNorm", "squareplus", "standardize",
     "swish", "tanh", "Upsample", "WeightNorm", "YaRNScaling",
     # training
