@@ -27,6 +27,10 @@ NO_BATCH_AXIS = (
     "BatchNorm expected a batch to average over, got an input of shape {shape}, whose only axis holds the features. "
     "Pass a batch, `x[None]`; or `use_running_average=True`; or, under `vmap`, build the layer with `axis_name`."
 )
+COMPLEX_INPUT = (
+    "BatchNorm got a complex input ({dtype}) in training, and its running mean is real (param_dtype={param_dtype}): it "
+    "would lose the imaginary part. Build the layer with `param_dtype=jnp.complex64`."
+)
 
 
 @compiled_body
@@ -53,21 +57,26 @@ def _normalize_by(
 
 @compiled_body
 def _batch_moments(
-    x: jax.Array, mask: jax.Array | None, *, axis: int, fast: bool, axis_name: Any, axis_index_groups: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance over all axes but `axis`, with one entry per feature."""
+    x: jax.Array, mask: jax.Array | None, *, axis: int, axis_name: Any, axis_index_groups: Any
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns mean and variance over all axes but `axis`, with one entry per feature, and which of them are known.
+
+    The last is `None` if all are, because there is a batch and no mask.
+    """
     x = cast(x, statistics_dtype(x.dtype))
     axes = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
-    mean, var = moments(x, mask, axes, center=True, fast=fast, axis_name=axis_name, axis_index_groups=axis_index_groups)
+    mean, var, known = moments(x, mask, axes, center=True, axis_name=axis_name, axis_index_groups=axis_index_groups)
     assert mean is not None
-    return jnp.reshape(mean, (-1,)), jnp.reshape(var, (-1,))
+    known = None if known is True else jnp.broadcast_to(known, var.shape)
+    return jnp.reshape(mean, (-1,)), jnp.reshape(var, (-1,)), None if known is None else jnp.reshape(known, (-1,))
 
 
 @compiled_body
-def _running_average(old: jax.Array, new: jax.Array, *, momentum: float) -> jax.Array:
-    """Returns `old` moved toward `new`, in the dtype of `old`."""
+def _running_average(old: jax.Array, new: jax.Array, known: jax.Array | None, *, momentum: float) -> jax.Array:
+    """Returns `old` moved toward `new` where that is known, in the dtype of `old`."""
     # The statistics of earlier batches are data, not a function of the parameters: no gradient flows through them.
-    return cast(momentum * old + (1.0 - momentum) * lax.stop_gradient(new), old.dtype)
+    moved = cast(momentum * old + (1.0 - momentum) * lax.stop_gradient(new), old.dtype)
+    return moved if known is None else jnp.where(known, moved, old)
 
 
 class BatchNorm(NormBase):
@@ -75,7 +84,8 @@ class BatchNorm(NormBase):
 
     In training, the layer uses the moments of the batch and moves the running averages `mean` and `var` (`BatchStat`)
     toward them; with `use_running_average`, it uses the running averages instead. The mode comes from the call, else
-    the instance, else the Context's flag `use_running_average`.
+    the instance, else the Context's flag `use_running_average`. Without any valid entry (an empty batch, a mask that is
+    false everywhere), the running averages do not change, and the moments are taken to be 0 and 1.
 
     Args:
         num_features: the number of features.
@@ -91,7 +101,7 @@ class BatchNorm(NormBase):
         scale_init: the initializer of the scale.
         axis_name: the name of a mapped axis over which the moments are averaged as well.
         axis_index_groups: groups of indices along that axis to average within, see `jax.lax.pmean`.
-        use_fast_variance: whether to compute the variance as `E[x²] - E[x]²`, in one pass over the input.
+        use_fast_variance: accepted as in Flax, without effect: the variance always takes two passes, which do not cancel.
         promote_dtype: a replacement for the function that decides the dtype of the result.
         ctx: the Context; needed only for initializers that draw random numbers.
         bias_metadata: metadata of the bias's Variable.
@@ -153,7 +163,8 @@ class BatchNorm(NormBase):
         self.momentum = momentum
         stat_dtype = statistics_dtype(self.param_dtype)
         self.mean = BatchStat(zeros(None, (num_features,), stat_dtype))
-        self.var = BatchStat(ones(None, (num_features,), stat_dtype))
+        # The variance of complex numbers is real.
+        self.var = BatchStat(ones(None, (num_features,), jnp.finfo(stat_dtype).dtype))
 
     def __call__(
         self,
@@ -180,16 +191,13 @@ class BatchNorm(NormBase):
         else:
             if x.ndim == 1 and self.axis_name is None:
                 raise ValueError(NO_BATCH_AXIS.format(shape=x.shape))
-            mean, var = _batch_moments(
-                x,
-                mask,
-                axis=self.axis,
-                fast=self.use_fast_variance,
-                axis_name=self.axis_name,
-                axis_index_groups=self.axis_index_groups,
+            if jnp.iscomplexobj(x) and not jnp.iscomplexobj(self.mean):
+                raise ValueError(COMPLEX_INPUT.format(dtype=x.dtype, param_dtype=self.param_dtype))
+            mean, var, known = _batch_moments(
+                x, mask, axis=self.axis, axis_name=self.axis_name, axis_index_groups=self.axis_index_groups
             )
-            self.mean = _running_average(self.mean, mean, momentum=self.momentum)
-            self.var = _running_average(self.var, var, momentum=self.momentum)
+            self.mean = _running_average(self.mean, mean, known, momentum=self.momentum)
+            self.var = _running_average(self.var, var, known, momentum=self.momentum)
         return _normalize_by(
             x,
             mean,

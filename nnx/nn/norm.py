@@ -1,6 +1,7 @@
 """Layers that normalize every example by itself: `LayerNorm`, `RMSNorm`, `GroupNorm`, `InstanceNorm`.
 
-They differ in the axes over which the moments are taken; `norm_base` holds what they share.
+They differ in the axes over which the moments are taken; `norm_base` holds what they share. With a mask, only valid
+entries count toward the moments; where there are none, the moments are 0 and 1, so the input is kept.
 """
 
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ class LayerNorm(NormBase):
         feature_axes: the axes along which scale and bias are learned.
         axis_name: the name of a mapped axis over which the moments are averaged as well.
         axis_index_groups: groups of indices along that axis to average within, see `jax.lax.pmean`.
-        use_fast_variance: whether to compute the variance as `E[x²] - E[x]²`, in one pass over the input.
+        use_fast_variance: accepted as in Flax, without effect: the variance always takes two passes, which do not cancel.
         promote_dtype: a replacement for the function that decides the dtype of the result.
         ctx: the Context; needed only for initializers that draw random numbers.
         bias_metadata: metadata of the bias's Variable.
@@ -116,7 +117,7 @@ class RMSNorm(NormBase):
         feature_axes: the axes along which the scale is learned.
         axis_name: the name of a mapped axis over which the mean square is averaged as well.
         axis_index_groups: groups of indices along that axis to average within.
-        use_fast_variance: no effect on a mean square; accepted so that the signature matches that of `LayerNorm`.
+        use_fast_variance: accepted as in Flax, without effect: a mean square takes one pass and does not cancel.
         promote_dtype: a replacement for the function that decides the dtype of the result.
         ctx: the Context; needed only for initializers that draw random numbers.
         scale_metadata: metadata of the scale's Variable.
@@ -194,7 +195,7 @@ class GroupNorm(NormBase):
             which is the batch. For an unbatched image, or several batch axes, write `reduction_axes=(-3, -2, -1)`.
         axis_name: the name of a mapped axis over which the moments are averaged as well.
         axis_index_groups: groups of indices along that axis to average within.
-        use_fast_variance: whether to compute the variance as `E[x²] - E[x]²`.
+        use_fast_variance: accepted as in Flax, without effect: the variance always takes two passes, which do not cancel.
         promote_dtype: a replacement for the function that decides the dtype of the result.
         ctx: the Context; needed only for initializers that draw random numbers.
         bias_metadata: metadata of the bias's Variable.
@@ -289,7 +290,7 @@ class InstanceNorm(NormBase):
         feature_axes: the feature axes; the moments are taken over all others but the first, which is the batch.
         axis_name: the name of a mapped axis over which the moments are averaged as well.
         axis_index_groups: groups of indices along that axis to average within.
-        use_fast_variance: whether to compute the variance as `E[x²] - E[x]²`.
+        use_fast_variance: accepted as in Flax, without effect: the variance always takes two passes, which do not cancel.
         promote_dtype: a replacement for the function that decides the dtype of the result.
         ctx: the Context; needed only for initializers that draw random numbers.
         bias_metadata: metadata of the bias's Variable.

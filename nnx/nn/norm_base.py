@@ -7,7 +7,7 @@ or 1.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,20 @@ WRONG_MASK = (
 )
 
 
+class Moments(NamedTuple):
+    """Mean and variance; without any valid entry they are 0 and 1, so that normalizing changes nothing.
+
+    Attributes:
+        mean: the mean, or `None` if the values are not centered.
+        var: the variance; the mean square if the values are not centered.
+        known: whether there are valid entries; an array if there is a mask.
+    """
+
+    mean: jax.Array | None
+    var: jax.Array
+    known: bool | jax.Array
+
+
 def _squared(x: jax.Array) -> jax.Array:
     """Returns `|x|²`, which is real for complex `x`."""
     return lax.square(x.real) + lax.square(x.imag) if jnp.iscomplexobj(x) else lax.square(x)
@@ -50,33 +64,39 @@ def moments(
     axes: tuple[int, ...],
     *,
     center: bool,
-    fast: bool,
     axis_name: Any,
     axis_index_groups: Any,
-) -> tuple[jax.Array | None, jax.Array]:
-    """Returns mean and variance over `axes`, which stay with size 1; without `center`, `None` and the mean square."""
+) -> Moments:
+    """Returns the moments of the valid entries over `axes`, which stay with size 1."""
+    valid = None if mask is None else jnp.broadcast_to(jnp.asarray(mask, bool), x.shape)
 
-    def averages(*values: jax.Array) -> tuple[jax.Array, ...]:
-        if mask is None:
-            means = tuple(jnp.mean(v, axes, keepdims=True) for v in values)
-            return means if axis_name is None else lax.pmean(means, axis_name, axis_index_groups=axis_index_groups)
-        # Devices may have different numbers of valid entries, so sums and counts are added up before dividing.
-        valid = jnp.broadcast_to(jnp.asarray(mask, bool), x.shape)
-        sums = tuple(jnp.sum(v, axes, keepdims=True, where=valid) for v in values)
-        count = jnp.sum(valid, axes, keepdims=True, dtype=values[0].real.dtype)
-        if axis_name is not None:
-            sums, count = lax.psum((sums, count), axis_name, axis_index_groups=axis_index_groups)
-        return tuple(s / count for s in sums)
+    def total(value: Any) -> Any:
+        return value if axis_name is None else lax.psum(value, axis_name, axis_index_groups=axis_index_groups)
 
-    if not center:
-        return None, averages(_squared(x))[0]
-    if fast:
-        # E[x²] - E[x]² reads the input once, but cancels: rounding can push a variance of zero below zero, and
-        # `rsqrt` would turn that into NaN.
-        mean, mean_square = averages(x, _squared(x))
-        return mean, jnp.maximum(mean_square - _squared(mean), 0.0)
-    (mean,) = averages(x)
-    return mean, averages(_squared(x - mean))[0]
+    count: Any = math.prod(x.shape[axis] for axis in axes)
+    if valid is not None:
+        count = jnp.sum(valid, axes, keepdims=True, dtype=x.real.dtype)
+    count = total(count)
+    divisor = jnp.maximum(count, 1) if valid is not None else max(count, 1)
+
+    def average(value: jax.Array) -> jax.Array:
+        return total(jnp.sum(value, axes, keepdims=True)) / divisor
+
+    kept = x if valid is None else jnp.where(valid, x, 0)
+    mean = average(kept) if center else None
+    if mean is None:
+        var = average(_squared(kept))
+    else:
+        # The corrected two-pass variance. E[x²] - E[x]² would save a pass, but cancels when the mean is large. The
+        # second term is zero, yet it carries the derivative with respect to the mean, at all orders;
+        # with the mean held fixed, the first term needs no reduction for it.
+        fixed_mean = lax.stop_gradient(mean)
+        distance = x - fixed_mean
+        distance = distance if valid is None else jnp.where(valid, distance, 0)
+        var = average(_squared(distance)) - _squared(mean - fixed_mean)
+    if valid is None:
+        return Moments(mean, var if count else jnp.ones_like(var), count > 0)
+    return Moments(mean, jnp.where(count > 0, var, 1), count > 0)
 
 
 def rescale(
@@ -111,7 +131,6 @@ def _normalize(
     epsilon: float,
     center: bool,
     groups: int | None,
-    fast: bool,
     axis_name: Any,
     axis_index_groups: Any,
     dtype: Any,
@@ -126,21 +145,16 @@ def _normalize(
         scale = cast(scale, statistics_dtype(scale.dtype)) + scale_offset
     shape = x.shape
     axes = tuple(axis % x.ndim for axis in reduction_axes)
-    options: dict[str, Any] = {
-        "center": center,
-        "fast": fast,
-        "axis_name": axis_name,
-        "axis_index_groups": axis_index_groups,
-    }
+    options: dict[str, Any] = {"center": center, "axis_name": axis_name, "axis_index_groups": axis_index_groups}
     if groups is None:
-        mean, var = moments(x, mask, axes, **options)
+        mean, var, _ = moments(x, mask, axes, **options)
     else:
         # (..., features) -> (..., groups, group size); then the moments of a group are repeated for its features.
         grouped = jnp.reshape(x, (*shape[:-1], groups, shape[-1] // groups))
         if mask is not None:
             mask = jnp.reshape(jnp.broadcast_to(mask, shape), grouped.shape)
         axes = tuple(axis if axis < x.ndim - 1 else x.ndim for axis in axes)
-        mean, var = moments(grouped, mask, axes, **options)
+        mean, var, _ = moments(grouped, mask, axes, **options)
         var = jnp.repeat(jnp.squeeze(var, -1), shape[-1] // groups, axis=-1)
         mean = None if mean is None else jnp.repeat(jnp.squeeze(mean, -1), shape[-1] // groups, axis=-1)
     return cast(rescale(x, mean, var, scale, bias, feature_axes, epsilon), out_dtype)
@@ -237,7 +251,6 @@ class NormBase(Module):
             epsilon=self.epsilon,
             center=center,
             groups=groups,
-            fast=self.use_fast_variance,
             axis_name=self.axis_name,
             axis_index_groups=self.axis_index_groups,
             dtype=self.dtype,
