@@ -136,10 +136,11 @@ def _onto(mesh: Mesh, key: jax.Array) -> jax.Array:
 
 def _put(tree: Any, shardings: Any) -> Any:
     # The shardings are a prefix of the tree, with one sharding for a whole Variable.
-    return jax.tree.map(lambda s, part: jax.tree.map(lambda x: _put_array(x, s), part), shardings, tree)
+    return jax.tree.map(lambda s, part: jax.tree.map(lambda x: put_array(x, s), part), shardings, tree)
 
 
-def _put_array(x: Any, sharding: NamedSharding) -> Any:
+def put_array(x: Any, sharding: NamedSharding) -> Any:
+    """Returns an array with a sharding; of a `jax.ShapeDtypeStruct`, one that says so."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.sharding == sharding:
@@ -148,3 +149,18 @@ def _put_array(x: Any, sharding: NamedSharding) -> Any:
         return jax.device_put(x, sharding)
     whole = np.asarray(x)  # several processes, all with the same value: each takes its own part
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def whole_beside(x: Any, tree: Any) -> Any:
+    """Returns an array whole on every device of the mesh that a tree is on; `x` itself if that is not one mesh.
+
+    A counter made beside a sharded model would otherwise be on one device before the first step and on all of them
+    after it, and the second step would be compiled again.
+    """
+    shardings = [
+        None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)
+    ]
+    meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding) and s.num_devices > 1}
+    if len(meshes) != 1 or isinstance(x, Tracer):
+        return x
+    return put_array(x, NamedSharding(meshes.pop(), PartitionSpec()))

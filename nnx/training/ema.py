@@ -13,6 +13,7 @@ from nnx.core.state import State
 from nnx.core.variables import Node, Param, Variable
 from nnx.sharding.axes import DefaultAxes
 from nnx.sharding.defaults import current_names, default_axes
+from nnx.sharding.placement import whole_beside
 from nnx.training.variable_tree import variable_tree
 
 T = TypeVar("T")
@@ -62,10 +63,10 @@ class EMA(Module):
             raise ValueError(BAD_DECAY.format(decay=decay))
         self.decay = decay
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
-        self.step = EmaState(jnp.zeros((), jnp.int32))
         check_wrt(wrt, model.get_state().items(), "nnx.EMA")
         names = default_axes(model)  # asked now, because the model, and so its layers, are not kept
         selected = model.filter(self.wrt)
+        self.step = EmaState(whole_beside(jnp.zeros((), jnp.int32), selected))
         self.average = variable_tree((path, _start(leaf, names.get(path))) for path, leaf in selected.items())
 
     def update(self, model: Module) -> None:

@@ -21,6 +21,7 @@ from nnx.core.repr import short
 from nnx.core.state import State, parts_of
 from nnx.core.variables import Node, Param
 from nnx.sharding.defaults import AxesOf
+from nnx.sharding.placement import whole_beside
 from nnx.training.optimizer_state import OptState, Structure, as_variables, flatten_state, init_state
 from nnx.training.variable_tree import variable_tree
 
@@ -219,7 +220,7 @@ class Optimizer(Module, Generic[M]):
         if structure is not None and structure.has_form(tree, values):
             self.opt_state.update_state(State(zip(structure.paths, arrays, strict=True)))
             return
-        variables, self.opt_structure = as_variables(opt_state, params)
+        variables, self.opt_structure = as_variables(opt_state, params, self.tx)
         self.opt_state = variable_tree(variables)
 
     def _select(self, grads: Any, params: State) -> State:
@@ -261,7 +262,7 @@ def _drops_imaginary_part(grad: Any, value: Any) -> bool:
 
 def _zero(params: State) -> Any:
     abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
-    return jax.ShapeDtypeStruct((), jnp.int32) if abstract else jnp.zeros((), jnp.int32)
+    return whole_beside(jax.ShapeDtypeStruct((), jnp.int32) if abstract else jnp.zeros((), jnp.int32), params)
 
 
 def _all_finite(grads: State) -> jax.Array:

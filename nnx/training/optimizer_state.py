@@ -2,10 +2,14 @@
 
 optax keeps its state in nested tuples and dicts. Here, each of its arrays is an `OptState` with a readable path. A
 *moment* is an array that belongs to one parameter: optax keeps it under the parameter's path, in a State like that of
-the parameters. It *follows* the parameter: it has the same axis names and sharding, as far as its shape allows.
+the parameters. It *follows* the parameter: it has the same axis names and sharding, as far as its shape allows. Which
+axes of its parameter a factored moment has kept is seen from the sizes; if several axes have the same size, from what
+the transformation makes for parameters of slightly different sizes.
 """
 
+import functools
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nnx.core.state import State
 from nnx.core.variables import Node, Variable, spec_of
 from nnx.sharding.axes import aligned_names, matching_axes, taken_over
+from nnx.sharding.placement import whole_beside
 from nnx.training.variable_tree import key_segments, leaf_paths
 
 T = TypeVar("T")
@@ -122,9 +127,15 @@ def init_state(tx: Any, params: Any) -> Any:
     return jax.eval_shape(tx.init, params) if abstract else tx.init(params)
 
 
-def as_variables(opt_state: Any, params: State) -> tuple[list[tuple[str, Any]], Structure]:
-    """Returns a Variable for each array of an optax state, with its path, and the structure around them."""
-    entries = list(_entries(opt_state, params))
+def as_variables(opt_state: Any, params: State, tx: Any) -> tuple[list[tuple[str, Any]], Structure]:
+    """Returns a Variable for each array of an optax state, with its path, and the structure around them.
+
+    Args:
+        opt_state: the state.
+        params: the parameters it was made for.
+        tx: the transformation that made it.
+    """
+    entries = list(_entries(opt_state, params, tx))
     paths = [path for path, *_ in entries]
     if len(set(paths)) < len(paths) or any("/" in path and _is_inside(path, set(paths)) for path in paths):
         paths = [str(i) for i in range(len(entries))]  # the readable paths are ambiguous
@@ -138,8 +149,9 @@ def as_variables(opt_state: Any, params: State) -> tuple[list[tuple[str, Any]], 
     return variables, Structure(tree, boxes, values, tuple(paths), tuple(moments))
 
 
-def _entries(opt_state: Any, params: State) -> Iterator[tuple[str, Any, Moment | None]]:
-    for keys, found in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_box):
+def _entries(opt_state: Any, params: State, tx: Any) -> Iterator[tuple[str, Any, Moment | None]]:
+    probe = functools.cache(lambda: _probe(tx, params))
+    for at, (keys, found) in enumerate(jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_box)):
         name = _name_in_state(keys)
         param = params.get(name)
         values: dict[str, Any] = dict(leaf_paths(_raw(param))) if param is not None else {}
@@ -148,10 +160,48 @@ def _entries(opt_state: Any, params: State) -> Iterator[tuple[str, Any, Moment |
             shape = jnp.shape(values[inner]) if inner in values else None
             axes = None if shape is None else matching_axes(jnp.shape(leaf), shape)
             if shape is None or axes is None:
-                yield path, OptState(leaf), None
-            else:
-                moment = Moment(path, name, len(shape), axes)
-                yield path, OptState(_placed(leaf, values[inner], moment), **_metadata(param, moment)), moment
+                yield path, OptState(whole_beside(leaf, params)), None
+                continue
+            if len(axes) < len(shape) and None in axes:
+                axes = _axes_in_probe(axes, jnp.shape(leaf), shape, probe().get((at, inner)))
+            moment = Moment(path, name, len(shape), axes)
+            yield path, OptState(_placed(leaf, values[inner], moment), **_metadata(param, moment)), moment
+
+
+def _probe(tx: Any, params: State) -> dict[tuple[int, str], tuple[int, ...]]:
+    """Returns the shapes of the state for parameters whose axes have different sizes, by leaf and path within it."""
+
+    def distinct(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(_distinct_sizes(jnp.shape(x)), jnp.result_type(x))
+
+    try:
+        state = jax.eval_shape(tx.init, jax.tree.map(distinct, params))
+    except Exception:  # a transformation may be bound to the sizes of its model, and then equal axes stay unknown
+        return {}
+    leaves = jax.tree.leaves(state, is_leaf=_is_box)
+    return {(at, inner): x.shape for at, leaf in enumerate(leaves) for inner, x in leaf_paths(_raw(leaf))}
+
+
+def _distinct_sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns slightly larger sizes that are all different, in the same order; of equal ones, the later is larger.
+
+    optax factors the two largest axes, and takes the later of two equal ones for the larger.
+    """
+    sizes, last = list(shape), 0
+    for axis in sorted(range(len(shape)), key=lambda axis: (shape[axis], axis)):
+        sizes[axis] = last = max(shape[axis], last + 1)
+    return tuple(sizes)
+
+
+def _axes_in_probe(
+    axes: tuple[int | None, ...], shape: tuple[int, ...], of: tuple[int, ...], probed: tuple[int, ...] | None
+) -> tuple[int | None, ...]:
+    """Returns the axes that a moment has kept, as its counterpart in the probe shows; `axes` if it does not."""
+    found = None if probed is None else matching_axes(probed, _distinct_sizes(of))
+    if found is None or len(found) != len(shape):
+        return axes
+    fits = all(axis is not None and of[axis] == size for axis, size in zip(found, shape))
+    return found if fits else axes
 
 
 def _name_in_state(keys: Any) -> str:
@@ -200,12 +250,29 @@ def _placed(leaf: Any, value: Any, moment: Moment) -> Any:
     if moment.axes != tuple(range(moment.rank)) and sharding is not None:
         if not isinstance(sharding, NamedSharding):
             return leaf
-        spec = tuple(sharding.spec) + (None,) * (moment.rank - len(sharding.spec))
-        kept = PartitionSpec(*[None if axis is None else spec[axis] for axis in moment.axes])
-        sharding = NamedSharding(sharding.mesh, kept, memory_kind=sharding.memory_kind)
+        spec = _spec_of_part(sharding, moment, jnp.shape(leaf))
+        sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     # If the parameter is not committed to its devices, its moments are not either.
     if not isinstance(value, jax.Array) or not value.committed or leaf.sharding == sharding:
         return leaf
     return jax.device_put(leaf, sharding)
+
+
+def _spec_of_part(sharding: NamedSharding, moment: Moment, shape: tuple[int, ...]) -> PartitionSpec:
+    """Returns how a moment with other axes than its parameter is split.
+
+    It keeps the split of the axes it kept. The mesh axes of those it lost split its first axis that is whole and can be
+    divided: the moments of fully sharded parameters are then fully sharded, too.
+    """
+    whole = tuple(sharding.spec) + (None,) * (moment.rank - len(sharding.spec))
+    spec = [None if axis is None else whole[axis] for axis in moment.axes]
+    lost = [entry for axis, entry in enumerate(whole) if axis not in moment.axes and entry is not None]
+    free = tuple(name for entry in lost for name in (entry if isinstance(entry, tuple) else (entry,)))
+    parts = math.prod(sharding.mesh.shape[name] for name in free)
+    for axis, size in enumerate(shape):
+        if free and spec[axis] is None and size % parts == 0:
+            spec[axis] = free
+            break
+    return PartitionSpec(*spec)

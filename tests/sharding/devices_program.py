@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 
 import nnx
 from tests.sharding.optimizer_checks import experts, factored_moments, optimizer_state, outer_names, skipped_updates
+from tests.sharding.step_checks import given_shardings, moved, steps
 from tests.sharding.transformer import Block, collectives, make, mesh_of, run, train_step
 
 SETTINGS = {
@@ -157,4 +158,5 @@ def unrolled():
 if __name__ == "__main__":
     checks = (training, unrolled, explicit_axes, constraints, errors, donation)
     checks += (optimizer_state, factored_moments, outer_names, skipped_updates, experts)
+    checks += (steps, moved, given_shardings)
     print(json.dumps({check.__name__: check() for check in checks}))

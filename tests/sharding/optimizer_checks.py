@@ -40,7 +40,10 @@ TRANSFORMATIONS = {
     "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
     "accumulation": lambda: optax.MultiSteps(optax.adam(1e-3), 2),
     "a history": lambda: optax.scale_by_lbfgs(memory_size=3),
+    "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=8),
+    "muon": lambda: optax.contrib.muon(1e-3),
 }
+IN_EVERY_ORDER = ("adam", "adafactor", "muon", "accumulation", "an average")
 
 
 def bytes_on_each(module: Any) -> tuple[int, int]:
@@ -82,20 +85,20 @@ def optimizer_state() -> dict[str, Any]:
     mesh = mesh_of(("data", 8))
     makers = {name: lambda model, tx=tx: nnx.Optimizer(model, tx()) for name, tx in TRANSFORMATIONS.items()}
     makers["an average"] = lambda model: nnx.Dict(model=model, ema=nnx.EMA(model))
-    orders = (built_together, model_first, placed_afterwards, loaded)
-    found = {f"adam, {order.__name__}": bytes_on_each(order(mesh, makers["adam"])) for order in orders}
-    for i, (name, make) in enumerate(makers.items()):
-        order = (built_together, placed_afterwards)[i % 2]
-        found[f"{name}, {order.__name__}"] = bytes_on_each(order(mesh, make))
-    return found
+    every_order = (built_together, model_first, placed_afterwards, loaded)
+    return {
+        f"{name}, {order.__name__}": bytes_on_each(order(mesh, make))
+        for name, make in makers.items()
+        for order in (every_order if name in IN_EVERY_ORDER else (placed_afterwards,))
+    }
 
 
 def factored_moments() -> list[Any]:
     """The parts of the moments of adafactor, which have fewer axes than their parameters."""
-    make = lambda model: nnx.Optimizer(model, optax.adafactor(1e-3, min_dim_size_to_factor=8))  # noqa: E731
-    moments = placed_afterwards(mesh_of(("data", 8)), make).opt_state["0"]
-    arrays = [moments.get_path(f"{name}/mlp/layers/0/kernel") for name in ("v_row", "v_col")]
-    return [list(x.addressable_shards[0].data.shape) for x in arrays]
+    make = lambda model: nnx.Optimizer(model, TRANSFORMATIONS["adafactor"]())  # noqa: E731
+    found = placed_afterwards(mesh_of(("data", 8)), make).opt_state["0"].get_state()
+    paths = [f"{name}/{path}" for path in ("mlp/layers/0/kernel", "embed/embedding") for name in ("v_row", "v_col")]
+    return [[str(found[path].sharding), list(found[path].value.addressable_shards[0].data.shape)] for path in paths]
 
 
 def outer_names() -> list[str]:

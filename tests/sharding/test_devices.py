@@ -136,13 +136,15 @@ def test_sharded_arrays_that_share_buffers_survive_donation(seen):
 
 
 def test_every_device_holds_an_eighth_of_parameters_and_optimizer_state(seen):
-    assert len(seen["optimizer_state"]) == 11
+    assert len(seen["optimizer_state"]) == 25
     for name, (held, ideal) in seen["optimizer_state"].items():
         assert abs(held - ideal) <= 0.02 * ideal, f"{name}: {held} bytes on one device, ideally {ideal}"
 
 
 def test_factored_moments_are_split_along_the_axes_they_kept(seen):
-    assert seen["factored_moments"] == [[8], [16]]  # of a kernel of 64 by 128
+    kernel, table = seen["factored_moments"][:2], seen["factored_moments"][2:]
+    assert kernel == [["('embed',)", [8]], ["('mlp',)", [16]]]  # of 64 by 128
+    assert table == [["('vocab',)", [8]], ["('embed',)", [8]]]  # of 64 by 64, where the sizes do not tell them apart
 
 
 def test_a_moment_has_the_names_its_parameter_got_from_a_class_around_both(seen):
@@ -157,6 +159,34 @@ def test_a_sharded_update_that_is_not_finite_is_skipped_on_all_devices(seen):
 
 def test_stacked_experts_and_their_moments_are_split_by_expert(seen):
     assert seen["experts"]["parts"] == [[2, 24, 40], [2, 24, 40]]
+
+
+# A step leaves its state where it is, so it is compiled once
+
+
+@pytest.mark.parametrize("donated", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "kernel", "moment"),
+    [
+        ("zero_1", [16, 32], [2, 32]),
+        ("made_after_the_model", [2, 32], [2, 32]),
+        ("in_shardings", [2, 32], [2, 32]),
+    ],
+)
+def test_a_step_is_compiled_once_and_keeps_the_placement_of_its_state(seen, how, kernel, moment, donated):
+    found = seen["steps"][f"{how} {donated}"]
+    assert found["compilations"] == [1, 0, 0] and found["traces"] == 1
+    assert found["parts"] == [kernel, moment]
+
+
+def test_a_model_that_was_moved_stays_where_it_was_put(seen):
+    assert seen["moved"] == {"parts": [[8], [1], [8]], "values": [64.0] * 8, "traces": 2}
+
+
+def test_shardings_of_a_module_or_record_are_taken_as_logical_to_mesh_sharding_returns_them(seen):
+    found = seen["given_shardings"]
+    assert found["built"] == [2, 32] and found["record"] == [[2, 32], [1]]
+    assert found["donated"] == 2  # the donated cell and the argument
 
 
 # Two processes, with four devices each

@@ -275,3 +275,21 @@ def test_a_function_compiled_for_too_many_structures_forgets_the_oldest_and_says
     assert f(model) == 0 and f.trace_count == 6
     model.n = 4
     assert f(model) == 4 and f.trace_count == 6
+
+
+def test_shardings_of_a_module_are_taken_by_path_and_unknown_paths_are_an_error():
+    rows = NamedSharding(one_device_mesh(), PartitionSpec("data"))
+    by_path = nnx.State({"bias": rows})
+    f = nnx.jit(lambda m, x: m(x), in_shardings=(by_path, None))
+    assert f(linear(), jnp.ones((4, 2))).shape == (4, 3)
+    model = nnx.jit(lambda ctx: Linear(2, 3, ctx=ctx), out_shardings=by_path)(nnx.context(0))
+    assert model.bias.sharding.is_equivalent_to(rows, 1)
+    for options in ({"in_shardings": (nnx.State({"bais": rows}), None)}, {"out_shardings": nnx.State({"bais": rows})}):
+        with pytest.raises(ValueError, match="shardings has shardings for 'bais', and the Module has no such path"):
+            nnx.jit(lambda m, x: m, **options)(linear(), jnp.ones((4, 2)))
+
+
+def test_in_shardings_with_other_keys_than_the_argument_are_an_error():
+    rows = NamedSharding(one_device_mesh(), PartitionSpec("data"))
+    with pytest.raises(ValueError, match="is not a prefix of the argument"):
+        nnx.jit(lambda tree: tree, in_shardings=({"y": rows},))({"x": jnp.ones(4)})

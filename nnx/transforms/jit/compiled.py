@@ -4,6 +4,7 @@ A `Compiled` serves every model of its structure. It is traced with the static v
 the *current call*: keys say that two models are alike, but the objects behind the keys belong to each model.
 """
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,8 @@ from nnx.transforms.arguments import StaticArgument, static_arguments
 from nnx.transforms.call import Call, Signature
 from nnx.transforms.effects import Effects, Outcome, finish, run
 from nnx.transforms.jit.donation import Donation
-from nnx.transforms.jit.shardings import constrain_outcome, input_shardings
+from nnx.transforms.jit.placements import PlacedFunction, kept_shardings, placements_of
+from nnx.transforms.jit.shardings import InputShardings, constrain_outcome, input_shardings
 
 
 class NeedsGeneralPath(Exception):
@@ -56,13 +58,21 @@ class Compiled:
         self.static_arguments: list[StaticArgument] = static_arguments(args, kwargs)
         self.effects: list[Effects] = []
         self.shapes: list[str] | None = None
-        self.donation: Donation | None = Donation(self, call, args, kwargs) if owner.donated else None
-        options = dict(owner.options)
-        self.cell_shardings: list[Any] | None = None
+        self.in_shardings: InputShardings | None = None
         if owner.in_shardings is not None:
-            self.cell_shardings, data_shardings = input_shardings(owner.in_shardings, call, args, len(owner.bound))
-            options["in_shardings"] = (self.cell_shardings, data_shardings, *([None] if call.contexts else []))
-        self.jitted = jax.jit(self.traced, **options)
+            self.in_shardings = input_shardings(owner.in_shardings, call, args, len(owner.bound))
+        self.placed: bool = False  # whether it was ever traced for cells on several devices
+        self.donation: Donation | None = Donation(self, call, args, kwargs) if owner.donated else None
+        self.jitted: Any = self._make()
+
+    def _make(self) -> Any:
+        """Returns a jitted function with its own cache of traces."""
+        options = dict(self.owner.options)
+        if self.in_shardings is not None:
+            cells, data = self.in_shardings
+            options["in_shardings"] = (cells, data, *([None] if self.signature.contexts else []))
+        # JAX shares traces between jitted functions of the same function; a partial one is a different function.
+        return jax.jit(functools.partial(self.traced), **options)
 
     def traced(self, cells: Any, data: Any, forks: Any = ()) -> tuple[Any, ...]:
         """The function JAX traces."""
@@ -76,12 +86,26 @@ class Compiled:
         # The current call is None while the body runs: calls that the body makes are different calls, even if they are
         # calls of this function.
         outcome = owner.current.run(None, run, owner.body, call.signature, call.statics, cells, data, forks, name)
-        outcome = constrain_outcome(self.cell_shardings, owner.out_shardings, self.signature.key, outcome, cells)
+        outcome = constrain_outcome(self._kept(call), owner.out_shardings, self.signature.key, outcome, cells)
         if not owner.stateful and not outcome.effects.survives_discard:
             outcome.values = ()  # the changes will be discarded, so XLA need not compute them
         if outcome.effects not in self.effects:
             self.effects.append(outcome.effects)
         return (outcome.values, outcome.out, *[None] * self.effects.index(outcome.effects))
+
+    def _kept(self, call: Call) -> list[Any] | None:
+        """Returns how to split what is written back to each cell: as `in_shardings` says, or else as it was."""
+        given = None if self.in_shardings is None else self.in_shardings.cells
+        placements = placements_of(call.cells())
+        if not any(placements):
+            return given
+        if not self.placed:
+            self.jitted = PlacedFunction(self._make, placements, self.jitted)
+            if self.donation is not None:
+                self.donation.inner = PlacedFunction(self.donation.make_inner, placements, self.donation.inner)
+            self.placed = True
+        assert self.signature.key is not None
+        return kept_shardings(given, placements, self.signature.key.hooks)
 
     def effects_of(self, result: tuple[Any, ...]) -> Effects:
         return self.effects[len(result) - 2]

@@ -108,9 +108,7 @@ class Donation:
         donated = {mark for flag, mark in zip(flags, marks) if flag and mark >= 0}
         kept = {mark for flag, mark in zip(flags, marks) if not flag and mark >= 0}
         self.donatable = _cells_of_only(compiled.signature.key, donated - kept) if compiled.owner.stateful else set()
-        # JAX takes compiler options for outermost functions only
-        options = {k: v for k, v in compiled.owner.options.items() if k != "compiler_options"}
-        self.inner = jax.jit(compiled.traced, **options)
+        self.inner: Any = self.make_inner()  # a PlacedFunction once the cells are on several devices
         self.by_avals = False
         self.variants: dict[Any, Variant] = {}
         self.types: set[Any] = set()  # of all cells that were ever traced, before and after
@@ -130,32 +128,43 @@ class Donation:
 
     def variant(self, cells: list[Any], data: Any, forks: Any) -> Variant:
         """Returns the function compiled with everything donated that can be for these arguments."""
-        key = _avals((cells, data)) if self.by_avals else None
+        inner = self.inner.at(cells) if self.compiled.placed else self.inner
+        key = (inner, _avals((cells, data))) if self.by_avals else inner
         found = self.variants.get(key)
         if found is None:
-            result = self.inner.trace(*_arguments(cells, data, forks)).out_info
+            result = inner.trace(*_arguments(cells, data, forks)).out_info
             replaced = frozenset(self._replaced(result, len(cells)) & self.donatable)
-            traced = functools.partial(self.traced, replaced)
-            jitted = jax.jit(traced, donate_argnums=0, **self.compiled.owner.options)
             is_given = [*(i in replaced for i in range(len(cells))), *self.data]
+            traced = functools.partial(self.traced, inner, replaced)
+            jitted = jax.jit(traced, donate_argnums=0, **self.compiled.owner.options, **self._in_shardings(is_given))
             found = self.variants[key] = Variant(jitted, is_given, len(cells), self.types)
         return found
 
-    def _nested(self, cells: Any, data: Any, forks: Any) -> Any:
-        """Calls the function as a separately jitted one, inside another.
+    def make_inner(self) -> Any:
+        """Returns the function as one that is jitted separately, inside the donating function.
 
         JAX caches the trace of a jitted function, and the trace does not depend on donation. So looking ahead traces
         the user's function, and the donating function that calls it does not trace it again.
         """
-        return self.inner(*_arguments(cells, data, forks))
+        # JAX takes compiler options for outermost functions only.
+        options = {k: v for k, v in self.compiled.owner.options.items() if k != "compiler_options"}
+        return jax.jit(functools.partial(self.compiled.traced), **options)
 
-    def traced(self, replaced: frozenset[int], given: Any, kept: Any, forks: Any = ()) -> Any:
+    def _in_shardings(self, is_given: list[bool]) -> dict[str, Any]:
+        """Returns `in_shardings` in the order of the donating function's arguments: what is donated, then the rest."""
+        if self.compiled.in_shardings is None:
+            return {}
+        shardings = [*self.compiled.in_shardings.cells, *self.compiled.in_shardings.data]
+        parts = [tuple([s for s, given in zip(shardings, is_given) if given is part]) for part in (True, False)]
+        return {"in_shardings": (*parts, *([None] if self.compiled.signature.contexts else []))}
+
+    def traced(self, inner: Any, replaced: frozenset[int], given: Any, kept: Any, forks: Any = ()) -> Any:
         """The donating function: takes what is donated and what is kept, and puts them back in order."""
         given, kept = iter(given), iter(kept)
         count = len(self.compiled.signature.key.cells) if self.compiled.signature.key is not None else 0
         cells = [next(given) if i in replaced else next(kept) for i in range(count)]
         data = tuple([next(given) if flag else next(kept) for flag in self.data])
-        result = self._nested(cells, data, forks)
+        result = inner(*_arguments(cells, data, forks))
         self.types.update(map(_type_of, jax.tree.leaves((cells, result[0]))))
         if self._replaced(result, count) & self.donatable != replaced:
             raise OtherChangeSet

@@ -139,7 +139,7 @@ class Jit:
     def clear_cache(self) -> None:
         """Forgets everything compiled."""
         for compiled in list(self.compiled.values()):  # a copy, since another thread may be compiling
-            compiled.jitted.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+            compiled.jitted.clear_cache()
         self.compiled.clear()
         self.plans.clear()
         self._last = None
@@ -246,12 +246,15 @@ def jit(
         static_argnums, static_argnames: arguments that are part of the compiled function, as in `jax.jit`.
         donate_argnums, donate_argnames: arguments whose buffers may be reused. Of a Module, exactly the buffers that
             the function replaces are donated, and the Module stays usable.
-        in_shardings: one sharding per argument; for a Module, one for all its state or a mapping from filter to
-            sharding. State that changes keeps its sharding.
-        out_shardings: a sharding, or a tree of them, for the output.
+        in_shardings: one sharding per argument; for a Module, one for all its state, a mapping from filter to
+            sharding, or a State of them, as `nnx.logical_to_mesh_sharding(model, mesh, rules)` returns it.
+        out_shardings: a sharding, or a tree of them, for the output; for a Module in it, as in `in_shardings`.
         keep_unused, inline, compiler_options: as in `jax.jit`.
         stateful: whether changes to Modules are written back.
         explain_recompiles: whether to warn when the function is recompiled, naming the path or argument that changed.
+
+    State that is split over several devices keeps its sharding: on automatic mesh axes, what the function writes back
+    is split like what it replaces. To move a model, use `nnx.shard`.
 
     >>> class Counter(nnx.Module):
     ...     def __init__(self):

@@ -1,15 +1,21 @@
-"""What `in_shardings` and `out_shardings` of `nnx.jit` mean for Modules: one sharding for all, or one per filter."""
+"""What `in_shardings` and `out_shardings` of `nnx.jit` mean.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+For a Module they are one sharding for all its state, one per filter, or a State with one per path, as
+`logical_to_mesh_sharding(model, mesh, rules)` returns it. For other pytrees they are a prefix, as in JAX.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from nnx.core.context import Context
 from nnx.core.filters import to_predicate
 from nnx.core.kinds import box
 from nnx.core.module_info import ModuleBase
-from nnx.core.paths import join
+from nnx.core.paths import join, listing
+from nnx.core.state import State
 from nnx.core.structure import ChildAttribute, DataAttribute, GraphKey
 from nnx.transforms.arguments import WRONG_COUNT, StaticArgument
 from nnx.transforms.call import Call, is_data
@@ -19,9 +25,19 @@ NOT_A_PREFIX = "in_shardings {sharding!r} is not a prefix of the argument, {stru
 
 NOT_A_PREFIX_OF_OUTPUT = "out_shardings {sharding!r} is not a prefix of the output, {structure}."
 
+UNKNOWN_PATHS = """{option} has shardings for {paths}, and the Module has no such path. Make them from the same \
+Module: nnx.logical_to_mesh_sharding(model, mesh, rules)."""
 
-def input_shardings(shardings: Any, call: Call, args: tuple[Any, ...], bound: int) -> tuple[list[Any], tuple[Any, ...]]:
-    """Returns one sharding per cell and per data leaf, from one per argument (for a Module: one, or one per filter).
+
+class InputShardings(NamedTuple):
+    """What `in_shardings` say for one signature: an entry per cell and per data leaf, None where they do not."""
+
+    cells: list[Any]
+    data: tuple[Any, ...]
+
+
+def input_shardings(shardings: Any, call: Call, args: tuple[Any, ...], bound: int) -> InputShardings:
+    """Returns one sharding per cell and per data leaf, from one per argument.
 
     Static arguments, and the Module a method is bound to, have no entry, as in `jax.jit`.
     """
@@ -33,7 +49,7 @@ def input_shardings(shardings: Any, call: Call, args: tuple[Any, ...], bound: in
     data: list[Any] = []
     for argument, sharding in zip(dynamic, per_argument):
         _spread(sharding, argument, call, cells, data)
-    return cells, (*data, *[None] * (len(call.data) - len(data)))
+    return InputShardings(cells, (*data, *[None] * (len(call.data) - len(data))))
 
 
 def _spread(sharding: Any, argument: Any, call: Call, cells: list[Any], data: list[Any]) -> None:
@@ -49,15 +65,16 @@ def _spread(sharding: Any, argument: Any, call: Call, cells: list[Any], data: li
             else:
                 _spread(sharding, leaf, call, cells, data)
     else:
-        children = jax.tree.leaves(argument, is_leaf=lambda x: x is not argument)
-        if isinstance(argument, dict) and isinstance(sharding, Mapping):
-            parts = [sharding[key] for key in sorted(argument)]
-        else:
-            parts = list(sharding)
-        if len(parts) != len(children):
+        children, parts = _children(argument), _children(sharding)
+        if [key for key, _ in children] != [key for key, _ in parts]:
             raise ValueError(NOT_A_PREFIX.format(sharding=sharding, structure=jax.tree.structure(argument)))
-        for part, child in zip(parts, children):
+        for (_, part), (_, child) in zip(parts, children):
             _spread(part, child, call, cells, data)
+
+
+def _children(tree: Any) -> list[tuple[Any, Any]]:
+    """Returns the direct children of a pytree node with their keys; None counts as a child."""
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
 
 
 def _spread_over_cells(sharding: Any, call: Call, module: Any, cells: list[Any]) -> None:
@@ -72,13 +89,30 @@ def _spread_over_cells(sharding: Any, call: Call, module: Any, cells: list[Any])
 def _cell_shardings(sharding: Any, call: Call, root: int) -> list[Any]:
     key = call.signature.key
     assert key is not None and call.flat is not None
-    if not isinstance(sharding, Mapping):
-        return [sharding if at == root else None for at, _ in key.cell_roots()]
-    cases = [(to_predicate(filter), value) for filter, value in sharding.items()]
+    choose = _chooser(sharding)
+    if isinstance(sharding, State):
+        _check_paths("in_shardings", sharding, key, root)
     return [
-        next((s for matches, s in cases if matches(path, leaf)), None) if at == root else None
-        for (at, path), leaf in zip(key.cell_roots(), call.flat.leaves())
+        choose(path, leaf) if at == root else None for (at, path), leaf in zip(key.cell_roots(), call.flat.leaves())
     ]
+
+
+def _chooser(sharding: Any) -> Callable[[str, Any], Any]:
+    """Returns a function that chooses the sharding of a Variable by its path and container."""
+    if isinstance(sharding, State):
+        by_path = dict(sharding)
+        return lambda path, leaf: by_path.get(path)
+    if not isinstance(sharding, Mapping):
+        return lambda path, leaf: sharding
+    cases = [(to_predicate(filter), value) for filter, value in sharding.items()]
+    return lambda path, leaf: next((s for matches, s in cases if matches(path, leaf)), None)
+
+
+def _check_paths(option: str, shardings: State, key: GraphKey, module: int) -> None:
+    known = {path for _, path in _cells_under(key, module)}
+    unknown = [path for path in shardings if path not in known]
+    if unknown:
+        raise ValueError(UNKNOWN_PATHS.format(option=option, paths=listing(unknown)))
 
 
 def constrain_outcome(
@@ -90,13 +124,20 @@ def constrain_outcome(
     values, out, effects = list(outcome.values), outcome.out, outcome.effects
     if cell_shardings is not None and effects.rewrite is None:
         shardings = [cell_shardings[i] for i in effects.changed]
-        values = [x if s is None else jax.lax.with_sharding_constraint(x, s) for x, s in zip(values, shardings)]
+        values = [
+            x if s is None or _shapes(x) != _shapes(cells[i]) else jax.lax.with_sharding_constraint(x, s)
+            for x, s, i in zip(values, shardings, effects.changed)
+        ]
     if out_shardings is not None:
         modules: dict[int, Any] = {}
         out = _constrain_output(out_shardings, out, modules)
         for index, sharding in modules.items():
             values, effects = _constrain_module(index, sharding, values, effects, key, cells)
     return Outcome(values, out, effects)
+
+
+def _shapes(value: Any) -> list[tuple[int, ...]]:
+    return [jnp.shape(leaf) for leaf in jax.tree.leaves(value)]
 
 
 def _constrain_output(sharding: Any, out: Any, modules: dict[int, Any]) -> Any:
@@ -126,11 +167,12 @@ def _constrain_module(
     index: int, sharding: Any, values: list[Any], effects: Effects, before: GraphKey | None, cells: Sequence[Any]
 ) -> tuple[list[Any], Effects]:
     """Applies a sharding, or one per filter, to the state of a returned Module, which makes it an output."""
-    cases = sharding.items() if isinstance(sharding, Mapping) else [(..., sharding)]
-    tests = [(to_predicate(filter), s) for filter, s in cases]
+    choose = _chooser(sharding)
     rewrite = effects.rewrite
     key = rewrite.key if rewrite is not None else before
     assert key is not None
+    if isinstance(sharding, State):
+        _check_paths("out_shardings", sharding, key, index)
     sources = rewrite.sources if rewrite is not None else tuple(range(len(key.cells)))
     outputs = rewrite.outputs() if rewrite is not None else effects.changed
     current = {i: cells[source] for i, source in enumerate(sources) if source >= 0}
@@ -139,7 +181,7 @@ def _constrain_module(
     for cell, path in _cells_under(key, index):
         kind = key.kinds[cell]
         leaf = box(kind, current[cell])
-        chosen = next((s for matches, s in tests if matches(path, leaf)), None)
+        chosen = choose(path, leaf)
         if chosen is not None:
             current[cell] = jax.lax.with_sharding_constraint(current[cell], chosen)
             wanted.add(cell)

@@ -1,0 +1,102 @@
+"""State stays where it is: what a jitted function writes back is split like what it replaces.
+
+On automatic mesh axes the compiler decides how results are split. Left alone, it may split a replicated parameter
+because its moments are split (ZeRO-1): memory and communication change after the first step, and the second step is
+compiled again for the new shardings. So a function is traced with the *placements* of its cells, and constrains what it
+writes back to them.
+
+A placement is the sharding of a cell over several devices, or None if the cell is free: it is on one device, its value
+is not one array, or the mesh has explicit axes, where the type of a value already says how it is split.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from operator import is_
+from typing import Any
+
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+Placements = tuple[NamedSharding | None, ...]
+
+
+def placements_of(cells: Sequence[Any]) -> Placements:
+    """Returns the placement of every cell."""
+    return tuple(map(_placement, map(_sharding, cells)))
+
+
+def _sharding(value: Any) -> Any:
+    # A traced value has no sharding to keep: the function around decides.
+    return None if isinstance(value, Tracer) else getattr(value, "sharding", None)
+
+
+def _placement(sharding: Any) -> NamedSharding | None:
+    if (
+        type(sharding) is not NamedSharding
+        or sharding.num_devices == 1
+        or AxisType.Explicit in sharding.mesh.axis_types
+    ):
+        return None
+    # State that is kept in another memory passes through the step by the user's own transfers.
+    if sharding.memory_kind not in (None, "device"):
+        return None
+    spec = tuple(sharding.spec)
+    while spec and spec[-1] is None:  # P("data", None) and P("data") are the same placement, but not equal
+        spec = spec[:-1]
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
+
+
+def kept_shardings(given: Sequence[Any] | None, placements: Placements, hooks: Collection[int]) -> list[Any]:
+    """Returns how to split what is written back to each cell; None where the compiler decides.
+
+    Args:
+        given: what `in_shardings` says for each cell, which takes precedence.
+        placements: the placements of the cells.
+        hooks: the cells with a hook, which places their values itself (`with_logical_partitioning`).
+    """
+    kept = [None if i in hooks else placement for i, placement in enumerate(placements)]
+    if given is None:
+        return kept
+    return [placement if sharding is None else sharding for sharding, placement in zip(given, kept, strict=True)]
+
+
+class PlacedFunction:
+    """A jitted function of cells on several devices: one trace for each set of placements it is called with.
+
+    JAX traces once for all shardings on automatic axes, so the placements that are part of a trace have to be compared
+    here. In the steady state every sharding is the very object that the last call returned.
+
+    Args:
+        make: a function that returns a new jitted function, which will be traced with the placements of its first call.
+        placements, jitted: the first function, and the placements it was traced with.
+    """
+
+    def __init__(self, make: Callable[[], Any], placements: Placements, jitted: Any):
+        self._make = make
+        self._functions: dict[Placements, Any] = {placements: jitted}
+        self._last: tuple[list[Any], Any] = ([], jitted)  # one tuple, because another thread may replace it
+
+    def at(self, cells: Sequence[Any]) -> Any:
+        """Returns the function for cells that are placed like these."""
+        shardings = [*map(_sharding, cells)]
+        known, jitted = self._last
+        if len(known) == len(shardings) and all(map(is_, known, shardings)):
+            return jitted
+        placements = tuple(map(_placement, shardings))
+        jitted = self._functions.get(placements)
+        if jitted is None:
+            jitted = self._functions[placements] = self._make()
+        self._last = (shardings, jitted)
+        return jitted
+
+    def __call__(self, cells: Any, *rest: Any) -> Any:
+        return self.at(cells)(cells, *rest)
+
+    def lower(self, cells: Any, *rest: Any) -> Any:
+        return self.at(cells).lower(cells, *rest)
+
+    def trace(self, cells: Any, *rest: Any) -> Any:
+        return self.at(cells).trace(cells, *rest)
+
+    def clear_cache(self) -> None:
+        for jitted in self._functions.values():
+            jitted.clear_cache()
