@@ -20,10 +20,11 @@ from nnx.core.errors import (
     INCOMPATIBLE_CONTAINER,
     MODULE_INTO_VARIABLE,
     NOT_DATA,
+    OWN_OF_VIEW,
     STORES_CONTEXT,
 )
 from nnx.core.hints import refuse_flax_module
-from nnx.core.kinds import NODE, STATIC, SUBMODULE, TREE, TREE_SPEC, Absent
+from nnx.core.kinds import NODE, STATIC, SUBMODULE, TREE, TREE_SPEC, Absent, is_static
 from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.refs import Ref
 from nnx.core.repr import short
@@ -134,8 +135,7 @@ def _assign_to_variable(module: Any, name: str, spec: Spec, category: int, value
         _refuse_module(module, name, spec, category, value)
     if spec.type is Static:
         _refuse_captured(module, name, value)
-        info_of(module).changed()
-        module.__dict__[name] = value
+        place(module, name, spec, value)
         return
     if spec.on_set is not None:
         value = spec.on_set(value, spec.metadata)
@@ -188,6 +188,9 @@ def decide(module: Any, name: str, category: int, value: Any) -> tuple[Any, Any]
 def place(module: Any, name: str, kind: Any, value: Any) -> None:
     """Stores a value whose kind has been decided, and notes the structural change if it is one."""
     info, values = info_of(module), module.__dict__
+    if info.is_view:
+        _place_in_view(module, info, name, kind, value)
+        return
     old = info.kinds.get(name)
     if old is None and not name.isidentifier():
         _refuse_bad_name(module, name)
@@ -216,6 +219,28 @@ def place(module: Any, name: str, kind: Any, value: Any) -> None:
     info.changed()
     if old is SUBMODULE:
         forget_flat_forms()
+
+
+def _place_in_view(view: Any, info: Any, name: str, kind: Any, value: Any) -> None:
+    if not info.owns(name):
+        place(info.source, name, kind, info.stored(value))
+        return
+    if not is_static(kind):
+        raise ValueError(OWN_OF_VIEW.format(name=name, owner=type(view).__name__, value=short(value)))
+    info.own[name] = value
+    info.changed()
+
+
+def static_value(module: Any, name: str, value: Any) -> Any:
+    """Returns a value for a static attribute.
+
+    Raises:
+        ValueError: it would not be static if it were assigned, or it cannot be an attribute.
+    """
+    kind, value = decide(module, name, _category(value), value)
+    if not is_static(kind):
+        raise ValueError(OWN_OF_VIEW.format(name=name, owner=type(module).__name__, value=short(value)))
+    return value
 
 
 def _refuse_bad_name(module: Any, name: str) -> None:

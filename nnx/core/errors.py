@@ -56,6 +56,9 @@ with update_state()."""
 NOT_A_MODULE_CLASS = """Cannot assign `__class__` of {owner}: the new class must be a subclass of nnx.Module, got \
 {value}."""
 
+CLASS_OF_VIEW = """Cannot assign `__class__` of a view of {owner}. Assign it on the Module that it is a view of, and \
+make a new view."""
+
 REGISTERED_AS_PYTREE = """The Module class {name} is registered with JAX as a pytree. JAX would take its instances \
 apart and rebuild copies of them, so updates made inside a transform would be lost. Remove the registration \
 (jax.tree_util.register_dataclass, register_pytree_node_class, ...): the lifted transforms take Modules directly, \
@@ -79,6 +82,12 @@ nnx.Dict from the start."""
 FOREIGN_METHOD = """The static attribute {path!r} is a bound method ({method}) of a Module that is not part of this \
 graph, so its state would not be split off or updated with the rest. Make that Module an attribute (a submodule) as \
 well, or store the plain function."""
+
+OWN_OF_VIEW = """Cannot set {name!r} of a view of {owner} to {value}: a view shares its variables and submodules with \
+the Module it is a view of, and only static values (flags, numbers, strings, functions, dtypes ...) can be its own."""
+
+NOTHING_TO_VIEW = """{owner}.view() sets static attributes of the Module and its submodules, and none of them has \
+{names}. The static attributes are: {known}."""
 
 NOT_DATA = """Cannot assign attribute {name!r} of {owner}: the {type} holds arrays, so it is data, but the leaf at \
 {route} is {leaf}, which JAX does not accept.

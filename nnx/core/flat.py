@@ -62,7 +62,7 @@ class Flat:
         shared = set(self.key.shared)
         lone = tuple([i for i, ref in enumerate(walk.refs) if ref is not None and i not in shared])
         aliases = self._aliases()
-        self.ties: Ties = Ties(lone, aliases) if lone or aliases else NO_TIES
+        self.ties: Ties = Ties(lone, aliases, walk.twins) if lone or aliases or walk.twins else NO_TIES
         levels = {id(info.level): info.level for info in infos}
         self.level: Any = next(iter(levels.values())) if len(levels) == 1 else None  # None: there are several levels
         self.sown: bool = any(info.sown for info in infos)

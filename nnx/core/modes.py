@@ -7,7 +7,7 @@ attribute, so a call can still override it, and `None` leaves the decision to th
 from typing import Any
 
 from nnx.core.kinds import STATIC
-from nnx.core.module_info import ModuleBase, info_of
+from nnx.core.module_info import ModuleBase, info_of, values_of
 from nnx.core.updates import check_levels
 from nnx.core.walk import number_modules
 
@@ -40,7 +40,7 @@ def set_mode(model: Any, training: bool | None) -> None:
 
 
 def _modes_of(module: Any) -> list[str]:
-    kinds, values = info_of(module).kinds, module.__dict__
+    kinds, values = info_of(module).kinds, values_of(module)
     return [
         name for name in MODES if kinds.get(name) is STATIC and (values[name] is None or type(values[name]) is bool)
     ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, overlo
 from nnx.core.attributes import assign, settle, variable_of
 from nnx.core.build import build
 from nnx.core.copying import deep_copy, shallow_copy
-from nnx.core.errors import DICT_REPLACED, MODULE_TO_RAW_JAX, NOT_A_MODULE_CLASS, RESERVED_NAME
+from nnx.core.errors import CLASS_OF_VIEW, DICT_REPLACED, MODULE_TO_RAW_JAX, NOT_A_MODULE_CLASS, RESERVED_NAME
 from nnx.core.fields import adopt_fields, constructor_signature, prepare_dataclass
 from nnx.core.filters import Filter, classify
 from nnx.core.flat import flat_of
@@ -24,7 +24,7 @@ from nnx.core.kinds import Absent, absent, is_variable
 from nnx.core.load_report import LoadReport
 from nnx.core.load_state import load_state
 from nnx.core.modes import set_mode
-from nnx.core.module_info import ModuleBase, info_of, new_module
+from nnx.core.module_info import ModuleBase, class_of, info_of, is_view, new_module, values_of
 from nnx.core.module_repr import module_repr
 from nnx.core.moduledef import ModuleDef
 from nnx.core.mutable_leaf import MutableLeaf
@@ -40,6 +40,7 @@ from nnx.core.ties import own_values
 from nnx.core.trace import current_level
 from nnx.core.updates import check_level, pop, remove, resolve, stored_name, to_states, update
 from nnx.core.variables import Variable, spec_of
+from nnx.core.views import make_view
 from nnx.core.walk import depth_first, number_modules, refuse_pytree
 
 M = TypeVar("M", bound="Module")
@@ -163,6 +164,8 @@ class Module(ModuleBase, metaclass=ModuleType):
             raise AttributeError(DICT_REPLACED.format(owner=owner))
         if not (isinstance(value, type) and issubclass(value, Module)):
             raise TypeError(NOT_A_MODULE_CLASS.format(owner=owner, value=short(value)))
+        if is_view(self):
+            raise TypeError(CLASS_OF_VIEW.format(owner=owner))
         object.__setattr__(self, name, value)
         self._nnx_info.changed()
 
@@ -262,7 +265,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         Values are updated and new variables are added. If anything does not fit, nothing is changed.
         """
         for u in updates:
-            if isinstance(u, Module) and type(u) is not type(self):
+            if isinstance(u, Module) and class_of(u) is not class_of(self):
                 raise ValueError(
                     f"update_state takes a Module of the same type, {type(self).__name__}, got {type(u).__name__}. "
                     "To copy only the part of its state that fits, pass that part: other.filter(...)."
@@ -302,6 +305,28 @@ class Module(ModuleBase, metaclass=ModuleType):
         flat = flat_of(self)
         graph = build(flat.key, flat.statics, own_values(flat.values(), flat.ties, copy_arrays))
         return graph.modules[flat.key.roots[0]]
+
+    def view(self: Self, **attributes: Any) -> Self:
+        """Returns this model with other values for some static attributes: a second graph on the same variables.
+
+        The attributes are set on every submodule that has them, as `train()` and `eval()` do with modes. They are the
+        view's own; everything else is the model's. A variable that is written, added or deleted through either is
+        written, added or deleted in both, and a static attribute or submodule that is set through either changes for
+        both. Passed to a transform together, they have one gradient. A clone of a view is an ordinary Module.
+
+        Args:
+            **attributes: the static attributes and their values.
+
+        Raises:
+            ValueError: no submodule has a static attribute of that name, or the value is not static.
+
+        >>> model = nnx.Sequence([nnx.Linear(2, 2, ctx=nnx.context(0)), nnx.Dropout(0.5)]).train()
+        >>> evaluated = model.view(deterministic=True)
+        >>> model[0].bias += 1
+        >>> evaluated[0].bias, evaluated[1].deterministic, model[1].deterministic
+        (Array([1., 1.], dtype=float32), True, False)
+        """
+        return make_view(self, attributes)
 
     @property
     def apply(self) -> Access:
@@ -398,7 +423,8 @@ class Module(ModuleBase, metaclass=ModuleType):
         owner, name = resolve(self, path)
         if name not in info_of(owner).kinds:
             raise ValueError(f"There is nothing at {path!r}: {type(owner).__name__} has no attribute {name!r}.")
-        return owner.__dict__[name] if name in owner.__dict__ else getattr(owner, name)
+        values = values_of(owner)
+        return values[name] if name in values else getattr(owner, name)
 
     def set_path(self, path: str, value: Any) -> None:
         """Assigns to the attribute at a path, as `setattr` on its owner would.

@@ -17,6 +17,8 @@ from nnx.core.versions import Version, flat_holders
 class ModuleInfo:
     """The private half of a Module."""
 
+    is_view = False  # see views
+
     __slots__ = (
         "kinds", "level", "restructured", "version", "flat", "joint", "order", "constructing", "unsettled", "sown",
         "__weakref__",
@@ -97,6 +99,7 @@ class ModuleBase:
     __slots__ = ("_nnx_info", "__dict__", "__weakref__")
     _nnx_info: ModuleInfo
     _nnx_holds_state = True
+    _nnx_viewed: type | None = None  # of a view class, the class it is made of
 
 
 info_of: Callable[[Any], ModuleInfo] = attrgetter("_nnx_info")
@@ -106,6 +109,25 @@ cached_flat: Callable[[Any], Any] = attrgetter("_nnx_info.flat")
 """Returns the cached flat form of the graph that starts at a Module, or None; it may no longer be valid."""
 
 
+is_view: Callable[[Any], type | None] = attrgetter("_nnx_viewed")
+"""Returns something true if a Module is a view of another one (see views)."""
+
+
+def values_of(module: Any) -> dict[str, Any]:
+    """Returns what the attributes of a Module hold, to be read only.
+
+    This is the instance dict. But the submodules of a view, and its own static values, are not in there: it shares the
+    instance dict with the Module it is a view of.
+    """
+    info = module._nnx_info
+    return info.values() if info.is_view else module.__dict__
+
+
+def class_of(module: Any) -> type:
+    """Returns the class of a Module as its author wrote it; that of a view is a subclass."""
+    return module._nnx_viewed or type(module)
+
+
 def new_module(cls: type, kinds: dict[str, Any], level: Any = None, constructing: bool = False) -> Any:
     """Makes an instance of `cls` with the given kinds and no values; no constructor runs."""
     module = _new(cls)
@@ -113,6 +135,14 @@ def new_module(cls: type, kinds: dict[str, Any], level: Any = None, constructing
     _set_dict(module, {})
     _set_info(module, ModuleInfo(kinds, current_level() if level is None else level, constructing))
     return module
+
+
+def new_view(cls: type, info: Any, instance_dict: dict[str, Any]) -> Any:
+    """Makes an instance of a view class around an existing instance dict."""
+    view = _new(cls)
+    _set_dict(view, instance_dict)
+    _set_info(view, info)
+    return view
 
 
 _new = object.__new__

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from nnx.core.kinds import STATIC, SUBMODULE, Absent
-from nnx.core.module_info import info_of
+from nnx.core.module_info import info_of, values_of
 from nnx.core.paths import segment_of
 from nnx.core.refs import Ref
 from nnx.core.repr import short
@@ -48,7 +48,7 @@ def module_repr(root: Any) -> str:
         lines.append(f"{indent}{label}{name}(")
         stack.append((depth, "", ")"))
         for attribute in reversed(shown):
-            kind, value = info.kinds[attribute], item.__dict__.get(attribute)
+            kind, value = info.kinds[attribute], values_of(item).get(attribute)
             text = value if kind is SUBMODULE else _attribute_text(kind, value)
             stack.append((depth + 1, f"{segment_of(attribute)}: ", text))
     return "\n".join(lines)
@@ -66,7 +66,7 @@ def _is_option_left_alone(defaults: dict[str, Any], name: str, module: Any) -> b
     """Whether a flag, function, dtype or None is the default that the constructor has for that name."""
     if name not in defaults:
         return False
-    value, default = module.__dict__[name], defaults[name]
+    value, default = values_of(module)[name], defaults[name]
     if isinstance(value, np.dtype):
         return default is not None and value == default
     return value is default and (value is None or isinstance(value, bool) or callable(value))

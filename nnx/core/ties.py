@@ -19,9 +19,10 @@ class Ties(NamedTuple):
 
     refs: tuple[int, ...]  # the cells of Refs that have one owner in the graph
     aliases: tuple[tuple[int, ...], ...]  # groups of cells that hold the same mutable tree
+    twins: tuple[tuple[int, ...], ...]  # groups of Modules with one instance dict; see views
 
 
-NO_TIES = Ties((), ())
+NO_TIES = Ties((), (), ())
 
 
 def is_mutable_tree(value: Any) -> bool:

@@ -7,7 +7,7 @@ from nnx.core.errors import INCOMPATIBLE_CONTAINER, MUTATE_AT_OTHER_LEVEL, UNKNO
 from nnx.core.filters import classify
 from nnx.core.flat import Flat, flat_of
 from nnx.core.kinds import NODE, SUBMODULE, TREE, TREE_SPEC, Absent, is_static
-from nnx.core.module_info import ModuleBase, info_of
+from nnx.core.module_info import ModuleBase, info_of, values_of
 from nnx.core.paths import join
 from nnx.core.refs import Ref
 from nnx.core.repr import short
@@ -122,7 +122,7 @@ def resolve(root: Any, path: str) -> tuple[Any, str]:
         so_far = join(so_far, segment)
         if info_of(module).kinds.get(name) is not SUBMODULE:
             raise ValueError(UNKNOWN_PATH.format(path=path, reason=f"there is no Module at {so_far!r}"))
-        module = module.__dict__[name]
+        module = values_of(module)[name]
     if not last:
         raise ValueError(UNKNOWN_PATH.format(path=path, reason="the last segment of the path is empty"))
     return module, stored_name(module, last)
@@ -176,9 +176,10 @@ def pop(root: Any, filters: Sequence[Any]) -> Any:
             refs[id(kind)] = kind
         else:
             remove(modules[at], name)
+    inside = {id(module.__dict__) for module in modules}  # the owner of a Ref is never a view, but may be viewed here
     for ref in refs.values():
         for owner, name in ref.owners():
-            if any(owner is module for module in modules):
+            if id(owner.__dict__) in inside:
                 remove(owner, name)
     states = tuple(State({paths[i]: leaves[i] for i in taken if found[i] == which}) for which in range(len(filters)))
     return states[0] if len(states) == 1 else states
@@ -186,7 +187,11 @@ def pop(root: Any, filters: Sequence[Any]) -> Any:
 
 def remove(module: Any, name: str) -> None:
     """Removes an attribute of any kind. The caller has checked the trace level."""
-    info = info_of(module)
+    info: Any = info_of(module)
+    if info.is_view:
+        info.own.pop(name, None)
+        remove(info.source, name)
+        return
     kind = info.kinds.pop(name)
     module.__dict__.pop(name, None)
     if info.sown is not None:

@@ -10,7 +10,7 @@ import jax
 
 from nnx.core.errors import FOREIGN_METHOD, REGISTERED_AS_PYTREE, STATIC_HOLDS_STATE
 from nnx.core.kinds import ABSENT, STATIC, SUBMODULE, Absent, is_static
-from nnx.core.module_info import info_of
+from nnx.core.module_info import class_of, info_of, is_view, values_of
 from nnx.core.paths import join
 from nnx.core.refs import Ref
 from nnx.core.static_keys import ForeignMethod, Freezer, HoldsState
@@ -41,7 +41,7 @@ def number_modules(roots: Iterable[Any]) -> Numbering:
             parents.append(ROOT)
     i = 0
     while i < len(modules):
-        info, values = info_of(modules[i]), modules[i].__dict__
+        info, values = info_of(modules[i]), values_of(modules[i])
         kinds = info.kinds
         for name in info.sorted_names():
             kind = kinds[name]
@@ -71,13 +71,14 @@ def depth_first(parents: Sequence[Parent]) -> Iterator[int]:
 class Traversal:
     """One walk over the graph that starts at some roots. Short-lived: it holds the Modules."""
 
-    __slots__ = ("modules", "parents", "index", "key", "refs", "statics", "mutables", "watches")
+    __slots__ = ("modules", "parents", "index", "key", "refs", "twins", "statics", "mutables", "watches")
 
     modules: list[Any]
     parents: list[Parent]
     index: dict[int, int]  # the number of a Module, by its id
     key: GraphKey
     refs: list[Ref | None]  # per cell
+    twins: tuple[tuple[int, ...], ...]  # groups of Modules with the same instance dict: views of one Module
     statics: list[Any]  # the live values of the static attributes
     mutables: list[Any]  # the values among and inside of them that can change, by number
     watches: list[list[Any]]  # how to notice a change of each of them
@@ -107,17 +108,20 @@ def traverse(roots: Sequence[Any]) -> Traversal:
     walk = Traversal()
     walk.modules, walk.parents, walk.index = modules, parents, index
     walk.refs = refs = []
+    walk.twins = _twins(modules)
+    elder = {younger: group[0] for group in walk.twins for younger in group[1:]}  # the twin that is numbered first
     statics = _freeze_statics(walk)
     attributes: list[list[Any]] = [[] for _ in modules]  # plain tuples with the fields of the records
-    ref_cells: dict[int, int] = {}  # by the id of the Ref
-    ahead: list[tuple[list[Any], int, str, Ref]] = []  # attributes met before the one that gives their Ref its cell
+    shared_cells: dict[Any, int] = {}  # by the id of the Ref, or by Module and name for a Module that has twins
+    # Attributes that may be met before the one that has their cell: where each belongs, and what it shares.
+    ahead: list[tuple[list[Any], int, str, Any, Any]] = []
     stack: list[tuple[int, Iterator[str]]] = []
     root_numbers = tuple(dict.fromkeys([index[id(root)] for root in roots]))
     for root in root_numbers:
         stack.append((root, iter(info_of(modules[root]).sorted_names())))
         while stack:
             module, names = stack[-1]
-            kinds, values, found = info_of(modules[module]).kinds, modules[module].__dict__, attributes[module]
+            kinds, values, found = info_of(modules[module]).kinds, values_of(modules[module]), attributes[module]
             for name in names:
                 kind = kinds[name]
                 if is_static(kind):
@@ -135,22 +139,36 @@ def traverse(roots: Sequence[Any]) -> Traversal:
                     # The cell of a Ref is at its canonical path, which this walk may reach after the others: Modules
                     # are numbered breadth first, but visited depth first.
                     if owners[id(kind)][0] == (module, name):
-                        ref_cells[id(kind)] = len(refs)
+                        shared_cells[id(kind)] = len(refs)
                         found.append((name, spec_of(kind), len(refs)))
                         refs.append(kind)
                     else:
-                        ahead.append((found, len(found), name, kind))
+                        ahead.append((found, len(found), name, spec_of(kind), id(kind)))
                         found.append(None)
+                elif module in elder:
+                    ahead.append((found, len(found), name, kind, (elder[module], name)))
+                    found.append(None)
                 else:
+                    if elder:
+                        shared_cells[module, name] = len(refs)
                     found.append((name, kind, len(refs)))
                     refs.append(None)
             else:
                 stack.pop()
-    for found, position, name, ref in ahead:
-        found[position] = (name, spec_of(ref), ref_cells[id(ref)])
-    outlines = [(type(module), tuple(found)) for module, found in zip(modules, attributes, strict=True)]
+    for found, position, name, spec, shared in ahead:
+        found[position] = (name, spec, shared_cells[shared])
+    outlines = [(class_of(module), tuple(found)) for module, found in zip(modules, attributes, strict=True)]
     walk.key = GraphKey.of((root_numbers, tuple(outlines)))
     return walk
+
+
+def _twins(modules: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    if not any(map(is_view, modules)):
+        return ()
+    groups: dict[int, list[int]] = {}
+    for number, module in enumerate(modules):
+        groups.setdefault(id(module.__dict__), []).append(number)
+    return tuple([tuple(group) for group in groups.values() if len(group) > 1])
 
 
 def refuse_pytree(module: Any) -> None:
@@ -169,7 +187,7 @@ def _freeze_statics(walk: Traversal) -> dict[tuple[int, str], tuple[Any, ...]]:
     walk.statics = []
     found: dict[tuple[int, str], tuple[Any, ...]] = {}
     for number, module in enumerate(walk.modules):
-        info, values = info_of(module), module.__dict__
+        info, values = info_of(module), values_of(module)
         for name in info.sorted_names():
             kind = info.kinds[name]
             if is_static(kind):

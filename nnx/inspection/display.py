@@ -17,7 +17,7 @@ from nnx.core.dict_sequence import Dict, Sequence
 from nnx.core.extras import require
 from nnx.core.kinds import Absent
 from nnx.core.module import Module
-from nnx.core.module_info import info_of
+from nnx.core.module_info import info_of, values_of
 from nnx.core.paths import segment_of
 from nnx.core.refs import Ref
 from nnx.core.repr import short
@@ -130,7 +130,7 @@ def _render_container(node: Any, path: str | None, subtree_renderer: Any) -> Any
 
 def _attributes(module: Any) -> dict[str, Any]:
     """Returns the attributes of a Module to show: variables in their containers, everything else unchanged."""
-    info, values = info_of(module), vars(module)
+    info, values = info_of(module), values_of(module)
     shown = {}
     for name in info.sorted_names():
         kind = info.kinds[name]

@@ -15,7 +15,7 @@ import numpy as np
 
 from nnx.core.kinds import is_static
 from nnx.core.modes import MODES
-from nnx.core.module_info import info_of
+from nnx.core.module_info import info_of, values_of
 
 _MOST_ITEMS = 8  # longer tuples are data or names, not settings
 _MOST_TEXT = 120
@@ -25,9 +25,10 @@ _MOST_FUNCTIONS = 100
 def hyperparameters_of(module: Any) -> list[str]:
     """Returns the lines of the static attributes of a Module itself, in order; modes (train, eval) are left out."""
     lines: list[str] = []
+    values = values_of(module)
     for name, kind in info_of(module).kinds.items():
         if is_static(kind) and name not in MODES:
-            value = module.__dict__.get(name)
+            value = values.get(name)
             text = _plain(value)
             if text is not None:
                 lines.append(f"{name}={text}")

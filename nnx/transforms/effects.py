@@ -24,6 +24,7 @@ from nnx.transforms.entered import Entered, enter
 from nnx.transforms.observed import has_records, keep_records
 from nnx.transforms.rewrite import Rewrite, find_rewrite
 from nnx.transforms.shared_traces import run_in_scope
+from nnx.transforms.view_rules import check_views
 
 CONTEXT_RETURNED = """A Context in the result of {name}: its keys belong to the transform that has just ended. Return \
 the keys you need (ctx.make_rng(...)), or use the caller's Context: it has advanced."""
@@ -171,6 +172,7 @@ def leave(entered: Entered, out: Any, name: str) -> Outcome:
     if entered.is_restructured() or any(id(module) not in known for module in returned):
         found = find_rewrite(entered, returned)
         _check_levels(found.walk, name)
+        check_views(entered, found.walk, name)
     if found is not None and found.rewrite is not None:
         known = {id(module): i for i, module in enumerate(found.walk.modules)}
         values = found.values

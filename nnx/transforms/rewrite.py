@@ -18,7 +18,7 @@ from operator import call
 from typing import Any, NamedTuple
 
 from nnx.core.kinds import SUBMODULE, Absent, absent
-from nnx.core.module_info import info_of, new_module
+from nnx.core.module_info import class_of, info_of, new_module, values_of
 from nnx.core.refs import Ref
 from nnx.core.statics import Statics
 from nnx.core.structure import AbsentAttribute, ChildAttribute, GraphKey, StaticAttribute
@@ -26,6 +26,7 @@ from nnx.core.trace import current_level
 from nnx.core.trees import can_change
 from nnx.core.updates import check_levels
 from nnx.core.versions import forget_flat_forms
+from nnx.core.views import view_class
 from nnx.core.walk import Traversal, traverse
 from nnx.core.watches import watched_unchanged
 from nnx.transforms.entered import Entered
@@ -162,14 +163,13 @@ class Replay:
 
     def plan_module(self, index: int) -> None:
         module = self.modules[index]
-        info, held = info_of(module), module.__dict__
+        info, held = info_of(module), values_of(module)
         before = {}
         if self.before is not None and index < self.rewrite.old_count:
             before = {attribute.name: attribute for attribute in self.before.attributes(index)}
         cls, attributes = self.rewrite.key.class_of(index), self.rewrite.key.attributes(index)
-        if type(module) is not cls:
-            self.steps.append(partial(object.__setattr__, module, "__class__", cls))
-            self._mark(info)
+        if class_of(module) is not cls:
+            self._become(module, cls)
         for attribute in attributes:
             name = attribute.name
             if type(attribute) is StaticAttribute:
@@ -204,7 +204,7 @@ class Replay:
             value = self.values[cell] if is_output else self._old_value(self.rewrite.sources[cell])
             kind = spec
             if status != UNTIED:
-                kind = Ref.rebuilt(spec, value, self.level) if status == NEW_REF else self._old_ref(status)
+                kind = Ref.rebuilt(spec, value, self.level) if status == NEW_REF else self._old_ref(status) or spec
             for index, name in places:
                 module = self.modules[index]
                 if info_of(module).kinds.get(name) is not kind:
@@ -214,7 +214,9 @@ class Replay:
             if is_output and type(kind) is Ref:
                 written.append((kind, value))
         for cell, value in self.released.items():
-            written.append((self._old_ref(cell), value))
+            ref = self._old_ref(cell)
+            assert ref is not None, "twins do not change their structure, so they release nothing"
+            written.append((ref, value))
         for ref, value in written:
             self._set(ref.__dict__, "value", value)
             owners = self.owners[id(ref)][1] if id(ref) in self.owners else ref.weak_owners()
@@ -229,9 +231,11 @@ class Replay:
         at, name, _ = self._cell_before(cell)
         return self.modules[at].__dict__[name]
 
-    def _old_ref(self, cell: int) -> Ref:
+    def _old_ref(self, cell: int) -> Ref | None:
+        """Returns the Ref that a cell was on; None if it was shared without one, by a Module and its view."""
         at, name, _ = self._cell_before(cell)
-        return info_of(self.modules[at]).kinds[name]
+        kind = info_of(self.modules[at]).kinds[name]
+        return kind if type(kind) is Ref else None
 
     def _cell_before(self, cell: int) -> tuple[int, str, Any]:
         assert self.before is not None, "only a graph that was there before has cells to stay the same"
@@ -241,6 +245,14 @@ class Replay:
 
     def _bind(self, module: Any, name: str, kind: Any, value: Any) -> None:
         """Plans to give an attribute another kind and value."""
+        info: Any = info_of(module)
+        if info.is_view:
+            if info.owns(name):
+                self._set(info.own, name, value)
+            else:
+                self._bind(info.source, name, kind, info.stored(value))
+            self._mark(info)
+            return
         self._untie(module, name)
         if type(kind) is Ref:
             self._owners(kind).append((weakref.ref(module), name))
@@ -248,9 +260,22 @@ class Replay:
         self._set(module.__dict__, name, value)
         self._mark(info_of(module))
 
+    def _become(self, module: Any, cls: type) -> None:
+        """Plans to give a Module another class."""
+        info: Any = info_of(module)
+        if info.is_view:
+            self._become(info.source, cls)
+            cls = view_class(cls)
+        self.steps.append(partial(object.__setattr__, module, "__class__", cls))
+        self._mark(info)
+
     def _remove(self, module: Any, name: str) -> None:
+        info: Any = info_of(module)
+        if info.is_view:
+            self._remove(info.source, name)
+            self._mark(info)
+            return
         self._untie(module, name)
-        info = info_of(module)
         self.steps.append(partial(dict.pop, info.kinds, name, None))
         self.steps.append(partial(dict.pop, module.__dict__, name, None))
         if info.sown and name in info.sown:

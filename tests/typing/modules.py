@@ -52,6 +52,7 @@ def methods_keep_the_class(model: Linear) -> None:
     assert_type(model.collections(), set[str])
     assert_type(model.load_state({"kernel": jnp.ones((2, 3))}, strict=False), nnx.LoadReport)
     assert_type(model.freeze("encoder/*").unfreeze(nnx.Param), Linear)
+    assert_type(model.view(features=3), Linear)
 
 
 def a_partition_is_a_state_and_a_moduledef(model: Linear) -> None:

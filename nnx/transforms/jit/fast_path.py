@@ -140,11 +140,11 @@ def _places(flat: Flat, changed: Sequence[int]) -> _Places | None:
     """
     if flat.refs.keys().isdisjoint(changed):
         return _Places([flat.dicts[i] for i in changed], [flat.names[i] for i in changed], None)
-    inside = {id(module()) for module in flat.modules}
+    inside = {id(module.__dict__) for weak in flat.modules if (module := weak()) is not None}
     dicts, names, sources = [], [], []
     for source, i in enumerate(changed):
         ref = flat.refs.get(i)
-        if ref is not None and any(id(owner) not in inside for owner, _ in ref.owners()):
+        if ref is not None and any(id(owner.__dict__) not in inside for owner, _ in ref.owners()):
             return None
         for values, name in [(flat.dicts[i], flat.names[i])] if ref is None else ref.targets():
             dicts.append(values)
