@@ -154,6 +154,11 @@ class DecoderConfig:
         return dataclasses.replace(self, **changes)
 
 
+# Entries of a `config.json` that describe the file or the class rather than the architecture. They are written from
+# what is known, never kept.
+FILE_ENTRIES = {"model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path"}
+
+
 def frozen_extra(fields: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Returns the entries of a `config.json` as a value that can be hashed."""
     return tuple((name, json.dumps(value)) for name, value in sorted(fields.items()))

@@ -17,10 +17,10 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.core.dict_sequence import Sequence
 from nnx.core.module import Module
-from nnx.core.trace import is_tracer
 from nnx.core.variables import Variable
 from nnx.models.activations import activation_of
 from nnx.models.config import DecoderConfig
+from nnx.models.tokens import check_tokens, too_long, without_negatives
 from nnx.nn.attention import MultiHeadAttention
 from nnx.nn.embed import Embed, LearnedPositionEmbed
 from nnx.nn.initializers import zeros
@@ -39,13 +39,6 @@ from nnx.transforms.scan import scan
 LAYERS_AXIS = "layers"
 """The logical name of the axis along which a scanned decoder stacks its layers."""
 
-WRONG_TOKENS = "Decoder: expected tokens of shape [batch, length], got an array of shape {shape}."
-NOT_INTEGERS = "Decoder: expected integer tokens, got dtype {dtype}."
-OUTSIDE = "Decoder: expected tokens within 0..{last} (vocab_size={size}), got {got} at index {index}."
-TOO_LONG = (
-    "Decoder: this model has learned positions for max_length={max_length} tokens, and the text has {length}. Shorten "
-    "the text, or use a model with a longer context."
-)
 NO_LAYER_CACHE = "Decoder.decode: expected a cache with {expected} layers (see init_cache), got one with {got}."
 WRONG_ROWS = "Decoder.decode: expected a cache with {expected} rows, one per row of tokens, got {got}."
 
@@ -266,7 +259,7 @@ class Decoder(Module):
         Returns:
             Logits of shape `[batch, length, vocab_size]`.
         """
-        _check_tokens(tokens, self.config.vocab_size)
+        check_tokens("Decoder", tokens, self.config.vocab_size)
         x = self._embedded(tokens, positions)
         if isinstance(self.layers, ScanModule):
             x, _ = self._scanned(x, positions, mask)
@@ -313,7 +306,7 @@ class Decoder(Module):
         """
         if isinstance(self.layers, ScanModule):
             return self.unscanned().decode(tokens, cache, lengths)
-        _check_tokens(tokens, self.config.vocab_size)
+        check_tokens("Decoder", tokens, self.config.vocab_size)
         if len(cache.layers) != self.config.num_layers:
             raise ValueError(NO_LAYER_CACHE.format(expected=self.config.num_layers, got=len(cache.layers)))
         if cache.lengths.shape != tokens.shape[:1]:
@@ -354,14 +347,12 @@ class Decoder(Module):
         return scan(body, **layers.options)(layers.scan_module, x, None, positions, mask)
 
     def _embedded(self, tokens: jax.Array, positions: jax.Array | None) -> jax.Array:
-        # `Embed` counts negative numbers from the end; a negative token is a mistake, so it becomes NaN like any other
-        # token outside the vocabulary.
-        x = self.embed(jnp.where(tokens < 0, self.config.vocab_size, tokens))
+        x = self.embed(without_negatives(tokens, self.config.vocab_size))
         if self.config.scale_embeddings:
             x = x * jnp.asarray(self.config.features**0.5, x.dtype)
         if self.positions is not None:
             if positions is None and tokens.shape[1] > self.config.max_length:
-                raise ValueError(TOO_LONG.format(max_length=self.config.max_length, length=tokens.shape[1]))
+                raise too_long("Decoder", self.config.max_length, tokens.shape[1])
             x = self.positions(x, positions)
         return x
 
@@ -401,18 +392,3 @@ def _sliced(leaf: Any, i: int) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         return leaf.replace(jax.ShapeDtypeStruct(value.shape[1:], value.dtype), sharding=names)
     return leaf.replace(value[i], sharding=names)
-
-
-def _check_tokens(tokens: jax.Array, size: int) -> None:
-    """Raises `ValueError` unless tokens are integers `[batch, length]` and, as far as is known, in the vocabulary."""
-    if getattr(tokens, "ndim", None) != 2:
-        raise ValueError(WRONG_TOKENS.format(shape=np.shape(tokens)))
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(NOT_INTEGERS.format(dtype=tokens.dtype))
-    if is_tracer(tokens) or tokens.size == 0 or (isinstance(tokens, jax.Array) and not tokens.is_fully_addressable):
-        return
-    known = np.asarray(tokens)
-    wrong = (known < 0) | (known >= size)
-    if wrong.any():
-        index = tuple(int(i) for i in np.argwhere(wrong)[0])
-        raise ValueError(OUTSIDE.format(last=size - 1, size=size, got=int(known[index]), index=index))

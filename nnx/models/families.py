@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nnx.models.config import SIZES, DecoderConfig, frozen_extra
+from nnx.models.config import FILE_ENTRIES, SIZES, DecoderConfig, frozen_extra
 from nnx.models.rope import read_rope, write_rope
 
 UNKNOWN_MODEL = "{where}: the model_type {got!r} is not among the known ones: {known}."
@@ -58,8 +58,6 @@ _GEMMA_DEFAULTS = {
 }
 _DERIVED = {"num_key_value_heads", "head_dim", "n_inner"}  # entries that follow from others when absent or null
 _NULLABLE = {*_DERIVED, "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"}
-# Entries that describe the file or the class rather than the architecture; written from what is known, never kept.
-_OWN = {"model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path"}
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -185,6 +183,14 @@ def family_of(model_type: Any, where: str) -> Family:
     return FAMILIES[model_type]
 
 
+def refuse_quantized(fields: Mapping[str, Any], where: str) -> None:
+    """Raises `ValueError` if the entries of a `config.json` say that the weights are quantized."""
+    settings = fields.get("quantization_config")
+    if settings:
+        method = settings.get("quant_method", "unknown method") if isinstance(settings, Mapping) else settings
+        raise ValueError(QUANTIZED.format(where=where, method=method))
+
+
 def config_from_dict(fields: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
     """Translates the entries of a `config.json`.
 
@@ -196,10 +202,7 @@ def config_from_dict(fields: Mapping[str, Any], where: str = "config.json") -> D
         ValueError: the model type is unknown, an entry is missing or malformed, or a setting is not supported.
     """
     family = family_of(fields.get("model_type"), where)
-    if fields.get("quantization_config"):
-        settings = fields["quantization_config"]
-        method = settings.get("quant_method", "unknown method") if isinstance(settings, Mapping) else settings
-        raise ValueError(QUANTIZED.format(where=where, method=method))
+    refuse_quantized(fields, where)
     for key, only in family.only.items():
         if fields.get(key) not in (None, only):
             raise ValueError(
@@ -217,7 +220,7 @@ def config_from_dict(fields: Mapping[str, Any], where: str = "config.json") -> D
         values["rotary"] = read_rope(fields, "full_attention", family.rotary_base, values["max_length"], where)
         if family.has_local_rotary:
             values["local_rotary"] = read_rope(fields, "sliding_attention", 10000.0, values["max_length"], where)
-    known = {*family.keys, *_OWN, *_CONSUMED, *family.only}
+    known = {*family.keys, *FILE_ENTRIES, *_CONSUMED, *family.only}
     known |= {key for key in _SPECIAL_TOKENS if fields.get(key) is None}
     extra = {key: value for key, value in fields.items() if key not in known}
     return DecoderConfig(model_type=family.model_type, extra=frozen_extra(extra), **values)

@@ -249,9 +249,10 @@ def _shape(target: Any, values: Mapping[str, Any]) -> Shape:
 def pending_tensor(link: Link, values: Mapping[str, Any]) -> Pending:
     """Returns the dtype and shape that the tensor of a link has."""
     parts = [link.layout.tensor_shape(_shape(target, values)) for target in link.targets]
-    axis = link.layout.output_axis
     whole = list(parts[0])
-    whole[axis] = sum(part[axis] for part in parts)
+    if len(parts) > 1:
+        axis = link.layout.output_axis
+        whole[axis] = sum(part[axis] for part in parts)
     return Pending(np.dtype(values[link.targets[0].path].dtype), tuple(whole))
 
 

@@ -99,7 +99,7 @@ class Reader:
         (first, last), inner = bounds[0], bounds[1:]
         part = aligned_empty((last - first, *_sizes(inner)), dtype)
         for i in range(first, last):
-            self._read(pieces[i], inner, dtype, part[i - first])
+            self._read(pieces[i], inner, dtype, part[i - first, ...])  # `...`: an array even of a scalar
         return part
 
     def _read(self, piece: Piece, bounds: Bounds, dtype: Any, into: np.ndarray | None) -> np.ndarray:
@@ -143,6 +143,8 @@ class Reader:
     def _view(self, piece: Piece, bounds: Bounds) -> np.ndarray:
         """Reads the rows of a tensor that hold a part of a parameter, and returns the part as a view of them."""
         layout, shape = piece.layout, piece.shape
+        if layout.order is not None or layout.leading or not shape:
+            return self._small_view(piece, bounds)
         inputs = len(shape) if layout.inputs is None else layout.inputs
         # The rows of a tensor are numbered by the outputs if it is transposed, and by the inputs otherwise (a parameter
         # that is not a matrix has only inputs). Only the first of these axes narrows the range of rows.
@@ -164,7 +166,14 @@ class Reader:
         cut[axis] = slice(None)
         return rows[tuple(cut)]
 
-    def _read_rows(self, piece: Piece, start: int, stop: int) -> np.ndarray:
+    def _small_view(self, piece: Piece, bounds: Bounds) -> np.ndarray:
+        """Reads a whole tensor of a kind that is never large (a convolution, a scalar), and returns a part of it."""
+        whole = self._read_rows(piece, 0, None)
+        order = piece.layout.order
+        whole = whole.reshape(piece.shape) if order is None else whole.transpose(np.argsort(order))
+        return whole[(..., *(slice(*bound) for bound in bounds))]
+
+    def _read_rows(self, piece: Piece, start: int, stop: int | None) -> np.ndarray:
         at = (id(piece.file), piece.name, start, stop)
         if at != self._rows_at:
             self._forget()  # frees their memory before more is read

@@ -28,14 +28,22 @@ class Layout:
             if the parameter is not a matrix.
         transposed: whether the tensor is `[outputs, inputs]`, as in PyTorch's `Linear`.
         flat: whether the tensor has one axis, however many the parameter has.
+        order: for convolutions, the axis of the parameter that each axis of the tensor is.
+        leading: the number of axes of size one that the tensor has before those of the parameter.
     """
 
     inputs: int | None = None
     transposed: bool = False
     flat: bool = False
+    order: tuple[int, ...] | None = None
+    leading: int = 0
 
     def tensor_shape(self, shape: Shape) -> Shape:
         """Returns the shape of the tensor (or the part of a fused one) for a parameter of a shape."""
+        if self.order is not None:
+            return tuple(shape[axis] for axis in self.order)
+        if self.leading:
+            return (1,) * self.leading + shape
         if self.flat:
             return (math.prod(shape),)
         if self.inputs is None:
@@ -50,6 +58,8 @@ class Layout:
 
     def to_tensor(self, array: np.ndarray) -> np.ndarray:
         """Arranges a parameter as in a checkpoint; a view where possible."""
+        if self.order is not None:
+            return array.transpose(self.order)
         if not self.transposed:
             return array.reshape(self.tensor_shape(array.shape))
         return array.reshape(self.tensor_shape(array.shape)[::-1]).T
@@ -59,6 +69,7 @@ SAME = Layout()
 FLAT = Layout(flat=True)
 LINEAR = Layout(1, transposed=True)
 FROM_HEADS = Layout(2, transposed=True)
+KERNEL_2D = Layout(order=(3, 2, 0, 1))  # [outputs, inputs, height, width] and [height, width, inputs, outputs]
 CONV1D = Layout(1)  # GPT-2 stores its products as [inputs, outputs]
 CONV1D_FROM_HEADS = Layout(2)
 

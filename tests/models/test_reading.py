@@ -11,7 +11,7 @@ import nnx
 from nnx.interop.safetensors_file import TensorFile
 from nnx.models import reading
 from nnx.models.reading import Piece, Reader
-from nnx.models.tables import CONV1D, CONV1D_FROM_HEADS, FLAT, FROM_HEADS, LINEAR, SAME
+from nnx.models.tables import CONV1D, CONV1D_FROM_HEADS, FLAT, FROM_HEADS, KERNEL_2D, LINEAR, SAME, Layout
 
 # The layout, the shape of the parameter, and where a fused one begins.
 CASES = {
@@ -23,6 +23,9 @@ CASES = {
     "linear from heads": (FROM_HEADS, (4, 3, 6), 0),
     "conv1d to heads, fused": (CONV1D, (6, 4, 3), 5),
     "conv1d from heads": (CONV1D_FROM_HEADS, (4, 3, 6), 0),
+    "kernel": (KERNEL_2D, (3, 2, 4, 5), 0),
+    "leading axes": (Layout(leading=2), (4, 3), 0),
+    "scalar": (SAME, (), 0),
 }
 
 
