@@ -1,10 +1,11 @@
-"""Writes the goldens: tiny random models of every decoder family, with what `transformers` computes with them.
+"""Writes the goldens: tiny random models of every family, with what `transformers` computes with them.
 
     make goldens
 
 `tests/models/golden/<name>/` then holds a directory as `transformers` saves it (`config.json`, `model.safetensors` or
 shards with an index) and `golden.npz`: `tokens` `[2, 24]`, `logits` `[2, 24, vocab]` in float32, `greedy` `[2, 32]`.
-The tests of NNX compare with these files and need neither `torch` nor `transformers`.
+Those of encoders have the inputs of the model as `in.NAME`, and its outputs as `out.NAME`. The tests of NNX compare
+with these files and need neither `torch` nor `transformers`.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import pathlib
 import shutil
 from typing import Any
 
+import encoders
 import numpy as np
 import reference
 
@@ -104,8 +106,25 @@ def write(name: str) -> str:
     return f"{name:12} {size:8,} bytes   seed {seed}   logits ±{spread:.2f}   smallest lead {lead:.3f}"
 
 
+def write_encoder(name: str) -> str:
+    """Writes the golden of an encoder and returns a line about it."""
+    case, directory = encoders.GOLDENS[name], GOLDEN / name
+    shutil.rmtree(directory, ignore_errors=True)
+    model = encoders.make(case, seed=0)
+    model.save_pretrained(directory)
+    given = encoders.inputs(model.config, seed=0)
+    found = encoders.outputs(encoders.load(directory, case.cls), given)  # what a reader of the files must compute
+    arrays = {f"in.{key}": array for key, array in given.items()} | {f"out.{key}": found[key] for key in found}
+    np.savez_compressed(directory / "golden.npz", **arrays)
+    size = sum(file.stat().st_size for file in directory.iterdir())
+    assert size < SIZE_LIMIT, f"{name}: {size} bytes"
+    spreads = ", ".join(f"{key} ±{array.std():.2f}" for key, array in found.items())
+    return f"{name:16} {size:8,} bytes   {spreads}"
+
+
 if __name__ == "__main__":
+    known = [*CASES, *encoders.GOLDENS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(CASES)}; all by default")
-    for case in parser.parse_args().names or CASES:
-        print(write(case), flush=True)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(known)}; all by default")
+    for case in parser.parse_args().names or known:
+        print((write if case in CASES else write_encoder)(case), flush=True)

@@ -1,4 +1,4 @@
-"""Compares NNX with `transformers`, live and both ways, on random configurations of every decoder family.
+"""Compares NNX with `transformers`, live and both ways, on random configurations of every family.
 
     make parity                                      ten configurations per family, tokenizers, and a fine-tuned model
     make parity ARGS="llama gemma2 --cases 3"        some families, fewer configurations
@@ -10,6 +10,8 @@ For each configuration `transformers` saves a tiny random model, and
 - *write*: NNX saves it again, `transformers` loads that, and its logits are equal bit for bit.
 - *fresh*: NNX makes a new model from the fields of `DecoderConfig` alone and saves it; `transformers` loads that, and
   its logits agree with those of NNX.
+
+Encoders do not write text, so *greedy* does not apply to them; the others compare all their outputs.
 
 Runs in its own environment, which has both packages.
 """
@@ -24,6 +26,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import encoder_parity
 import jax.numpy as jnp
 import numpy as np
 import reference
@@ -295,10 +298,14 @@ def compare_finetuned(folder: pathlib.Path) -> float:
 def main() -> int:
     """Runs the comparisons asked for; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"some of {', '.join(FAMILIES)}; all by default")
+    known = [*FAMILIES, *encoder_parity.FAMILIES]
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"some of {', '.join(known)}; all by default")
     parser.add_argument("--cases", type=int, default=10, help="random configurations per family")
     args = parser.parse_args()
-    agree = [compare_family(family, args.cases) for family in args.families or FAMILIES]
+    agree = [
+        (compare_family if family in FAMILIES else encoder_parity.compare_family)(family, args.cases)
+        for family in args.families or known
+    ]
     if not args.families:
         with tempfile.TemporaryDirectory() as folder:
             print(f"tokenizers    {tokenizer_parity.compare_tokenizers(pathlib.Path(folder))} comparisons agree")

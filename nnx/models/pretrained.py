@@ -65,7 +65,7 @@ ABSTRACT = "Cannot save a model without values: {path!r} is {value}."
 # attention a setting.)
 _SETTINGS = (
     *("activation", "epsilon", "scale_offset", "sliding_window", "scale", "logits_soft_cap"),
-    *("base", "rotary_dim", "interleaved", "scaling"),
+    *("base", "rotary_dim", "interleaved", "scaling", "post_norm", "strides", "padding"),
 )
 _SHOWN = 30  # lines of an error; a wrong config makes every tensor wrong
 

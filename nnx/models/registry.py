@@ -6,6 +6,7 @@ from typing import Any
 from nnx.core.module import Module
 from nnx.core.repr import short
 from nnx.models.architecture import Architecture
+from nnx.models.bert_files import BERT
 from nnx.models.config import DecoderConfig
 from nnx.models.decoder import Decoder
 from nnx.models.families import FAMILIES, UNKNOWN_MODEL, config_from_dict, config_to_dict
@@ -33,7 +34,7 @@ DECODERS = Architecture(
     options_of=lambda model: {"scan_layers": isinstance(model.layers, ScanModule)},
 )
 
-ARCHITECTURES = {name: architecture for architecture in (DECODERS,) for name in architecture.model_types}
+ARCHITECTURES = {name: architecture for architecture in (DECODERS, BERT) for name in architecture.model_types}
 """The known architectures by the `model_type` of `config.json`."""
 
 

@@ -18,6 +18,7 @@ ALL_GOLDENS = {  # the model type of each one, by its name
     for path in sorted(GOLDEN.glob("*/golden.npz"))
 }
 GOLDENS = [name for name, model_type in ALL_GOLDENS.items() if model_type in nnx.models.FAMILIES]  # the decoders
+ENCODERS = [name for name, model_type in ALL_GOLDENS.items() if model_type in ("bert", "vit", "clip", "resnet")]
 
 
 @functools.cache
@@ -26,7 +27,7 @@ def golden_config(name: str) -> nnx.models.DecoderConfig:
 
 
 @functools.cache
-def golden_model(name: str) -> nnx.models.Decoder:
+def golden_model(name: str) -> Any:
     """The model of a golden; tests must not change it."""
     return nnx.models.from_pretrained(GOLDEN / name)
 
@@ -45,7 +46,7 @@ def tiny_config(**changes: Any) -> nnx.models.DecoderConfig:
     return nnx.models.DecoderConfig(**{**settings, **changes})
 
 
-def randomized(model: nnx.models.Decoder, seed: int = 0) -> nnx.models.Decoder:
+def randomized(model: Any, seed: int = 0) -> Any:
     """The model with every parameter drawn anew, norms and biases as well, in place."""
     random = np.random.default_rng(seed)
 
@@ -69,3 +70,21 @@ def edited(directory: Path, **changes: Any) -> None:
     file = directory / "config.json"
     fields = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({key: value for key, value in fields.items() if value is not ...}))
+
+
+def golden_arrays(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The inputs of the golden of an encoder, and its outputs."""
+    with np.load(GOLDEN / name / "golden.npz") as file:
+        arrays = dict(file)
+    inputs, outputs = (
+        {key.removeprefix(start): array for key, array in arrays.items() if key.startswith(start)}
+        for start in ("in.", "out.")
+    )
+    return inputs, outputs
+
+
+def encoder_outputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """What an encoder computes, by name; "logits" if it returns an array."""
+    out = nnx.jit(lambda model, inputs: model(**inputs))(model, inputs)
+    named = out._asdict() if isinstance(out, tuple) else {"logits": out}
+    return {key: array for key, array in named.items() if array is not None}

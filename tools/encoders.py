@@ -1,0 +1,113 @@
+"""The encoders of `transformers` that NNX is compared with: tiny random models, and what they compute.
+
+A *case* is a class of `transformers` and the fields of its config that matter. Inputs and outputs are dicts of numpy
+arrays with the names and layouts of NNX: images have their channels last, and the output is called `logits` if the
+model has a head.
+"""
+
+import copy
+import pathlib
+from typing import Any, NamedTuple
+
+import numpy as np
+import reference
+import torch
+import transformers
+
+assert reference.SPECIAL_TOKENS  # imported for its settings: nothing is fetched, and torch uses one thread
+
+Arrays = dict[str, np.ndarray]
+Fields = dict[str, Any]
+
+LENGTH, BATCH = 12, 2
+
+
+class Case(NamedTuple):
+    """A class of `transformers`, and the fields of its config."""
+
+    cls: str
+    fields: Fields
+
+
+_SMALL = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40)
+_BERT = dict(**_SMALL, vocab_size=60, max_position_embeddings=16)
+
+GOLDENS = {
+    "bert": Case("BertModel", _BERT),
+    "bert_masked_lm": Case("BertForMaskedLM", dict(**_BERT, hidden_act="gelu_new")),
+    "bert_classifier": Case("BertForSequenceClassification", dict(**_BERT, num_labels=3)),
+    "bert_tokens": Case("BertForTokenClassification", dict(**_BERT, num_labels=5)),
+    "bert_answers": Case("BertForQuestionAnswering", dict(**_BERT, type_vocab_size=3)),
+}
+
+
+def bert(draw: np.random.Generator) -> Case:
+    """Every task, any number of segments and labels."""
+    heads = int(draw.choice([1, 2, 4]))
+    tasks = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+    task = str(draw.choice(tasks))
+    fields = dict(
+        vocab_size=int(draw.integers(20, 90)),
+        hidden_size=heads * int(draw.choice([6, 8, 12])),
+        num_hidden_layers=int(draw.integers(1, 4)),
+        num_attention_heads=heads,
+        intermediate_size=int(draw.integers(10, 60)),
+        max_position_embeddings=int(draw.integers(LENGTH, 30)),
+        type_vocab_size=int(draw.integers(1, 4)),
+        hidden_act=str(draw.choice(["gelu", "gelu_new", "relu"])),
+        layer_norm_eps=float(draw.choice([1e-12, 1e-5])),
+        num_labels=2 if task == "ForQuestionAnswering" else int(draw.integers(1, 6)),
+    )
+    return Case(f"Bert{task}", fields)
+
+
+RANDOM = {"bert": bert}
+
+
+def make(case: Case, seed: int) -> Any:
+    """Returns a model with random weights that make every one of its parts matter, norms and statistics included."""
+    cls = getattr(transformers, case.cls)
+    model = cls._from_config(cls.config_class(**copy.deepcopy(case.fields)), attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            noise = torch.randn(tensor.shape, generator=generator)
+            if name.endswith("running_var"):
+                tensor.copy_(torch.exp(0.5 * noise))
+            elif not tensor.is_floating_point():
+                continue
+            elif tensor.ndim < 2:
+                tensor.add_(0.3 * noise)
+            else:
+                tensor.copy_(1.5 * noise / max(1, tensor[0].numel()) ** 0.5)
+    return model.float().eval()
+
+
+def load(directory: pathlib.Path, cls: str) -> Any:
+    """Returns the model that `transformers` reads from a directory; every tensor must be given and used."""
+    model, report = getattr(transformers, cls).from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    problems = {name: found for name, found in report.items() if found}
+    assert not problems, f"{directory}: {problems}"
+    assert model.config.architectures == [cls], model.config.architectures
+    return model.eval()
+
+
+def inputs(config: Any, seed: int) -> Arrays:
+    """Returns random inputs for a model of `transformers` with this config."""
+    draw = np.random.default_rng(seed)
+    lengths = np.array([LENGTH, LENGTH - 4])
+    tokens = draw.integers(1, config.vocab_size, (BATCH, LENGTH), np.int32)
+    segments = np.sort(draw.integers(0, config.type_vocab_size, (BATCH, LENGTH), np.int32))
+    return {"tokens": tokens, "segments": segments, "mask": np.arange(LENGTH) < lengths[:, None]}
+
+
+def outputs(model: Any, given: Arrays) -> Arrays:
+    """Returns what a model of `transformers` computes."""
+    names = {"tokens": "input_ids", "segments": "token_type_ids", "mask": "attention_mask"}
+    with torch.no_grad():
+        out = model(**{names[name]: torch.from_numpy(array).long() for name, array in given.items()})
+    if "start_logits" in out:
+        return {"logits": torch.stack([out.start_logits, out.end_logits], dim=-1).numpy()}
+    return {name: out[name].numpy() for name in ("logits", "last_hidden_state", "pooler_output") if name in out}
