@@ -4,6 +4,7 @@ An input has shape `(*batch, *spatial, features)` with any number of batch axes,
 axes is the length of `kernel_size`. The arithmetic is in `convolve`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -33,6 +34,7 @@ from nnx.nn.parameters import (
     InitializerLike,
     default_bias_init,
     default_kernel_init,
+    kernel_init_for,
     make_param,
 )
 from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, default_promote_dtype
@@ -79,6 +81,8 @@ class _Convolution(Module):
         strides: Strides,
         *,
         kernel_features: tuple[int, int],
+        in_axis: int,
+        gaps: Strides,
         padding: PaddingLike,
         padding_names: Sequence[str],
         kernel_dilation: Strides,
@@ -122,6 +126,10 @@ class _Convolution(Module):
         self.precision = precision
         self.promote_dtype = promote_dtype
         self.preferred_element_type = as_optional_dtype(preferred_element_type)
+        # Strides of a transposed convolution and input dilation put zeros between the inputs, so an output sums over
+        # fewer of them than the kernel has entries.
+        gain = float(math.prod(per_dimension(name, "input_dilation", gaps, dimensions)))
+        kernel_init = kernel_init_for(kernel_init, (in_axis,), (-3 - in_axis,), gain=gain)
         self.kernel = make_param(self, kernel_init, ctx, kernel_shape, kernel_metadata)
         self.bias = make_param(self, bias_init, ctx, (out_features,), bias_metadata) if use_bias else None
 
@@ -218,6 +226,8 @@ class Conv(_Convolution):
             kernel_size,
             strides,
             kernel_features=(in_features // feature_group_count, out_features),
+            in_axis=-2,
+            gaps=input_dilation,
             padding=padding,
             padding_names=CONV_PADDINGS,
             kernel_dilation=kernel_dilation,
@@ -334,6 +344,8 @@ class ConvTranspose(_Convolution):
             kernel_size,
             strides,
             kernel_features=(out_features, in_features) if transpose_kernel else (in_features, out_features),
+            in_axis=-1 if transpose_kernel else -2,
+            gaps=strides,
             padding=padding,
             padding_names=TRANSPOSE_PADDINGS,
             kernel_dilation=kernel_dilation,

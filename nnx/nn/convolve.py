@@ -137,10 +137,13 @@ def convolve_transposed(
     )
     periods = [size * stride for size, stride in zip(x.shape[1:-1], strides, strict=True)]
     if padding == "CIRCULAR":
-        # Both ends share the excess. The extra entry of an odd excess goes to the side that makes a layer with
-        # `transpose_kernel` the exact transpose of the `Conv` with the same kernel.
-        beyond = [size - period for size, period in zip(y.shape[1:-1], periods, strict=True)]
-        y = _wrap(y, periods, [(b + 1) // 2 if transpose_kernel else b // 2 for b in beyond])
+        if transpose_kernel:
+            # The first input of the `Conv` with the same kernel meets the middle of that kernel, at any stride.
+            offsets = [(size - 1) * d // 2 for size, d in zip(kernel.shape[:n], kernel_dilation, strict=True)]
+        else:
+            # Both ends share what exceeds the period.
+            offsets = [(size - period) // 2 for size, period in zip(y.shape[1:-1], periods, strict=True)]
+        y = _wrap(y, periods, offsets)
     elif padding == "CAUSAL":
         y = y[:, : periods[0]]
     return _with_bias(y, bias, batch)

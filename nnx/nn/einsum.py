@@ -21,6 +21,7 @@ from nnx.nn.parameters import (
     compiled_initializer,
     default_bias_init,
     default_kernel_init,
+    kernel_init_for,
     make_param,
 )
 from nnx.nn.settings import (
@@ -71,6 +72,13 @@ class _Equation(NamedTuple):
                 KERNEL_AXES.format(equation=self.text, letters=self.kernel, n=len(self.kernel), shape=shape)
             )
         return dict(zip(self.kernel, shape, strict=True))
+
+    def kernel_axes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Returns the kernel's axes by what they are to its initializer: summed over, new, shared with the input."""
+        axes = list(enumerate(self.kernel))
+        summed = tuple(i for i, letter in axes if letter not in self.output)
+        new = tuple(i for i, letter in axes if letter in self.output and letter not in self.inputs)
+        return summed, new, tuple(i for i, letter in axes if letter in self.output and letter in self.inputs)
 
     def check_bias(self, kernel_shape: tuple[int, ...], bias_shape: tuple[int, ...] | None) -> None:
         """Raises `ValueError` unless the bias has the output axes that come from the kernel."""
@@ -149,7 +157,8 @@ class Einsum(Module):
         dtype: the computation dtype; by default, the dtype that input and parameters promote to.
         param_dtype: the dtype in which the parameters are stored.
         precision: the precision of the product, see `jax.lax.Precision`.
-        kernel_init: the initializer of the kernel.
+        kernel_init: the initializer of the kernel. The default finds the axes that are summed over in the equation; if
+            that is passed in the call, they are all but the last.
         bias_init: the initializer of the bias.
         promote_dtype: a replacement for the function that converts input, kernel and bias to one dtype.
         einsum_op: a replacement for `jax.numpy.einsum`.
@@ -197,7 +206,9 @@ class Einsum(Module):
         self.kernel_shape = tuple(kernel_shape)
         self.bias_shape = None if bias_shape is None else tuple(bias_shape)
         if einsum_str is not None:
-            _parse(einsum_str).check_bias(self.kernel_shape, self.bias_shape)
+            equation = _parse(einsum_str)
+            equation.check_bias(self.kernel_shape, self.bias_shape)
+            kernel_init = kernel_init_for(kernel_init, *equation.kernel_axes())
         self.dtype = as_optional_dtype(dtype)
         self.param_dtype = as_dtype(param_dtype)
         self.precision = precision

@@ -174,7 +174,8 @@ class LearnedPositionEmbed(Module):
 
         Args:
             inputs: an array of shape `[batch..., length, features]`.
-            positions: `[batch..., length]` or `[length]`; 0, 1, 2 … by default. Positions outside the table return NaN.
+            positions: `[batch..., length]` or `[length]`; 0, 1, 2 … by default. Positions outside the table, negative
+                ones included, return NaN.
 
         Returns:
             An array with the shape of `inputs`.
@@ -185,7 +186,7 @@ class LearnedPositionEmbed(Module):
                 raise ValueError(TOO_LONG.format(max_length=self.max_length, length=length, shape=inputs.shape))
             vectors = lax.slice_in_dim(self.embedding, 0, length)
         else:
-            vectors = _looked_up(self, self.embedding, positions)
+            vectors = _looked_up(self, self.embedding, positions, from_end=False)
         inputs, vectors = promote_dtype((inputs, vectors), dtype=self.dtype)
         return inputs + split_like(vectors, inputs, range(-vectors.ndim, 0))
 
@@ -250,9 +251,17 @@ def sinusoidal_positions(positions: jax.Array, features: int, *, max_timescale: 
     return jnp.stack((jnp.sin(angles), jnp.cos(angles)), -1).reshape(*positions.shape, features)
 
 
-def _looked_up(layer: Module, table: jax.Array, indices: jax.Array, out_sharding: Any = None) -> jax.Array:
+def _looked_up(
+    layer: Module, table: jax.Array, indices: jax.Array, out_sharding: Any = None, from_end: bool = True
+) -> jax.Array:
+    """Returns the vectors at `indices`; unless `from_end`, negative ones are outside the table."""
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(NOT_INTEGERS.format(layer=type(layer).__name__, dtype=indices.dtype, shape=indices.shape))
+    if indices.dtype.itemsize < 4:
+        # JAX adds the size of the table to negative indices in their own dtype, where it may not fit.
+        indices = indices.astype(jnp.int32)
+    if not from_end:
+        indices = jnp.where(indices < 0, table.shape[0], indices)
     if out_sharding is None:
         out_sharding = result_sharding((indices, range(indices.ndim)), (table, (1,)))
     # "fill" returns NaN outside the table. `table[indices]` would clamp, and return the last vector for a wrong token.

@@ -24,6 +24,7 @@ from nnx.nn.parameters import (
     default_kernel_init,
     initial_value,
     make_param,
+    one_per_entry,
 )
 from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, compiled_body, default_promote_dtype
 from nnx.sharding.explicit import result_sharding, split_like
@@ -198,7 +199,8 @@ class LinearGeneral(Module):
         dtype: the computation dtype; by default, the dtype that input and parameters promote to.
         param_dtype: the dtype in which the parameters are stored.
         kernel_init: the initializer of the kernel. It is called with the matrix shape `(all inputs, all outputs)`, so
-            that it sees the true fan-in, and its result is reshaped to `(*batch, *in_features, *out_features)`.
+            that it sees the true fan-in, once for every entry along the batch axes, and its results are reshaped to
+            `(*batch, *in_features, *out_features)`.
         bias_init: the initializer of the bias, called and reshaped in the same way.
         precision: the precision of the product, see `jax.lax.Precision`.
         promote_dtype: a replacement for the function that converts input, kernel and bias to one dtype.
@@ -269,7 +271,9 @@ class LinearGeneral(Module):
             value = initial_value(self, initializer, ctx, drawn, self.param_dtype)
             return Param(_reshaped(value, stored), **metadata)
 
-        matrix = (math.prod(self.batch_sizes) * math.prod(self.in_features), math.prod(self.out_features))
+        if self.batch_sizes:
+            kernel_init = one_per_entry(kernel_init, math.prod(self.batch_sizes))
+        matrix = (math.prod(self.in_features), math.prod(self.out_features))
         kernel_shape = self.batch_sizes + self.in_features + self.out_features
         self.kernel = param(kernel_init, matrix, kernel_shape, kernel_metadata)
         bias_shape = self.batch_sizes + self.out_features

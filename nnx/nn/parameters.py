@@ -3,6 +3,7 @@
 Initializers are used in the constructor and not kept, so that two layers built by the same code are equal.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -11,8 +12,8 @@ import jax
 from jax.typing import DTypeLike
 
 from nnx.core.context import Context
-from nnx.core.variables import Param
-from nnx.nn.initializers import Initializer, lecun_normal, ones, zeros
+from nnx.core.variables import ContainerMetadata, Param
+from nnx.nn.initializers import Initializer, lecun_normal, ones, variance_scaling, zeros
 
 InitializerLike = Callable[..., Any]
 """An initializer, or one wrapped by `nnx.with_metadata` or `nnx.with_partitioning`."""
@@ -37,6 +38,58 @@ default_bias_init: InitializerLike = zeros()
 default_scale_init: InitializerLike = ones()
 
 _KEYLESS = (zeros, zeros(), ones, ones())
+
+
+@functools.cache
+def _default_for(
+    in_axes: tuple[int, ...], out_axes: tuple[int, ...], batch_axes: tuple[int, ...], gain: float
+) -> InitializerLike:
+    made = variance_scaling(gain, "fan_in", "truncated_normal", in_axes, out_axes, batch_axes)
+    return compiled_initializer(made)
+
+
+def kernel_init_for(
+    initializer: InitializerLike,
+    in_axes: tuple[int, ...],
+    out_axes: tuple[int, ...],
+    batch_axes: tuple[int, ...] = (),
+    *,
+    gain: float = 1.0,
+) -> InitializerLike:
+    """Returns the default initializer of kernels for a kernel with these axes; any other initializer unchanged.
+
+    The default assumes that the last two axes are inputs and outputs. Other initializers have their own arguments for
+    that.
+
+    Args:
+        initializer: the initializer the layer was given.
+        in_axes: the axes of the kernel that are summed over.
+        out_axes: the axes that become axes of the output; those in neither are summed over as well.
+        batch_axes: the axes along which every entry is a kernel by itself.
+        gain: the size of those axes divided by the number of their entries that one output sums over.
+    """
+    return _default_for(in_axes, out_axes, batch_axes, gain) if initializer is default_kernel_init else initializer
+
+
+def one_per_entry(initializer: InitializerLike, entries: int) -> InitializerLike:
+    """Returns an initializer that calls this one for every entry of a new first axis, each with a key of its own."""
+    if initializer in _KEYLESS:
+        return lambda key, shape, dtype: initializer(key, (entries, *shape), dtype)
+
+    def drawn(key: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        metadata: list[Mapping[str, Any]] = []
+
+        def one(key: Any) -> Any:
+            value = initializer(key, shape, dtype)
+            if isinstance(value, ContainerMetadata):
+                metadata.append(value.metadata)
+                value = value.value
+            return value
+
+        values = jax.vmap(one)(jax.random.split(key, entries))
+        return ContainerMetadata(values, metadata[0]) if metadata else values
+
+    return drawn
 
 
 def initial_value(

@@ -79,8 +79,22 @@ def _run_with(layer: Module, weights: State, args: tuple[Any, ...], kwargs: dict
     return out
 
 
-def _unit(x: Array, epsilon: float) -> Array:
-    return x * lax.rsqrt(jnp.sum(lax.square(x), keepdims=True) + epsilon)
+def _squared_norm(x: Array, axes: tuple[int, ...] | None = None) -> Array:
+    """Returns the sum of `|x|²`, which is real for complex `x`; the axes stay with size 1."""
+    squares = lax.square(x.real) + lax.square(x.imag) if jnp.iscomplexobj(x) else lax.square(x)
+    return jnp.sum(squares, axes, keepdims=True)
+
+
+def _scaled(x: Array, axes: tuple[int, ...] | None = None) -> Array:
+    """Returns `x` with its largest entry brought to 1, so that squares neither underflow nor overflow."""
+    largest = lax.stop_gradient(jnp.max(jnp.abs(x), axes, keepdims=True))
+    return x / jnp.where(largest > 0, largest, 1)
+
+
+def _unit(x: Array, otherwise: Array, epsilon: float) -> Array:
+    """Returns `x` with norm 1, or `otherwise` if `x` is too short to have a direction."""
+    norm = jnp.sqrt(_squared_norm(x))
+    return jnp.where(norm > epsilon, x / jnp.where(norm > epsilon, norm, 1), otherwise)
 
 
 @partial(jax.jit, static_argnames=("n_steps", "epsilon", "dtype"))
@@ -92,15 +106,17 @@ def _spectral(weight: Array, u: Array, *, n_steps: int, epsilon: float, dtype: A
     out_dtype = infer_dtype((weight,), dtype)
     wide = cast(weight, statistics_dtype(weight.dtype))
     matrix = jnp.reshape(wide, (-1, weight.shape[-1]))  # (inputs, outputs)
-    fixed = lax.stop_gradient(matrix)
+    fixed = _scaled(lax.stop_gradient(matrix))
 
+    # u: (1, outputs), v: (1, inputs). A weight of zeros has no direction, so the vectors stay what they are: a stored
+    # `u` of zeros would never recover.
     def step(_: int, vectors: tuple[Array, Array]) -> tuple[Array, Array]:
-        v = _unit(vectors[0] @ fixed.T, epsilon)
-        return _unit(v @ fixed, epsilon), v
+        u, v = vectors
+        v = _unit(u @ fixed.T, v, epsilon)
+        return _unit(v @ fixed.conj(), u, epsilon), v
 
-    # u: (1, outputs), v: (1, inputs)
     u, v = lax.fori_loop(0, n_steps, step, (cast(u, wide.dtype), jnp.zeros_like(fixed[:, 0])[None]))
-    sigma = (v @ matrix @ u.T)[0, 0]
+    sigma = (v.conj() @ matrix @ u.T)[0, 0].real
     normalized = wide / jnp.where(sigma != 0, sigma, 1)
     return cast(normalized, out_dtype), u, sigma
 
@@ -114,9 +130,9 @@ class SpectralNorm(Module):
     Args:
         layer_instance: the layer.
         n_steps: the number of steps of power iteration per call.
-        epsilon: a small number added to squared norms.
+        epsilon: a bound; power iteration keeps a vector that would become shorter, relative to the largest weight.
         dtype: the dtype of the normalized weights; by default, that of the stored ones.
-        param_dtype: the dtype of the stored vectors, which use at least float32.
+        param_dtype: the dtype of the stored vectors, which use at least float32, and are complex if the weights are.
         error_on_non_matrix: whether weights with more than two axes are an error.
         update_stats: whether a call stores the refined `u` and `sigma` (`BatchStat`); `None` to decide in the call or
             by the Context flag of that name. `train()` sets it to true, `eval()` to false.
@@ -166,9 +182,11 @@ class SpectralNorm(Module):
         for path, leaf in _weights(self, layer_instance, Param, 2).items():
             if error_on_non_matrix and leaf.value.ndim > 2:
                 raise ValueError(NOT_A_MATRIX.format(path=path, shape=leaf.value.shape))
-            first = initial_value(self, normal(1.0), ctx, (1, leaf.value.shape[-1]), stat_dtype)
+            is_complex = jnp.iscomplexobj(leaf.value)
+            vector_dtype = jnp.promote_types(stat_dtype, jnp.complex64) if is_complex else stat_dtype
+            first = initial_value(self, normal(1.0), ctx, (1, leaf.value.shape[-1]), vector_dtype)
             vectors[_key(path)] = BatchStat(first)
-            values[_key(path)] = BatchStat(jnp.ones((), stat_dtype))
+            values[_key(path)] = BatchStat(jnp.ones((), jnp.finfo(stat_dtype).dtype))
         self.u = Dict(vectors)
         self.sigma = Dict(values)
 
@@ -203,7 +221,8 @@ def _weight_norm(
     wide = cast(weight, statistics_dtype(weight.dtype))
     features = () if feature_axes is None else tuple(axis % weight.ndim for axis in feature_axes)
     axes = tuple(axis for axis in range(weight.ndim) if axis not in features)
-    normalized = wide * lax.rsqrt(jnp.sum(lax.square(wide), axes, keepdims=True) + epsilon)
+    scaled = _scaled(wide, axes)
+    normalized = scaled * lax.rsqrt(_squared_norm(scaled, axes) + epsilon)
     if scale is not None:
         layout = tuple(size if axis in features else 1 for axis, size in enumerate(weight.shape))
         normalized = normalized * jnp.reshape(scale, layout)
@@ -222,7 +241,7 @@ class WeightNorm(Module):
             `None` for one norm and one scale per weight.
         use_scale: whether there is a learned scale.
         scale_init: the initializer of the scales.
-        epsilon: a small number added to squared norms.
+        epsilon: a small number added to squared norms, relative to the largest weight.
         dtype: the dtype of the normalized weights; by default, the dtype that stored weights and scales promote to.
         param_dtype: the dtype in which the scales are stored.
         variable_filter: a filter that picks the Variables to normalize; by default, those named `kernel`.

@@ -76,10 +76,22 @@ def test_circular_convolution_commutes_with_shifts():
         np.testing.assert_allclose(shifted, jnp.roll(layer(x), (2, 1), (0, 1)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kernel_size, stride, dilation", [(4, 1, 1), (3, 3, 1), (3, 2, 2), (4, 4, 1), (5, 4, 2)])
+def test_transposed_circular_convolution_is_the_transpose_of_the_circular_convolution(kernel_size, stride, dilation):
+    options = {"padding": "CIRCULAR", "kernel_dilation": dilation, "use_bias": False, "ctx": nnx.context(0)}
+    layer = nnx.Conv(2, 3, (kernel_size,), stride, **options)
+    transposed = nnx.ConvTranspose(3, 2, (kernel_size,), stride, transpose_kernel=True, **options)
+    transposed.kernel = layer.kernel
+    x, y = normal(3 * stride, 2), normal(3, 3)
+    expected = jax.linear_transpose(layer, x)(y)[0]
+    np.testing.assert_allclose(transposed(y), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("padding", ["SAME", "VALID", 1])
 def test_input_dilation_is_a_convolution_of_the_spread_input(padding):
     layer = conv(2, 3, (3,), padding=padding, input_dilation=2)
     plain = conv(2, 3, (3,), padding=padding)
+    plain.kernel = layer.kernel
     x = normal(4, 2)
     spread = jnp.zeros((7, 2)).at[::2].set(x)
     np.testing.assert_allclose(layer(x), plain(spread), rtol=1e-4, atol=1e-5)

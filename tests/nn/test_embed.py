@@ -120,3 +120,18 @@ def test_positions_layers_refuse_wrong_shapes(make):
         layer(jnp.ones(4))
     with pytest.raises(ValueError, match=r"expected positions of shape \(2, 3\) or \(3,\)"):
         layer(jnp.ones((2, 3, 4)), jnp.zeros((2, 2), jnp.int32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.int32])
+def test_small_integers_find_the_same_vectors(dtype):
+    numbers = nnx.Embed(300, 1, embedding_init=lambda *_: jnp.arange(300.0)[:, None], ctx=nnx.context(0))
+    tokens = [0, 5, 127] if jnp.issubdtype(dtype, jnp.unsignedinteger) else [0, 5, 127, -1, -128]
+    found = numbers(jnp.array(tokens, dtype))[:, 0]
+    np.testing.assert_array_equal(found, np.arange(300.0)[tokens])
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32])
+def test_negative_positions_are_outside_the_table(dtype):
+    layer = nnx.LearnedPositionEmbed(300, 1, ctx=nnx.context(0))
+    y = layer(jnp.zeros((3, 1)), positions=jnp.array([-1, 0, -100], dtype))[:, 0]
+    assert jnp.isnan(y).tolist() == [True, False, True]

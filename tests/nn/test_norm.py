@@ -174,6 +174,42 @@ def test_spectral_norm_brings_the_largest_singular_value_to_one():
     assert float(layer.sigma["kernel"]) == pytest.approx(float(jnp.linalg.norm(kernel, 2)), rel=1e-4)
 
 
+def test_spectral_norm_survives_a_kernel_of_zeros():
+    ctx = nnx.context(0)
+    layer = nnx.SpectralNorm(nnx.Linear(6, 4, use_bias=False, ctx=ctx), n_steps=50, ctx=ctx)
+    kernel = layer.layer_instance.kernel
+    layer.layer_instance.kernel = jnp.zeros_like(kernel)
+    np.testing.assert_array_equal(layer(jnp.eye(6)), 0)
+    layer.layer_instance.kernel = kernel
+    assert float(jnp.linalg.norm(layer(jnp.eye(6)), 2)) == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-8, 1e25])
+def test_weights_of_any_size_are_normalized(size):
+    ctx = nnx.context(0)
+    inner = nnx.Linear(6, 4, use_bias=False, ctx=ctx)
+    inner.kernel *= size
+    spectral = nnx.SpectralNorm(inner, n_steps=50, ctx=ctx)
+    assert float(jnp.linalg.norm(spectral(jnp.eye(6)), 2)) == pytest.approx(1.0, rel=1e-4)
+    np.testing.assert_allclose(jnp.linalg.norm(nnx.WeightNorm(inner)(jnp.eye(6)), axis=0), 1.0, rtol=1e-5)
+
+
+def test_complex_weights_are_normalized_by_their_modulus():
+    ctx = nnx.context(0)
+    inner = nnx.Linear(6, 4, use_bias=False, param_dtype=jnp.complex64, ctx=ctx)
+    spectral = nnx.SpectralNorm(inner, n_steps=50, ctx=ctx)
+    identity = jnp.eye(6, dtype=jnp.complex64)
+    assert float(jnp.linalg.norm(spectral(identity), 2)) == pytest.approx(1.0, rel=1e-4)
+    assert float(spectral.sigma["kernel"]) == pytest.approx(float(jnp.linalg.norm(inner.kernel, 2)), rel=1e-4)
+    np.testing.assert_allclose(jnp.linalg.norm(nnx.WeightNorm(inner)(identity), axis=0), 1.0, rtol=1e-5)
+
+
+def test_weight_norm_of_zeros_has_a_finite_gradient():
+    layer = nnx.WeightNorm(nnx.Linear(6, 4, kernel_init=nnx.initializers.zeros(), ctx=nnx.context(0)))
+    for gradient in jax.tree.leaves(nnx.grad(lambda layer: layer(jnp.ones(6)).sum())(layer)):
+        assert jnp.isfinite(gradient).all()
+
+
 def test_spectral_norm_changes_its_estimate_only_when_told_to():
     ctx = nnx.context(0)
     layer = nnx.SpectralNorm(nnx.Conv(2, 3, (3,), ctx=ctx), ctx=ctx)
