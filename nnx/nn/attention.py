@@ -18,7 +18,7 @@ from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.nn.activation_names import named
 from nnx.nn.attention_kernel import Implementation
-from nnx.nn.dot_product import dot_product_attention
+from nnx.nn.dot_product import check_dropout_rate, dot_product_attention
 from nnx.nn.kv_cache import KVCache, LayerCache, causal_options, visible_part
 from nnx.nn.linear import DotGeneral, LinearGeneral
 from nnx.nn.norm import LayerNorm, RMSNorm
@@ -203,6 +203,7 @@ class MultiHeadAttention(Module):
             raise ValueError(KV_HEADS_DO_NOT_DIVIDE.format(heads=num_heads, got=num_kv_heads))
         if sliding_window is not None and sliding_window < 1:
             raise ValueError(EMPTY_WINDOW.format(got=sliding_window))
+        check_dropout_rate("MultiHeadAttention", dropout_rate)
         head_dim = qkv_features // num_heads
         if rotary is not None and rotary.head_dim != head_dim:
             raise ValueError(WRONG_ROTARY.format(expected=head_dim, got=rotary.head_dim))

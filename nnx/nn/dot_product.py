@@ -6,7 +6,7 @@ head_dim]` with `heads` a multiple of `kv_heads` (grouped-query attention). Ther
 - **cudnn**, the fused kernel of NVIDIA GPUs, which never writes the attention weights to memory;
 - **xla**, the same through `jax.nn.dot_product_attention` without a fused kernel;
 - the *explicit* weights below, also "xla", for what the other two cannot do: dropout, returning the weights, a soft
-  cap, a `precision`, values with a different head size, float16 off the GPU, and no keys at all.
+  cap, a `precision`, values with a different head size, float64, float16 off the GPU, and no keys at all.
 
 `attention_kernel` decides which kernel a call uses. A query that sees no key returns zeros with each of them: left
 alone, the kernels disagree on such a query (the average of all values, zeros or NaN, depending on what hides the keys).
@@ -32,6 +32,7 @@ NO_DROPOUT_KEY = (
     "dot_product_attention: dropout_rate={rate} needs a key: pass dropout_rng=ctx.make_rng('dropout'), or "
     "deterministic=True."
 )
+RATE_OUT_OF_RANGE = "{caller}: dropout_rate is a probability, a number from 0 to 1, got {got!r}."
 CANNOT_FUSE = "dot_product_attention: implementation='cudnn' is not possible here: {obstacle}."
 UNKNOWN_IMPLEMENTATION = "dot_product_attention: expected implementation 'cudnn', 'xla' or None, got {got!r}."
 NOT_HEADS = "dot_product_attention: expected three arrays of shape [batch..., length, heads, head_dim], got {shapes}."
@@ -84,7 +85,8 @@ def dot_product_attention(
         query: `[batch..., query_length, heads, head_dim]` with any number of batch axes, including none.
         key: `[batch..., key_length, kv_heads, head_dim]`; each key head serves `heads // kv_heads` query heads.
         value: `[batch..., key_length, kv_heads, value_dim]`.
-        bias: an array to add to the logits; broadcasts to `[batch..., heads, query_length, key_length]`.
+        bias: an array to add to the logits; broadcasts to `[batch..., heads, query_length, key_length]`. Minus infinity
+            hides a key. No bias, however low, makes a query see keys that the other arguments hide.
         mask: an array that is true (nonzero) where a query may attend to a key; broadcasts to the same shape.
         broadcast_dropout: whether to drop the same weights in all batch rows and heads.
         dropout_rng: the key for dropout.
@@ -126,6 +128,7 @@ def dot_product_attention(
         if lengths is not None and lengths.shape != batch:
             raise ValueError(WRONG_LENGTHS.format(name=name, expected=batch, got=lengths.shape))
 
+    check_dropout_rate("dot_product_attention", dropout_rate)
     dropout = dropout_rate > 0.0 and not deterministic
     if dropout and dropout_rng is None:
         raise ValueError(NO_DROPOUT_KEY.format(rate=dropout_rate))
@@ -161,7 +164,7 @@ def dot_product_attention(
         or module is not None
         or value.shape[-1] != key.shape[-1]
         or key.shape[-3] == 0
-        or (implementation == "xla" and query.dtype == jnp.float16)
+        or (implementation == "xla" and query.dtype in (jnp.float16, jnp.float64))
     )
     if not explicit:
         return _delegated(*arrays, **visibility, implementation=implementation)
@@ -177,6 +180,12 @@ def dot_product_attention(
     if module is not None:
         module.sow(Intermediate, "attention_weights", weights)
     return out
+
+
+def check_dropout_rate(caller: str, rate: float) -> None:
+    """Raises `ValueError` unless the rate is a probability."""
+    if not 0 <= rate <= 1:
+        raise ValueError(RATE_OUT_OF_RANGE.format(caller=caller, got=rate))
 
 
 def checked_batch(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
@@ -225,14 +234,14 @@ def _delegated(
     """Attends with `jax.nn.dot_product_attention`, which takes exactly one batch axis."""
     batch = query.shape[:-3]
     lengths = (query.shape[-3], key.shape[-3])
-    seen = None if assume_seen else _seen(mask, *lengths, key_lengths, is_causal, window)
+    seen = None if assume_seen else _seen(mask, bias, *lengths, key_lengths, is_causal, window)
     # cuDNN's window is a causal one with a left bound; `fusion_obstacle` lets no other window through.
     if implementation == "cudnn" and window is not None:
         is_causal, window = True, (window[0], 0)
     if mask is not None:
         mask = _one_batch_axis(mask.astype(bool), batch)
     if bias is not None:
-        bias = _one_batch_axis(bias, batch)
+        bias = _one_batch_axis(_bounded(bias), batch)
     # cuDNN does not broadcast the last two axes of a mask, and takes a bias only in the dtype of the queries.
     if implementation == "cudnn":
         mask = None if mask is None else jnp.broadcast_to(mask, (*mask.shape[:2], *lengths))
@@ -291,20 +300,21 @@ def _explicit(
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     if bias is not None:
-        logits = logits + bias.astype(wide)
+        logits = logits + _bounded(bias).astype(wide)
 
     visible = _visible(mask, query_length, key_length, key_lengths, is_causal, window)
     if visible is not None:
         logits = jnp.where(visible, logits, _MASKED)
     weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
-    seen = None if assume_seen else _seen(mask, query_length, key_length, key_lengths, is_causal, window)
+    seen = None if assume_seen else _seen(mask, bias, query_length, key_length, key_lengths, is_causal, window)
     if seen is not None:
         weights = jnp.where(seen, weights, 0)
 
     if dropout_rng is not None:
         shape = weights.shape[-2:] if broadcast_dropout else weights.shape
         keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
-        weights = jnp.where(keep, weights / (1.0 - dropout_rate), 0.0).astype(query.dtype)
+        # At a rate of 1 nothing is kept, and the gradient of a division by zero would be NaN.
+        weights = jnp.where(keep, weights / (1.0 - dropout_rate or 1.0), 0.0).astype(query.dtype)
 
     grouped = weights.reshape(*batch, kv_heads, heads // kv_heads, query_length, key_length)
     out = jnp.einsum("...kgts,...skh->...tkgh", grouped, value, precision=precision)
@@ -339,8 +349,17 @@ def _visible(
     return visible
 
 
+def _bounded(bias: jax.Array) -> jax.Array:
+    """Returns a bias whose entries are above the logit of a hidden key, so that this is never the largest of a row."""
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        return bias
+    lowest = -0.3 * min(float(jnp.finfo(bias.dtype).max), float(jnp.finfo(jnp.float32).max))
+    return jnp.maximum(bias, jnp.asarray(lowest, bias.dtype))
+
+
 def _seen(
     mask: jax.Array | None,
+    bias: jax.Array | None,
     query_length: int,
     key_length: int,
     key_lengths: jax.Array | None,
@@ -351,8 +370,10 @@ def _seen(
 
     The result has at least three axes and broadcasts to `[batch..., heads, query_length, 1]`.
     """
-    if mask is not None:
+    if mask is not None or bias is not None:
         visible: Any = _visible(mask, query_length, key_length, key_lengths, is_causal, window)
+        if bias is not None:
+            visible = bias > -jnp.inf if visible is None else visible & (bias > -jnp.inf)
         seen = visible.any(-1, keepdims=True)
         return seen.reshape((1,) * (3 - seen.ndim) + seen.shape)
 
