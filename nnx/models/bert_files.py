@@ -41,9 +41,7 @@ _BODY = (
     Entry("embeddings.position_embeddings.weight", ("positions/embedding",)),
     Entry("embeddings.token_type_embeddings.weight", ("segments/embedding",)),
     *norm("embeddings.LayerNorm", "norm"),
-    *attention(
-        f"{_LAYER}.attention", ("self.query", "self.key", "self.value", "output.dense"), "layers/{}/attention"
-    ),
+    *attention(f"{_LAYER}.attention", ("self.query", "self.key", "self.value", "output.dense"), "layers/{}/attention"),
     *norm(f"{_LAYER}.attention.output.LayerNorm", "layers/{}/attention_norm"),
     *linear(f"{_LAYER}.intermediate.dense", "layers/{}/mlp/layers/0"),
     *linear(f"{_LAYER}.output.dense", "layers/{}/mlp/layers/1"),
