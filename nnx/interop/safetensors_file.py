@@ -9,9 +9,7 @@ Tensors are read into fresh memory rather than copied from a memory map: the pag
 the process as long as the map exists, which would make a load peak at twice the size of the model.
 """
 
-import contextlib
 import math
-import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from nnx.core.aligned_memory import aligned_bytes
 from nnx.interop.safetensors_header import INVALID, MAX_LENGTH, Header, Tensor, make_header, parse_header
 from nnx.training.checksum import checksum
 from nnx.training.manifest import CheckpointError
@@ -40,6 +39,7 @@ class TensorFile:
         path: the path of the file.
         tensors: the tensors it contains, by name.
         metadata: the text stored with them, by name.
+        chunk: the size of a chunk in bytes.
     """
 
     tensors: dict[str, Tensor]
@@ -54,7 +54,7 @@ class TensorFile:
         try:
             self._start, header = _read_header(path, self._file)
             self.tensors, self.metadata = header
-            self._chunk, self._checksums = _parse_checksums(path, header)
+            self.chunk, self._checksums = _parse_checksums(path, header)
         except BaseException:
             self.close()
             raise
@@ -68,6 +68,11 @@ class TensorFile:
     def close(self) -> None:
         """Closes the file; arrays that `mapped` returned stay valid."""
         self._file.close()
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the file has the checksums that NNX writes."""
+        return bool(self._checksums)
 
     def mapped(self) -> dict[str, np.ndarray]:
         """Returns every tensor as a read-only view of the file; its bytes are read when they are used."""
@@ -109,8 +114,8 @@ class TensorFile:
             row = math.prod(shape[1:]) * tensor.dtype.itemsize
             first, last = start * row, stop * row
             shape = (stop - start, *shape[1:])
-        buffer = _aligned_bytes(last - first) if into is None else into[: last - first]
-        chunks = range(first // self._chunk, -(-last // self._chunk))
+        buffer = aligned_bytes(last - first) if into is None else into[: last - first]
+        chunks = range(first // self.chunk, -(-last // self.chunk))
 
         def read_chunk(chunk: int) -> None:
             self._read_chunk(name, chunk, buffer, first, last, verify)
@@ -126,7 +131,7 @@ class TensorFile:
     def _read_chunk(self, name: str, chunk: int, buffer: np.ndarray, first: int, last: int, verify: bool) -> None:
         """Reads the overlap of a chunk with the bytes `[first:last]` of a tensor, which the buffer will hold."""
         tensor = self.tensors[name]
-        start, stop = chunk * self._chunk, min((chunk + 1) * self._chunk, tensor.nbytes)
+        start, stop = chunk * self.chunk, min((chunk + 1) * self.chunk, tensor.nbytes)
         low, high = max(start, first), min(stop, last)
         wanted = buffer[low - first : high - first]
         expected = self._checksums[name][chunk] if verify and name in self._checksums else None
@@ -134,7 +139,7 @@ class TensorFile:
             whole = wanted
             self._read_at(tensor.start + low, wanted)
         else:  # a checksum can only be verified over the whole chunk
-            whole = _aligned_bytes(stop - start)
+            whole = aligned_bytes(stop - start)
             self._read_at(tensor.start + start, whole)
             wanted[:] = whole[low - start : high - start]
         if expected is not None and checksum(whole) != expected:
@@ -208,35 +213,6 @@ def _parse_checksums(path: Path, header: Header) -> tuple[int, dict[str, Sequenc
 
 def _chunk_count(tensor: Tensor, chunk: int) -> int:
     return -(-tensor.nbytes // chunk)
-
-
-def _aligned_bytes(size: int) -> np.ndarray:
-    """Returns memory that JAX can use without copying it: on a CPU, XLA requires an alignment of 64 bytes."""
-    if size >= 2**20 and hasattr(mmap, "MAP_ANONYMOUS"):
-        # Allocated by the system, which gets it back as soon as it is freed: malloc would keep and fragment large
-        # blocks, which made a sharded load peak at 1.35 times the size of the model.
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            # As NumPy does: a page fault per 4 KB would cost more than the read. A kernel without huge pages refuses.
-            with contextlib.suppress(OSError):
-                pages.madvise(mmap.MADV_HUGEPAGE)
-        return np.frombuffer(pages, np.uint8)
-    memory = np.empty(size + 63, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + size]
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns a new array, without values yet, that JAX can use without copying it."""
-    dtype = np.dtype(dtype)
-    return _aligned_bytes(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
-
-
-def aligned_copy(array: np.ndarray) -> np.ndarray:
-    """Returns a contiguous copy that JAX can use without copying it again."""
-    copy = aligned_empty(array.shape, array.dtype)
-    np.copyto(copy, array)
-    return copy
 
 
 def _first_line(error: Exception) -> str:

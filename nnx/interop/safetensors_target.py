@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx.core.aligned_memory import aligned_copy
 from nnx.core.load_report import LoadReport
 from nnx.core.placing import bound_sharding
-from nnx.interop.safetensors_file import TensorFile, aligned_copy
+from nnx.interop.safetensors_file import TensorFile
 from nnx.interop.safetensors_header import INVALID, Tensor
 from nnx.training.entries import Entries, resolve_alias
 from nnx.training.manifest import CheckpointError

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx.interop.safetensors_file import THREADS, TensorFile, aligned_empty
+from nnx.core.aligned_memory import aligned_zeros
+from nnx.interop.safetensors_file import THREADS, TensorFile
 from nnx.models.tables import Layout, Shape
 
 Bounds = tuple[tuple[int, int], ...]
@@ -24,7 +25,9 @@ Bounds = tuple[tuple[int, int], ...]
 # The rows and columns of a tile, the part of a matrix that is transposed at once: half a megabyte of bfloat16, which
 # stays in the cache of a core.
 _TILE = (128, 2048)
-_SCRATCH = 2**23  # bytes that a thread reads at once; it uses the same memory again and again
+# The bytes that a thread reads at once, again and again into the same memory: few enough to stay in the cache of a
+# core, and to divide even a small matrix among the threads.
+_SCRATCH = 2**20
 
 
 class Piece(NamedTuple):
@@ -97,48 +100,57 @@ class Reader:
         if not stacked:
             return self._read(pieces[0], bounds, dtype, None)
         (first, last), inner = bounds[0], bounds[1:]
-        part = aligned_empty((last - first, *_sizes(inner)), dtype)
+        part = aligned_zeros((last - first, *_sizes(inner)), dtype)
         for i in range(first, last):
             self._read(pieces[i], inner, dtype, part[i - first, ...])  # `...`: an array even of a scalar
         return part
 
     def _read(self, piece: Piece, bounds: Bounds, dtype: Any, into: np.ndarray | None) -> np.ndarray:
         inputs, whole = piece.layout.inputs or 0, _whole(piece.shape)
-        if piece.layout.transposed and (*bounds[:inputs], whole[inputs], *bounds[inputs + 1 :]) == whole:
-            into = aligned_empty(_sizes(bounds), dtype) if into is None else into
-            self._stream(piece, bounds[inputs], into)
+        others = (*range(1, inputs), *range(inputs + 1, len(bounds)))
+        if piece.layout.transposed and all(bounds[axis] == whole[axis] for axis in others):
+            into = aligned_zeros(_sizes(bounds), dtype) if into is None else into
+            self._read_transposed(piece, bounds, into)
             return into
         view = self._view(piece, bounds)
         if into is None:
             if view.dtype == dtype and view.flags.c_contiguous:
                 self._forget()  # the caller keeps these rows, and no other device needs them
                 return view
-            into = aligned_empty(view.shape, dtype)
+            into = aligned_zeros(view.shape, dtype)
         _convert(view, into)
         return into
 
-    def _stream(self, piece: Piece, outputs: tuple[int, int], into: np.ndarray) -> None:
-        """Reads whole rows of a transposed tensor, a few at a time, and writes each into a column of the parameter."""
+    def _read_transposed(self, piece: Piece, bounds: Bounds, into: np.ndarray) -> None:
+        """Reads a rectangle of a transposed tensor, a few rows at a time, each into a column of the parameter."""
         inputs = piece.layout.inputs or 0
-        step = math.prod(piece.shape[inputs + 1 :])
-        first, last = piece.offset + outputs[0] * step, piece.offset + outputs[1] * step
-        columns = into.reshape(math.prod(piece.shape[:inputs]), last - first)
-        size = len(columns) * piece.file.tensors[piece.name].dtype.itemsize
+        output_step, input_step = math.prod(piece.shape[inputs + 1 :]), math.prod(piece.shape[1:inputs])
+        first, last = (piece.offset + n * output_step for n in bounds[inputs])
+        width = piece.shape[0] * input_step
+        low, high = (n * input_step for n in bounds[0])
+        columns = into.reshape(high - low, last - first)
+        tile = width * piece.file.tensors[piece.name].dtype.itemsize * _TILE[0]
+        # Parts of a chunk with a checksum are read with the rest of it, so there should be few of them.
+        scratch = 2 * piece.file.chunk if piece.file.has_checksums else _SCRATCH
         # Whole tiles, so that no cache line of the result is written by two threads.
-        count = max(1, _SCRATCH // (size * _TILE[0])) * _TILE[0]
+        count = max(1, scratch // tile) * _TILE[0]
+        # The next device needs other columns of the same rows.
+        kept = None if (low, high) == (0, width) else self._read_rows(piece, first, last)
 
         def copy(start: int) -> None:
             stop = min(start + count, last)
-            if not hasattr(self._local, "scratch") or len(self._local.scratch) < size * count:
-                self._local.scratch = np.empty(size * count, np.uint8)
-            rows = piece.file.read(piece.name, start, stop, into=self._local.scratch)
-            _transpose(rows, columns[:, start - first : stop - first])
+            rows = self._scratch_rows(piece, start, stop) if kept is None else kept[start - first : stop - first]
+            _transpose(rows[:, low:high], columns[:, start - first : stop - first])
 
-        starts = range(first, last, count)
-        if len(starts) == 1:
-            copy(first)
-        else:
-            list(self._pool.map(copy, starts))
+        list(self._pool.map(copy, range(first, last, count)))
+
+    def _scratch_rows(self, piece: Piece, start: int, stop: int) -> np.ndarray:
+        """Reads rows of a tensor into memory that this thread uses again for the next ones."""
+        tensor = piece.file.tensors[piece.name]
+        size = (stop - start) * tensor.nbytes // tensor.shape[0]
+        if not hasattr(self._local, "scratch") or len(self._local.scratch) < size:
+            self._local.scratch = np.empty(size, np.uint8)
+        return piece.file.read(piece.name, start, stop, into=self._local.scratch)
 
     def _view(self, piece: Piece, bounds: Bounds) -> np.ndarray:
         """Reads the rows of a tensor that hold a part of a parameter, and returns the part as a view of them."""

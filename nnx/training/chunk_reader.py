@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from nnx.core.aligned_memory import aligned_zeros
 from nnx.core.files import inside, open_regular
 from nnx.training.checksum import BLOCK, checksum
 from nnx.training.chunks import Box, Chunk, parse_index
@@ -124,7 +125,7 @@ class ChunkReader:
         jobs: list[tuple[Chunk, list[tuple[Box, np.ndarray]], bool]] = []
         for path, boxes in wanted.items():
             dtype = self._manifest.entries[path].data_dtype
-            found[path] = [_aligned_zeros(box.shape, dtype) for box in boxes]
+            found[path] = [aligned_zeros(box.shape, dtype) for box in boxes]
             places = list(zip(boxes, found[path], strict=True))
             jobs += [(chunk, places, verify) for chunk in self._needed(path, boxes)]
         self._for_each(lambda job: self._read_chunk(*job), jobs)
@@ -193,14 +194,6 @@ class ChunkReader:
         self._workers.close()
         for file in self._files.values():
             file.close()
-
-
-def _aligned_zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns zeros, so that a gap never shows old data, at an address that XLA can use without copying."""
-    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    memory = np.zeros(count + 64, np.uint8)
-    first = -memory.ctypes.data % 64
-    return memory[first : first + count].view(dtype).reshape(shape)
 
 
 def _contiguous_part(chunk: Box, box: Box, array: np.ndarray) -> np.ndarray | None:
