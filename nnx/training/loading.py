@@ -119,12 +119,13 @@ class Loading:
         self._directory, self._target = directory, target
         self._strict, self._cast, self._verify, self._rename = strict, cast, verify, rename
         self._reader: ChunkReader | OrbaxReader | None = None
+        self._first: dict[str, Any] = {}
         self.report: LoadReport = LoadReport()
 
     def run(self) -> Any:
         try:
             self._agree()
-            if self._first is not None:
+            if len(self._groups) == 1:
                 return self._entries.fill(self._first)
             with _no_interrupt():
                 return self._fill_part_by_part()
@@ -157,6 +158,7 @@ class Loading:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+        self._first = {}  # frees what a failed attempt has read
         before = _manifest_identity(self._directory)
         try:
             self._prepare()
@@ -181,11 +183,12 @@ class Loading:
         if any(manifest.entries[saved].has_data for saved in self._found.values()):
             self._reader = _reader(self._directory, manifest, self._verify)
         self._groups = self._grouped()
-        # Data that are read in one go are verified while they are read. Otherwise they are read twice: first everything
-        # is verified and dropped, because nothing in the target may change before the last byte is known to be good.
-        self._first: dict[str, Any] | None = self._values(self._groups[0]) if len(self._groups) == 1 else None
-        if self._first is None and self._verify and self._reader is not None:
-            self._reader.check({path: boxes for group in self._groups for path, boxes in self._boxes(group).items()})
+        # The first group is verified while it is read. The others are read twice: now, to be verified and dropped, and
+        # again once nothing can fail anymore, because keeping them would take the memory of a second target.
+        self._first = self._values(self._groups[0])
+        if self._verify and self._reader is not None:
+            rest = self._groups[1:]
+            self._reader.check({path: boxes for group in rest for path, boxes in self._boxes(group).items()})
 
     def _grouped(self) -> list[list[str]]:
         """Returns the paths of the target in groups that are read together, each about as large as the largest array.
@@ -244,8 +247,9 @@ class Loading:
         outside: dict[str, Any] = {}
         own = set(self._entries.units()[-1])
         try:
-            for group in self._groups:
-                values = self._values(group, verify=False)
+            for number, group in enumerate(self._groups):
+                values = self._values(group, verify=False) if number else self._first
+                self._first = {}
                 outside |= {path: value for path, value in values.items() if path in own}
                 self._entries.fill_cells(values)
                 del values
