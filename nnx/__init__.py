@@ -44,6 +44,7 @@ from nnx.core.variables import Cache as Cache
 from nnx.core.variables import Container as Container
 from nnx.core.variables import ContainerMetadata as ContainerMetadata
 from nnx.core.variables import Intermediate as Intermediate
+from nnx.core.variables import Loss as Loss
 from nnx.core.variables import Node as Node
 from nnx.core.variables import Param as Param
 from nnx.core.variables import Static as Static
@@ -174,6 +175,9 @@ from nnx.nn.masks import make_sliding_window_mask as make_sliding_window_mask
 from nnx.nn.mlp import MLP as MLP
 from nnx.nn.mlp import GatedMLP as GatedMLP
 from nnx.nn.mlp import Identity as Identity
+from nnx.nn.moe import MoE as MoE
+from nnx.nn.moe import RouterLosses as RouterLosses
+from nnx.nn.moe import router_losses as router_losses
 from nnx.nn.norm import GroupNorm as GroupNorm
 from nnx.nn.norm import InstanceNorm as InstanceNorm
 from nnx.nn.norm import LayerNorm as LayerNorm
@@ -273,10 +277,11 @@ __version__ = "0.1.0"
 __all__ = [
     # core
     "All", "BatchStat", "buffers", "Cache", "Container", "ContainerMetadata", "Context", "context", "ContextDef",
-    "dataclass", "Dict", "field", "Filter", "Intermediate", "is_node", "LoadReport", "Module", "ModuleDef", "Node",
-    "node", "node_field", "Not", "OfType", "Param", "param", "param_field", "PathMatches", "Pure", "PureContext",
-    "PureModule", "Pytree", "Ref", "register_node_type", "set_mode", "State", "Static", "static", "static_field",
-    "TraceContextError", "TreeNode", "var", "var_field", "Variable", "with_metadata", "with_partitioning",
+    "dataclass", "Dict", "field", "Filter", "Intermediate", "is_node", "LoadReport", "Loss", "Module", "ModuleDef",
+    "Node", "node", "node_field", "Not", "OfType", "Param", "param", "param_field", "PathMatches", "Pure",
+    "PureContext", "PureModule", "Pytree", "Ref", "register_node_type", "set_mode", "State", "Static", "static",
+    "static_field", "TraceContextError", "TreeNode", "var", "var_field", "Variable", "with_metadata",
+    "with_partitioning",
     # sharding
     "data_parallel_rules", "fsdp_rules", "fsdp_tensor_parallel_rules", "get_logical_axis_rules", "get_partition_spec",
     "init_sharded", "logical_axis_rules", "logical_to_mesh", "logical_to_mesh_axes", "logical_to_mesh_sharding",
@@ -297,8 +302,9 @@ __all__ = [
     "LinearScaling", "Llama3Scaling", "log1mexp", "log_sigmoid", "log_softmax", "logmeanexp", "logsumexp", "LoRA",
     "LoRALinear", "LoRALinearGeneral", "LoRAParam", "LSTMCell", "make_attention_mask", "make_causal_mask",
     "make_padding_mask", "make_segment_mask", "make_sliding_window_mask", "max_pool", "MaxPool", "merge_lora",
-    "min_pool", "MinPool", "mish", "MLP", "MultiHeadAttention", "NTKScaling", "one_hot", "OptimizedLSTMCell", "pool",
-    "PReLU", "relu", "relu6", "ring_attention", "RMSNorm", "RNN", "RNNCellBase", "RotaryEmbedding", "RotaryScaling",
+    "min_pool", "MinPool", "mish", "MLP", "MoE", "MultiHeadAttention", "NTKScaling", "one_hot", "OptimizedLSTMCell",
+    "pool", "PReLU", "relu", "relu6", "ring_attention", "RMSNorm", "RNN", "RNNCellBase", "RotaryEmbedding",
+    "RotaryScaling", "router_losses", "RouterLosses",
     "scaled_dot_general", "scaled_matmul", "selu", "set_dtypes", "sigmoid", "silu", "SimpleCell",
     "sinusoidal_positions", "SinusoidalPositionEmbed",
     "soft_sign", "softmax", "softplus", "sparse_plus", "sparse_sigmoid", "SpectralNorm", "squareplus", "standardize",

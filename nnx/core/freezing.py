@@ -16,13 +16,13 @@ from nnx.core.paths import join, listing
 from nnx.core.refs import Ref
 from nnx.core.selectors import to_module_predicate
 from nnx.core.updates import check_levels
-from nnx.core.variables import BatchStat, Cache, Container, Intermediate, Spec, spec_of
+from nnx.core.variables import BatchStat, Cache, Container, Intermediate, Loss, Spec, spec_of
 from nnx.core.walk import number_modules
 
 NOTHING_TO_FREEZE = """{name}: where={where} matches no Variable in this {model}, and no Module that has one. Its \
 Modules are: {modules}; for the Variables, see `model.get_state()`."""
 
-_NEVER_TRAINED = (BatchStat, Cache, Intermediate)
+_NEVER_TRAINED = (BatchStat, Cache, Intermediate, Loss)
 
 Predicate = Callable[[str, Any], bool]
 

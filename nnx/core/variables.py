@@ -440,6 +440,21 @@ class Intermediate(Variable[T]):
     collection = "intermediates"
 
 
+class Loss(Variable[T]):
+    """A term of the training loss that a layer computes on the side. Its collection is "losses".
+
+    The layer overwrites it in each call, and the loss function reads it after the call.
+
+    >>> model = nnx.Dict(penalty=nnx.Loss(0.0))
+    >>> model.penalty = 0.5
+    >>> sum(loss.value for loss in model.filter(nnx.Loss).values())
+    0.5
+    """
+
+    __slots__ = ()
+    collection = "losses"
+
+
 class Static(Container[T]):
     """A container that is not data: a pytree without leaves, hashed by its value.
 

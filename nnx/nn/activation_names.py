@@ -5,7 +5,7 @@
 | `MultiHeadAttention` | "query", "key", "value" | the projections, after norm and rotation |
 | | "attention" | the attended values of all heads, before the output projection |
 | | "attention_out" | the output |
-| `MLP`, `GatedMLP` | "mlp_hidden" | the hidden features, before the activation function |
+| `MLP`, `GatedMLP`, `MoE` | "mlp_hidden" | the hidden features, before the activation function |
 | | "mlp_out" | the output |
 
 Hidden features are named before the activation function, because its gradient needs what went into it.

@@ -12,7 +12,7 @@ from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.refs import Ref
 from nnx.core.selectors import ModuleSelector, select_modules
 from nnx.core.updates import check_levels
-from nnx.core.variables import BatchStat, Cache, Intermediate, spec_of
+from nnx.core.variables import BatchStat, Cache, Intermediate, Loss, spec_of
 from nnx.nn.settings import as_dtype, statistics_dtype
 
 NOT_A_MODEL = "nnx.set_dtypes takes a Module, got {model}."
@@ -99,7 +99,7 @@ def _is_container(value: Any) -> bool:
 def _cast_variables(holder: Any, dtype: Any, has_statistics: bool) -> None:
     for name, kind in list(info_of(holder).kinds.items()):
         spec = spec_of(kind) if type(kind) is Ref else kind
-        if not is_variable(spec) or issubclass(spec.type, (Cache, Intermediate)):
+        if not is_variable(spec) or issubclass(spec.type, (Cache, Intermediate, Loss)):
             continue
         target = dtype
         if issubclass(spec.type, BatchStat):

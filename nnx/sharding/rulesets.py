@@ -7,7 +7,7 @@ first one that fits wins.
 
 from nnx.sharding.rules import MeshAxes, Rule, Rules
 
-PARAMETER_NAMES = ("heads", "mlp", "vocab", "embed", "in", "out", "head_dim", "norm")
+PARAMETER_NAMES = ("expert", "heads", "mlp", "vocab", "embed", "in", "out", "head_dim", "norm")
 """The axis names that the built-in layers declare for their parameters."""
 
 _SPLIT_BY_TENSOR_PARALLELISM = ("heads", "mlp", "vocab", "out")

@@ -130,6 +130,14 @@ def _layers() -> list[Entry]:
             ((3,),),
             (2,),
         ),
+        e(
+            "MoE",
+            lambda ctx, **d: nnx.MoE(3, 4, 4, 2, num_shared=1, ctx=ctx, **d),
+            ((5, 3),),
+            (5, 3),
+            stateless=False,
+            wrong=(((2, 1),), ((),)),
+        ),
         # convolution
         e(
             "Conv 1d",

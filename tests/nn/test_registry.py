@@ -246,7 +246,7 @@ def test_eval_reaches_every_layer_that_has_a_mode(entry):
     np.testing.assert_array_equal(first, again)  # and nothing is random
 
 
-LAYERS_WITH_A_MODE = {"BatchNorm", "Dropout", "DropPath", "GaussianNoise", "SpectralNorm"}
+LAYERS_WITH_A_MODE = {"BatchNorm", "Dropout", "DropPath", "GaussianNoise", "MoE", "SpectralNorm"}
 
 
 @pytest.mark.parametrize(

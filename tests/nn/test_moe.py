@@ -1,0 +1,290 @@
+"""Mixtures of experts: what a loop over the experts computes, at the cost of the selected ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnx
+from nnx.nn.grouped import LARGE, PADDING, PADDING_OF_LARGE, block_size, make_blocks
+
+EXPERTS, SELECTED = 6, 2
+
+
+def make(seed: int = 0, **options) -> nnx.MoE:
+    return nnx.MoE(8, 12, EXPERTS, SELECTED, ctx=nnx.context(seed), **options)
+
+
+def inputs(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((*shape, 8)), jnp.float32)
+
+
+def weights_of_all(layer: nnx.MoE, x: jax.Array) -> jax.Array:
+    """The weight of every expert for every token, 0 for those that are not selected."""
+    logits = x @ layer.router
+    scores = jax.nn.softmax(logits) if layer.scores == "softmax" else jax.nn.sigmoid(logits)
+    least = jnp.sort(scores, axis=-1)[..., -layer.num_selected, None]
+    weights = jnp.where(scores >= least, scores, 0.0)
+    return weights / weights.sum(-1, keepdims=True) if layer.normalize else weights
+
+
+def looped(layer: nnx.MoE, x: jax.Array) -> jax.Array:
+    """Every expert on every token, one after the other."""
+    weights, out = weights_of_all(layer, x), 0.0
+    for e in range(layer.num_experts):
+        hidden = layer.activation(x @ layer.gate[e]) * (x @ layer.up[e])
+        out = out + weights[..., e, None] * (hidden @ layer.down[e])
+    return out if layer.shared is None else out + layer.shared(x)
+
+
+def close(out, expected) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), out, expected)
+
+
+OPTIONS = {
+    "default": {},
+    "not normalized": {"normalize": False},
+    "sigmoid": {"scores": "sigmoid"},
+    "shared experts": {"num_shared": 2, "scores": "sigmoid", "normalize": False},
+    "another activation and width": {"activation": nnx.gelu, "out_features": 5},
+}
+
+
+@nnx.jit
+def both(layer, x):
+    return layer(x), looped(layer, x)
+
+
+CASES = [("default", ()), ("default", (3,)), ("default", (400,)), *((name, (7, 13)) for name in OPTIONS)]
+
+
+@pytest.mark.parametrize("name, tokens", CASES)
+def test_it_computes_what_a_loop_over_the_experts_does(name, tokens):
+    close(*both(make(**OPTIONS[name]), inputs(*tokens)))
+
+
+@pytest.mark.parametrize("tokens", [3, 400], ids=["few", "many"])
+def test_gradients_are_those_of_a_loop_over_the_experts(tokens):
+    layer, x, target = make(num_shared=1), inputs(tokens), inputs(tokens, seed=1)
+
+    def gradient(function, layer, x):
+        return nnx.grad(lambda layer, x: jnp.mean((function(layer, x) - target) ** 2), argnums=(0, 1))(layer, x)
+
+    @nnx.jit
+    def gradients(layer, x):
+        return gradient(lambda layer, x: layer(x), layer, x), gradient(looped, layer, x)
+
+    close(*gradients(layer, x))
+
+
+def test_no_token_is_dropped_if_all_choose_the_same_experts():
+    layer, x = make(), jnp.abs(inputs(300))
+    layer.router = jnp.zeros((8, EXPERTS)).at[:, 4].set(9.0).at[:, 1].set(5.0)
+    assert (weights_of_all(layer, x)[:, [1, 4]] > 0).all()
+    close(*both(layer, x))
+
+
+def test_forward_mode_derivatives_work():
+    layer, x = make(), inputs(9)
+    tangents = jax.jit(lambda x: jax.jvp(lambda x: (layer(x, update_stats=False), looped(layer, x)), (x,), (x,)))
+    for ours, expected in tangents(x):
+        close(ours, expected)
+
+
+def test_the_router_is_exact_in_half_precision():
+    layer, x = make(dtype=jnp.bfloat16), inputs(64).astype(jnp.bfloat16)
+    out, expected = nnx.jit(lambda layer, x: (layer(x), looped(layer, x.astype(jnp.float32))))(layer, x)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=0.05)  # another expert would be far off
+
+
+def test_an_empty_batch_has_an_empty_output_and_finite_gradients():
+    layer = make()
+    assert layer(inputs(0, 3)).shape == (0, 3, 8)
+    grads = nnx.grad(lambda layer: layer(inputs(0)).sum())(layer)
+    assert all(np.all(np.isfinite(leaf.value)) for leaf in grads.values())
+
+
+# Cost
+
+
+def cost(function, *arguments) -> float:
+    return jax.jit(function).lower(*arguments).compile().cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("experts, selected, tokens", [(64, 2, 512), (64, 8, 16)])
+def test_its_operations_are_those_of_the_selected_experts(experts, selected, tokens):
+    layer = nnx.MoE(64, 96, experts, selected, update_stats=False, ctx=nnx.context(0))
+    state, moduledef = layer.partition()
+    x, needed = jnp.ones((tokens, 64)), tokens * selected * 3 * 2 * 64 * 96
+
+    def forward(state, x):
+        return moduledef.merge(state)(x).sum()
+
+    assert needed <= cost(forward, state, x) <= 1.3 * needed
+    # A product has two gradients, each of which costs as much as the product.
+    assert 3 * needed <= cost(jax.value_and_grad(forward, argnums=(0, 1)), state, x) <= 1.3 * 3 * needed
+
+
+def test_a_ragged_product_would_compute_every_expert_on_a_cpu():
+    if jax.default_backend() != "cpu":
+        pytest.skip("about CPUs")
+    x, kernels, sizes = jnp.ones((64, 16)), jnp.ones((8, 16, 16)), jnp.full(8, 8)
+    assert cost(jax.lax.ragged_dot, x, kernels, sizes) > 7 * 2 * 64 * 16 * 16  # if this fails, use it
+
+
+@pytest.mark.parametrize("rows, groups", [(1, 1), (5, 64), (300, 4), (1000, 7), (5000, 3), (100_000, 8)])
+def test_blocks_waste_little(rows, groups):
+    size = block_size(rows, groups)
+    assert groups * (size - 1) <= (PADDING if size < LARGE else PADDING_OF_LARGE) * rows
+
+
+@pytest.mark.parametrize("num_rows, num_groups", [(1, 3), (40, 3), (500, 5)])
+def test_every_row_is_in_one_slot_of_a_block_of_its_group(num_rows, num_groups):
+    random = np.random.default_rng(num_rows)
+    groups = random.integers(0, num_groups + 1, num_rows)  # the last number means none
+    blocks = jax.tree.map(np.asarray, make_blocks(jnp.asarray(groups, jnp.int32), num_groups))
+    for row, group in enumerate(groups):
+        place = blocks.places[row]
+        if group == num_groups:
+            assert place >= blocks.rows.size
+        else:
+            block, within = divmod(place, blocks.rows.shape[1])
+            assert blocks.groups[block] == group and blocks.rows[block, within] == row
+    assert (blocks.rows < num_rows).sum() == (groups < num_groups).sum()
+    assert len({*blocks.rows.reshape(-1)}) == blocks.rows.size and len({*blocks.places}) == num_rows
+    assert (np.diff(blocks.groups) >= 0).all()
+
+
+# Losses
+
+
+def expected_losses(layer, x):
+    logits = x @ layer.router
+    probabilities = jax.nn.softmax(logits)
+    chosen = (weights_of_all(layer, x) > 0).mean(axis=0) / layer.num_selected
+    balance = layer.num_experts * jnp.sum(chosen * probabilities.mean(axis=0))
+    return nnx.RouterLosses(balance, jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2))
+
+
+def test_losses_are_stored_in_variables():
+    layer, x = make(), inputs(50)
+    assert set(layer.filter(nnx.Loss)) == set(layer.filter("losses")) == {"load_balancing_loss", "z_loss"}
+    close(nnx.router_losses(layer), nnx.RouterLosses(0.0, 0.0))
+    layer(x)
+    close(nnx.router_losses(layer), expected_losses(layer, x))
+
+
+def test_an_even_distribution_has_a_balance_of_one():
+    layer = make()
+    layer.router = jnp.zeros((8, EXPERTS))
+    layer(inputs(12))
+    close(layer.load_balancing_loss, 1.0)
+    close(layer.z_loss, np.log(EXPERTS) ** 2)
+
+
+def test_evaluation_stores_no_losses():
+    layer, x = make().eval(), inputs(5)
+    close(nnx.jit(lambda layer, x: layer(x))(layer, x), looped(layer, x))
+    assert layer.z_loss == 0
+    layer(x, update_stats=True)
+    assert layer.z_loss > 0
+    with pytest.raises(ValueError, match="update_stats"):
+        make(update_stats=None)(x)
+    make(update_stats=None)(x, ctx=nnx.context(flags={"update_stats": False}))
+
+
+class Stack(nnx.Module):
+    def __init__(self, *, ctx):
+        self.moe = nnx.MoE(8, 12, EXPERTS, SELECTED, ctx=ctx)
+
+    def __call__(self, x, _):
+        return x + self.moe(x), None
+
+
+def by_hand(kernels, x):
+    moduledef = make().get_module_def()
+    rest, total = make().filter(nnx.Loss), 0.0
+    for i in range(3):
+        layer = moduledef.merge(nnx.State({name: nnx.Param(kernel[i]) for name, kernel in kernels.items()}), rest)
+        losses = expected_losses(layer, x)
+        total, x = total + losses.load_balancing + 0.1 * losses.z, x + looped(layer, x)
+    return total
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["kept", "recomputed"])
+def test_losses_and_their_gradients_come_out_of_scan_grad_and_jit(remat):
+    block = nnx.Remat(Stack) if remat else Stack
+    model = nnx.Scan(block, variable_axes={...: 0}, split_rngs="params", length=3)(ctx=nnx.context(0))
+    inner = model.scan_module.remat_module if remat else model.scan_module
+    x = inputs(10)
+
+    def loss(model, x):
+        model(x, None)
+        losses = nnx.router_losses(model)
+        return losses.load_balancing + 0.1 * losses.z
+
+    kernels = {name: getattr(inner.moe, name) for name in ("router", "gate", "up", "down")}
+    expected, expected_grads = jax.jit(jax.value_and_grad(by_hand))(kernels, x)
+    value, grads = nnx.jit(nnx.value_and_grad(loss))(model, x)
+    close(value, expected)
+    prefix = "scan_module/remat_module/moe/" if remat else "scan_module/moe/"
+    close({name: grads[prefix + name].value for name in kernels}, expected_grads)
+    assert inner.moe.z_loss.shape == (3,) and (inner.moe.z_loss > 0).all()
+
+
+def test_balancing_spreads_the_tokens():
+    layer, x = make(), jnp.abs(inputs(200))
+    layer.router = layer.router.at[:, 0].add(1.0)
+
+    def balance(layer):
+        layer(x)
+        return nnx.router_losses(layer).load_balancing
+
+    @nnx.jit
+    def step(layer):
+        loss, grads = nnx.value_and_grad(balance)(layer)
+        layer.update_state(jax.tree.map(lambda w, g: w - 0.3 * g, layer.filter(nnx.Param), grads))
+        return loss
+
+    values = [step(layer) for _ in range(30)]
+    assert values[-1] < 0.8 * values[0]
+
+
+def test_changing_dtypes_leaves_the_losses_alone():
+    layer = make()
+    nnx.set_dtypes(layer, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    assert layer.gate.dtype == layer.router.dtype == jnp.bfloat16 and layer.z_loss.dtype == jnp.float32
+    step = nnx.jit(lambda layer, x: layer(x))
+    step(layer, inputs(4))
+    assert step(layer, inputs(4)).dtype == jnp.bfloat16 and step.trace_count == 1
+
+
+# Names and errors
+
+
+def test_axes_have_names():
+    specs = nnx.get_partition_spec(nnx.name_axes(make(num_shared=1)))
+    assert specs["gate"] == specs["up"] == jax.P("expert", "embed", "mlp")
+    assert specs["down"] == jax.P("expert", "mlp", "embed")
+    assert specs["router"] == jax.P("embed", None)
+    assert specs["shared/up/kernel"] == jax.P("embed", "mlp")
+
+
+@pytest.mark.parametrize(
+    "arguments, options, message",
+    [
+        ((4, 5), {}, r"num_selected within 1\.\.num_experts \(4\), got 5"),
+        ((4, 0), {}, "got 0"),
+        ((4, 2), {"scores": "relu"}, "'softmax' or 'sigmoid', got 'relu'"),
+        ((4, 2), {"capacity_factor": 0.5}, "capacity_factor >= 1, got 0.5"),
+    ],
+)
+def test_wrong_settings_are_errors(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        nnx.MoE(8, 8, *arguments, ctx=nnx.context(0), **options)
+
+
+def test_a_model_without_routers_has_no_router_losses():
+    with pytest.raises(ValueError, match="no nnx.MoE in this Linear"):
+        nnx.router_losses(nnx.Linear(2, 2, ctx=nnx.context(0)))
