@@ -84,6 +84,8 @@ def steps() -> dict[str, Any]:
     for donated in ({}, {"donate_argnums": 0}):
         options = {"in_shardings": (shardings, rows), **donated}
         found[f"in_shardings {len(donated)}"] = run(mesh, with_shardings(mesh), **options)
+    mesh, rules = mesh_of(("data", 8), ("model", 1)), nnx.fsdp_tensor_parallel_rules()
+    found["one device along an axis 0"] = run(mesh, nnx.init_sharded(optimizer, mesh, rules, nnx.context(0)))
     return found
 
 

@@ -179,6 +179,11 @@ def test_a_step_is_compiled_once_and_keeps_the_placement_of_its_state(seen, how,
     assert found["parts"] == [kernel, moment]
 
 
+def test_a_mesh_axis_of_one_device_does_not_compile_the_step_again(seen):
+    found = seen["steps"]["one device along an axis 0"]
+    assert found["compilations"] == [1, 0, 0] and found["traces"] == 1
+
+
 def test_a_model_that_was_moved_stays_where_it_was_put(seen):
     assert seen["moved"] == {"parts": [[8], [1], [8]], "values": [64.0] * 8, "traces": 2}
 

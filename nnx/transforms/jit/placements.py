@@ -9,7 +9,7 @@ A placement is the sharding of a cell over several devices, or None if the cell 
 is not one array, or the mesh has explicit axes, where the type of a value already says how it is split.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -39,10 +39,19 @@ def _placement(sharding: Any) -> NamedSharding | None:
     # State that is kept in another memory passes through the step by the user's own transfers.
     if sharding.memory_kind not in (None, "device"):
         return None
-    spec = tuple(sharding.spec)
-    while spec and spec[-1] is None:  # P("data", None) and P("data") are the same placement, but not equal
-        spec = spec[:-1]
+    # P("data", None) and P("data") are the same placement, but not equal. So is P("data", "model") if the mesh axis
+    # "model" has one device, and JAX returns the shorter form.
+    spec = [_without_trivial_axes(entry, sharding.mesh.shape) for entry in sharding.spec]
+    while spec and spec[-1] is None:
+        spec.pop()
     return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
+
+
+def _without_trivial_axes(entry: Any, sizes: Mapping[str, int]) -> Any:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return entry
+    axes = tuple(axis for axis in (entry if isinstance(entry, tuple) else (entry,)) if sizes[axis] > 1)
+    return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def kept_shardings(given: Sequence[Any] | None, placements: Placements, hooks: Collection[int]) -> list[Any]:
