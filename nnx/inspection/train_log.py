@@ -226,8 +226,10 @@ class TrainLog:
         try:
             if isinstance(value, jax.Array):
                 # For an array that is spread over processes, take the local part: a computation on the whole array
-                # would have to run on every process, and only this one logs.
-                return (value if value.is_fully_addressable else value.addressable_data(0)).copy()
+                # would have to run on every process, and only this one logs. `x.copy()` would be a computation, too,
+                # which JAX refuses under the mesh of `jax.set_mesh` if the part is on one of its devices only.
+                part = value if value.is_fully_addressable else value.addressable_data(0)
+                return jax.device_put(part, part.sharding, may_alias=False)
             return np.array(value)
         except (RuntimeError, IndexError) as error:  # the buffer was donated; no part of the array is local
             self._warn(f"value {name}", NO_VALUE.format(name=name, step=step, reason=_first_line(error)))
