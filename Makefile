@@ -15,11 +15,11 @@ SECONDS ?= 600
 
 export PYTHONHASHSEED := 0
 
-.PHONY: help demo test fuzz torture parity goldens lint format bench docs examples clean
+.PHONY: help demo test fuzz torture parity goldens lint format bench docs examples distributed clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.ready-all ## train a small model and show it learning (ARGS="--steps 500")
 	@$(BIN)/python $(DEMO) $(ARGS)
@@ -53,6 +53,9 @@ docs: $(VENV)/.ready-dev ## build the guide into site/, warnings are errors
 
 examples: $(VENV)/.ready-dev ## run every example at a small setting and print its final metric
 	@$(BIN)/python examples/run_all.py $(ARGS)
+
+distributed: $(VENV)/.ready-dev ## train on two processes, kill one, resume (ARGS="--smoke")
+	@$(BIN)/python examples/distributed/rehearse.py $(ARGS)
 
 clean: ## remove everything these targets made
 	rm -rf $(VENV) $(PARITY) site dist build .pytest_cache .ruff_cache .hypothesis benchmarks/results examples/output
