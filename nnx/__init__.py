@@ -81,6 +81,7 @@ from nnx.sharding.specs import logical_to_mesh_sharding as logical_to_mesh_shard
 from nnx.transforms.annotations import JitWrapped as JitWrapped
 from nnx.transforms.branches import cond as cond
 from nnx.transforms.branches import switch as switch
+from nnx.transforms.checkify import checkify as checkify
 from nnx.transforms.class_forms import Remat as Remat
 from nnx.transforms.class_forms import Scan as Scan
 from nnx.transforms.class_forms import Vmap as Vmap
@@ -288,9 +289,9 @@ __all__ = [
     "name_axes", "PARTITION_NAME", "RulesFallback", "set_logical_axis_rules", "shard", "sharding_report",
     "ShardingReport", "tensor_parallel_rules", "with_logical_constraint", "with_logical_partitioning",
     # transforms
-    "cond", "custom_jvp", "custom_vjp", "eval_shape", "fori_loop", "grad", "hessian", "jacfwd", "jacrev", "jit",
-    "JitWrapped", "jvp", "linearize", "Remat", "remat", "Scan", "scan", "shard_map", "switch", "value_and_grad", "vjp",
-    "Vmap", "vmap", "while_loop",
+    "checkify", "cond", "custom_jvp", "custom_vjp", "eval_shape", "fori_loop", "grad", "hessian", "jacfwd", "jacrev",
+    "jit", "JitWrapped", "jvp", "linearize", "Remat", "remat", "Scan", "scan", "shard_map", "switch", "value_and_grad",
+    "vjp", "Vmap", "vmap", "while_loop",
     # nn
     "adaptive_avg_pool", "adaptive_max_pool", "AdaptiveAvgPool", "AdaptiveMaxPool", "add_lora", "apply_rotary",
     "attention_implementation", "avg_pool", "AvgPool", "BatchNorm", "Bidirectional", "Bilinear", "celu",

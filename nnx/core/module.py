@@ -33,6 +33,7 @@ from nnx.core.proxies import Access
 from nnx.core.pure import Pure
 from nnx.core.refs import Ref
 from nnx.core.repr import article, short
+from nnx.core.scopes import scope_calls
 from nnx.core.selectors import ModuleSelector
 from nnx.core.state import Layout, State
 from nnx.core.structure import ROOT
@@ -127,6 +128,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         cls._nnx_free_names = set()
         if "forward" in vars(cls) and not any("__call__" in vars(base) for base in cls.__mro__):
             type.__setattr__(cls, "__call__", forward_only)
+        scope_calls(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         return new_module(cls, {}, None, True)

@@ -21,7 +21,7 @@ class ModuleInfo:
 
     __slots__ = (
         "kinds", "level", "restructured", "version", "flat", "joint", "order", "constructing", "unsettled", "sown",
-        "__weakref__",
+        "path", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, kinds: dict[str, Any], level: Any, constructing: bool = False):
@@ -36,6 +36,7 @@ class ModuleInfo:
         self.constructing: bool = constructing
         self.unsettled: bool = False  # whether a static list or dict was assigned that may still come to hold Modules
         self.joint: Any = None  # the cached flat form of several roots, of which this Module is the first
+        self.path: str | None = None  # the canonical path, if the Module was rebuilt inside a transform
         self.sown: set[str] | None = None  # names of variables that sow() has appended to
 
     def changed(self) -> None:

@@ -168,7 +168,7 @@ class GraphKey:
 
     __slots__ = (
         "structure", "hash", "roots", "cells", "owners", "names", "kinds", "specs", "hooks", "shared", "_cell_numbers",
-        "_blueprints", "_cell_roots", "_layout", "__weakref__",
+        "_blueprints", "_cell_roots", "_layout", "_module_paths", "__weakref__",
     )  # fmt: skip
 
     structure: GraphStructure
@@ -199,7 +199,7 @@ class GraphKey:
             key.structure = structure
             key.hash = hash(structure)
             key.roots = structure.roots
-            key._cell_numbers = key._blueprints = key._cell_roots = key._layout = None
+            key._cell_numbers = key._blueprints = key._cell_roots = key._layout = key._module_paths = None
             key._number_cells()
             key = _keys.setdefault(structure, key)
         return key
@@ -252,12 +252,16 @@ class GraphKey:
 
     def module_paths(self, prefixes: Sequence[str] = ()) -> list[str]:
         """Returns the canonical path of every Module, after the prefix of its root if there is one per root."""
+        if not prefixes and self._module_paths is not None:
+            return self._module_paths
         paths: list[str] = [""] * self.module_count
         for root, prefix in zip(self.roots, prefixes):
             paths[root] = prefix
         for module, parent in enumerate(self.parents()):
             if parent is not ROOT:
                 paths[module] = join(paths[parent.module], parent.name)  # parents have lower numbers
+        if not prefixes:
+            self._module_paths = paths
         return paths
 
     @property

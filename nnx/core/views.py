@@ -76,6 +76,7 @@ class ViewInfo(ModuleInfo):
     # In a class with slots, these properties hide the slots of ModuleInfo.
     restructured = property(lambda self: info_of(self.source).restructured)  # type: ignore[assignment]
     sown = property(lambda self: info_of(self.source).sown)  # type: ignore[assignment]
+    path = property(lambda self: info_of(self.source).path)  # type: ignore[assignment]
     constructing = unsettled = False
 
     def changed(self) -> None:

@@ -23,7 +23,9 @@ from nnx.core.attributes import assign
 from nnx.core.context import Context, PureContext
 from nnx.core.dict_sequence import Dict
 from nnx.core.module import Module
+from nnx.core.module_info import class_of
 from nnx.core.pure import Pure
+from nnx.core.scopes import function_in
 from nnx.inspection.flops import count_by_scope, scope
 
 MARK = "_nnx_mark"
@@ -115,7 +117,7 @@ def record(model: Module, method: Any, args: Sequence[Any], kwargs: dict[str, An
         out = run.call(module, _method(module, method), inner_args, inner_kwargs)
         return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)], module.get_state()
 
-    with _wrapped_calls({type(module) for module in model.modules()}), _silent_about_marks():
+    with _wrapped_calls({class_of(module) for module in model.modules()}), _silent_about_marks():
         token = _running.set(run)
         try:
             jaxpr = jax.make_jaxpr(trace)(state, traced)
@@ -175,7 +177,7 @@ def _wrapped_calls(classes: set[type]) -> Iterator[None]:
 
 def _find_call(cls: type) -> Any:
     """Returns the `__call__` that a class or its bases define; `getattr` would find that of the metaclass."""
-    return next((base.__dict__["__call__"] for base in cls.__mro__ if "__call__" in base.__dict__), None)
+    return function_in(next((base.__dict__["__call__"] for base in cls.__mro__ if "__call__" in base.__dict__), None))
 
 
 def _recorded(original: Any) -> Any:

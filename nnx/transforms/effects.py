@@ -207,6 +207,9 @@ def run(
 def enter_call(signature: Signature, statics: Any, cells: Any, data: Any, contexts: Any) -> tuple[Entered, Any, Any]:
     """Rebuilds the Modules of a split call; returns them, and its arguments with them in place."""
     entered = enter(signature.key, statics, cells, signature.ties)
+    if signature.key is not None:
+        for module, path in zip(entered.graph.modules, signature.key.module_paths()):
+            info_of(module).path = path
     args, kwargs = signature.fill(entered.roots, contexts, data)
     return entered, args, kwargs
 

@@ -20,6 +20,7 @@ from nnx.core.dict_sequence import Dict
 from nnx.core.errors import TraceContextError
 from nnx.core.kinds import STATIC
 from nnx.core.module_info import info_of
+from nnx.core.scopes import function_in
 from nnx.core.structure import GraphKey
 from nnx.core.trace import same_level
 from nnx.core.updates import remove
@@ -138,7 +139,7 @@ def observed_class(cls: type, methods: tuple[str, ...]) -> type:
         metaclass: Any = type(cls)
         observed = metaclass(cls.__name__, bases, {**names, **own})
         for name in methods:
-            original = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+            original = function_in(next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None))
             if callable(original):
                 setattr(observed, name, _observed_method(observed, name, original))
         known.setdefault(methods, observed)  # another thread may have made one by now

@@ -6,6 +6,7 @@ from typing import Any, assert_type
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 
 import nnx
@@ -204,6 +205,9 @@ def mapped_and_repeated_functions_keep_their_types(model: Model, x: jax.Array, c
     assert_type(model.cheap_block(x), jax.Array)
     assert_type(nnx.remat(loss, static_argnums=2)(model, x, y=x), jax.Array)
     assert_type(nnx.remat(loss, policy=("attention", "mlp_hidden"))(model, x, y=x), jax.Array)
+    error, out = nnx.checkify(loss, errors=checkify.float_checks)(model, x, y=x)
+    assert_type(error, checkify.Error)
+    assert_type(out, jax.Array)
     assert_type(Layers(3, ctx=ctx)(x, None), tuple[jax.Array, None])
     spec = PartitionSpec()
     assert_type(nnx.shard_map(loss, in_specs=(spec, spec, spec), out_specs=spec)(model, x, x), jax.Array)
