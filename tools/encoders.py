@@ -38,6 +38,24 @@ GOLDENS = {
     "bert_classifier": Case("BertForSequenceClassification", dict(**_BERT, num_labels=3)),
     "bert_tokens": Case("BertForTokenClassification", dict(**_BERT, num_labels=5)),
     "bert_answers": Case("BertForQuestionAnswering", dict(**_BERT, type_vocab_size=3)),
+    "vit": Case("ViTModel", dict(**_SMALL, image_size=12, patch_size=4, qkv_bias=False)),
+    "vit_classifier": Case("ViTForImageClassification", dict(**_SMALL, image_size=12, patch_size=3, num_labels=7)),
+    "clip": Case(
+        "CLIPModel",
+        dict(
+            text_config=dict(**{**_BERT, "hidden_size": 16}, bos_token_id=57, eos_token_id=58),
+            vision_config=dict(**_SMALL, image_size=12, patch_size=4),
+            projection_dim=10,
+        ),
+    ),
+    "clip_first": Case(  # as first published: the end token is the one with the highest number
+        "CLIPModel",
+        dict(
+            text_config=dict(**_BERT, hidden_act="gelu", eos_token_id=2),
+            vision_config=dict(**_SMALL, image_size=8, patch_size=4, layer_norm_eps=1e-6),
+            projection_dim=6,
+        ),
+    ),
 }
 
 
@@ -61,7 +79,36 @@ def bert(draw: np.random.Generator) -> Case:
     return Case(f"Bert{task}", fields)
 
 
-RANDOM = {"bert": bert}
+def vit(draw: np.random.Generator) -> Case:
+    """Images with one to four channels, patches of any size."""
+    heads, patch = int(draw.choice([1, 2, 4])), int(draw.integers(2, 6))
+    fields = dict(
+        image_size=patch * int(draw.integers(1, 5)),
+        patch_size=patch,
+        num_channels=int(draw.choice([1, 3, 4])),
+        hidden_size=heads * int(draw.choice([6, 8, 12])),
+        num_hidden_layers=int(draw.integers(1, 4)),
+        num_attention_heads=heads,
+        intermediate_size=int(draw.integers(10, 60)),
+        hidden_act=str(draw.choice(["gelu", "gelu_new", "relu"])),
+        layer_norm_eps=float(draw.choice([1e-12, 1e-6])),
+        qkv_bias=bool(draw.integers(2)),
+        num_labels=int(draw.integers(1, 9)),
+    )
+    return Case(str(draw.choice(["ViTModel", "ViTForImageClassification"])), fields)
+
+
+def clip(draw: np.random.Generator) -> Case:
+    """Two encoders of different sizes, and both meanings of the end token."""
+    text, vision = bert(draw).fields, vit(draw).fields
+    del text["num_labels"], text["type_vocab_size"], vision["num_labels"], vision["qkv_bias"]
+    text["eos_token_id"] = 2 if draw.integers(2) else text["vocab_size"] - 2
+    text["bos_token_id"] = text["pad_token_id"] = 0
+    fields = dict(text_config=text, vision_config=vision, projection_dim=int(draw.integers(4, 20)))
+    return Case("CLIPModel", fields)
+
+
+RANDOM = {"bert": bert, "vit": vit, "clip": clip}
 
 
 def make(case: Case, seed: int) -> Any:
@@ -97,17 +144,42 @@ def load(directory: pathlib.Path, cls: str) -> Any:
 def inputs(config: Any, seed: int) -> Arrays:
     """Returns random inputs for a model of `transformers` with this config."""
     draw = np.random.default_rng(seed)
+    if config.model_type == "clip":
+        given = {"images": images(config.vision_config, draw, BATCH + 1), "tokens": texts(config.text_config, draw)}
+        return {**given, "mask": given["tokens"] != 0}
+    if config.model_type != "bert":
+        return {"images": images(config, draw, BATCH)}
     lengths = np.array([LENGTH, LENGTH - 4])
     tokens = draw.integers(1, config.vocab_size, (BATCH, LENGTH), np.int32)
     segments = np.sort(draw.integers(0, config.type_vocab_size, (BATCH, LENGTH), np.int32))
     return {"tokens": tokens, "segments": segments, "mask": np.arange(LENGTH) < lengths[:, None]}
 
 
+def images(config: Any, draw: np.random.Generator, number: int) -> np.ndarray:
+    """Returns random images, `[number, height, width, channels]`."""
+    return draw.standard_normal((number, config.image_size, config.image_size, config.num_channels), np.float32)
+
+
+def texts(config: Any, draw: np.random.Generator) -> np.ndarray:
+    """Returns random texts for a CLIP, with an end token and padding after it."""
+    end = config.vocab_size - 1 if config.eos_token_id == 2 else config.eos_token_id
+    tokens = draw.integers(3, config.vocab_size - 2, (BATCH, LENGTH), np.int32)
+    tokens[0, 7:], tokens[1, 4:] = 0, 0
+    tokens[0, 6] = tokens[1, 3] = end
+    return tokens
+
+
 def outputs(model: Any, given: Arrays) -> Arrays:
     """Returns what a model of `transformers` computes."""
     names = {"tokens": "input_ids", "segments": "token_type_ids", "mask": "attention_mask"}
+    arguments = {names[name]: torch.from_numpy(array).long() for name, array in given.items() if name in names}
+    if "images" in given:
+        arguments["pixel_values"] = torch.from_numpy(given["images"].transpose(0, 3, 1, 2).copy())
     with torch.no_grad():
-        out = model(**{names[name]: torch.from_numpy(array).long() for name, array in given.items()})
+        out = model(**arguments)
     if "start_logits" in out:
         return {"logits": torch.stack([out.start_logits, out.end_logits], dim=-1).numpy()}
-    return {name: out[name].numpy() for name in ("logits", "last_hidden_state", "pooler_output") if name in out}
+    names = [*("logits", "last_hidden_state", "pooler_output")]
+    if model.config.model_type == "clip":
+        names = ["logits_per_image", "logits_per_text", "text_embeds", "image_embeds"]
+    return {name: out[name].numpy() for name in names if name in out}

@@ -5,6 +5,13 @@ from nnx.models.bert import Bert as Bert
 from nnx.models.bert import BertConfig as BertConfig
 from nnx.models.bert import BertWithHead as BertWithHead
 from nnx.models.bert import MaskedLMHead as MaskedLMHead
+from nnx.models.clip import CLIP as CLIP
+from nnx.models.clip import CLIPConfig as CLIPConfig
+from nnx.models.clip import CLIPOutput as CLIPOutput
+from nnx.models.clip import CLIPText as CLIPText
+from nnx.models.clip import CLIPTextConfig as CLIPTextConfig
+from nnx.models.clip import CLIPVision as CLIPVision
+from nnx.models.clip import CLIPVisionConfig as CLIPVisionConfig
 from nnx.models.config import DecoderConfig as DecoderConfig
 from nnx.models.config import RotaryConfig as RotaryConfig
 from nnx.models.decoder import Decoder as Decoder
@@ -12,7 +19,11 @@ from nnx.models.decoder import DecoderBlock as DecoderBlock
 from nnx.models.encoder import EncoderBlock as EncoderBlock
 from nnx.models.encoder import EncoderOutput as EncoderOutput
 from nnx.models.families import FAMILIES as FAMILIES
+from nnx.models.patches import PatchEmbed as PatchEmbed
 from nnx.models.pretrained import from_pretrained as from_pretrained
 from nnx.models.pretrained import save_pretrained as save_pretrained
 from nnx.models.registry import ARCHITECTURES as ARCHITECTURES
 from nnx.models.tokenizer import Tokenizer as Tokenizer
+from nnx.models.vit import ViT as ViT
+from nnx.models.vit import ViTClassifier as ViTClassifier
+from nnx.models.vit import ViTConfig as ViTConfig

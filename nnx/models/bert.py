@@ -12,7 +12,7 @@ from nnx.core.context import Context
 from nnx.core.dict_sequence import Sequence
 from nnx.core.module import Module
 from nnx.models.activations import activation_of
-from nnx.models.encoder import EncoderBlock, EncoderOutput
+from nnx.models.encoder import EncoderBlock, EncoderOutput, key_mask
 from nnx.models.entries import TWO_LABELS, check_config
 from nnx.models.tokens import check_tokens, too_long, without_negatives
 from nnx.nn.embed import Embed, LearnedPositionEmbed
@@ -26,7 +26,6 @@ BertTask = Literal["masked_lm", "sequence_classification", "token_classification
 
 SIZES = ("vocab_size", "features", "hidden_features", "num_layers", "num_heads", "max_length", "num_segments")
 TASKS = ("masked_lm", "sequence_classification", "token_classification", "question_answering")
-WRONG_MASK = "Bert: expected a mask of shape [batch, length] = {expected} or with four axes, got {got}."
 NO_TASK = "BertWithHead: the config has no task. Set one of {known}, or use Bert, which has no head."
 TWO_LOGITS = "BertConfig: question answering has two labels, for start and end, got {got!r}."
 
@@ -175,13 +174,10 @@ class Bert(Module):
             positions: the position of each token, `[batch, length]` or `[length]`; 0, 1, 2 … by default.
         """
         size, length = self.config.vocab_size, tokens.shape[-1]
-        check_tokens(type(self).__name__, tokens, size)
+        check_tokens("Bert", tokens, size)
         if positions is None and length > self.config.max_length:
-            raise too_long(type(self).__name__, self.config.max_length, length)
-        if mask is not None and mask.ndim != 4:
-            if mask.shape != tokens.shape:
-                raise ValueError(WRONG_MASK.format(expected=tokens.shape, got=mask.shape))
-            mask = mask[:, None, None, :]  # [batch, heads, query, key]
+            raise too_long("Bert", self.config.max_length, length)
+        mask = None if mask is None else key_mask("Bert", mask, tokens)
         x = self.embed(without_negatives(tokens, size))
         x = x + self.segments(jnp.zeros_like(tokens) if segments is None else segments)
         x = self.norm(self.positions(x, positions))

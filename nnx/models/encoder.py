@@ -13,6 +13,8 @@ from nnx.nn.attention import MultiHeadAttention
 from nnx.nn.mlp import MLP
 from nnx.nn.norm import LayerNorm
 
+WRONG_MASK = "{model}: expected a mask of shape [batch, length] = {expected} or with four axes, got {got}."
+
 
 class EncoderOutput(NamedTuple):
     """What an encoder without a task head returns.
@@ -20,7 +22,7 @@ class EncoderOutput(NamedTuple):
     Attributes:
         last_hidden_state: the features of every token, `[batch, length, features]`; of a `ResNet`, those of every place
             in the image, `[batch, height, width, features]`.
-        pooler_output: one vector for the whole input, `[batch, features]`, or None.
+        pooler_output: one vector for the whole input, `[batch, features]`; None if a task does not need it.
     """
 
     last_hidden_state: jax.Array
@@ -105,3 +107,18 @@ class EncoderBlock(Module):
             return self.mlp_norm(x + self.mlp(x))
         x = x + self.attention(self.attention_norm(x), **options)
         return x + self.mlp(self.mlp_norm(x))
+
+
+def key_mask(model: str, mask: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns a mask of tokens as one of keys, `[batch, heads, query, key]`; others with four axes stay the same.
+
+    Args:
+        model: the name of the model, for errors.
+        mask: the mask.
+        tokens: the tokens, `[batch, length]`.
+    """
+    if mask.ndim == 4:
+        return mask
+    if mask.shape != tokens.shape:
+        raise ValueError(WRONG_MASK.format(model=model, expected=tokens.shape, got=mask.shape))
+    return mask[:, None, None, :]

@@ -299,7 +299,8 @@ def _fill(model: Module, known: list[Link], files: Mapping[str, TensorFile], pla
             shape = _shape(target, values)
             # Layers come in order, so the pieces of a stacked parameter are appended by index.
             pieces.setdefault(target.path, []).append(Piece(files[link.name], link.name, link.layout, shape, offset))
-            offset += link.layout.tensor_shape(shape)[link.layout.output_axis]
+            if len(link.targets) > 1:
+                offset += link.layout.tensor_shape(shape)[link.layout.output_axis]
             if target.index is not None:
                 stacked.add(target.path)
     # In the order of the files, so that reading is sequential.

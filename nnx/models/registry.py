@@ -7,10 +7,12 @@ from nnx.core.module import Module
 from nnx.core.repr import short
 from nnx.models.architecture import Architecture
 from nnx.models.bert_files import BERT
+from nnx.models.clip_files import CLIP_MODELS
 from nnx.models.config import DecoderConfig
 from nnx.models.decoder import Decoder
 from nnx.models.families import FAMILIES, UNKNOWN_MODEL, config_from_dict, config_to_dict
 from nnx.models.tables import Link, checkpoint_prefix, is_ignored, links
+from nnx.models.vit import VIT
 from nnx.transforms.class_forms import ScanModule
 
 NOT_A_MODEL = "save_pretrained takes a model of nnx.models ({known}), got {got}."
@@ -34,7 +36,9 @@ DECODERS = Architecture(
     options_of=lambda model: {"scan_layers": isinstance(model.layers, ScanModule)},
 )
 
-ARCHITECTURES = {name: architecture for architecture in (DECODERS, BERT) for name in architecture.model_types}
+ARCHITECTURES = {
+    name: architecture for architecture in (DECODERS, BERT, VIT, CLIP_MODELS) for name in architecture.model_types
+}
 """The known architectures by the `model_type` of `config.json`."""
 
 
