@@ -190,6 +190,9 @@ from nnx.nn.pool import avg_pool as avg_pool
 from nnx.nn.pool import max_pool as max_pool
 from nnx.nn.pool import min_pool as min_pool
 from nnx.nn.pool import pool as pool
+from nnx.nn.quantize import dequantize as dequantize
+from nnx.nn.quantize import quantize as quantize
+from nnx.nn.quantized import QuantizedParam as QuantizedParam
 from nnx.nn.recurrent import RNN as RNN
 from nnx.nn.recurrent import Bidirectional as Bidirectional
 from nnx.nn.resize import AdaptiveAvgPool as AdaptiveAvgPool
@@ -295,19 +298,19 @@ __all__ = [
     # nn
     "adaptive_avg_pool", "adaptive_max_pool", "AdaptiveAvgPool", "AdaptiveMaxPool", "add_lora", "apply_rotary",
     "attention_implementation", "avg_pool", "AvgPool", "BatchNorm", "Bidirectional", "Bilinear", "celu",
-    "combine_masks", "Conv", "ConvLSTMCell", "ConvTranspose", "DecoderCache", "dot_product_attention", "Dropout",
-    "DropPath", "Einsum", "elu", "Embed", "GatedMLP", "GaussianNoise", "gelu", "get_scaled_dot_general_config",
-    "global_avg_pool", "global_max_pool", "GlobalAvgPool", "GlobalMaxPool", "glu", "GroupNorm", "GRUCell",
-    "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "Identity", "identity", "initializers", "InstanceNorm",
+    "combine_masks", "Conv", "ConvLSTMCell", "ConvTranspose", "DecoderCache", "dequantize", "dot_product_attention",
+    "Dropout", "DropPath", "Einsum", "elu", "Embed", "GatedMLP", "GaussianNoise", "gelu",
+    "get_scaled_dot_general_config", "global_avg_pool", "global_max_pool", "GlobalAvgPool", "GlobalMaxPool", "glu",
+    "GroupNorm", "GRUCell", "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "Identity", "identity",
+    "initializers", "InstanceNorm",
     "KVCache", "LayerCache", "LayerNorm", "leaky_relu", "LearnedPositionEmbed", "Linear", "LinearGeneral",
     "LinearScaling", "Llama3Scaling", "log1mexp", "log_sigmoid", "log_softmax", "logmeanexp", "logsumexp", "LoRA",
     "LoRALinear", "LoRALinearGeneral", "LoRAParam", "LSTMCell", "make_attention_mask", "make_causal_mask",
     "make_padding_mask", "make_segment_mask", "make_sliding_window_mask", "max_pool", "MaxPool", "merge_lora",
     "min_pool", "MinPool", "mish", "MLP", "MoE", "MultiHeadAttention", "NTKScaling", "one_hot", "OptimizedLSTMCell",
-    "pool", "PReLU", "relu", "relu6", "ring_attention", "RMSNorm", "RNN", "RNNCellBase", "RotaryEmbedding",
-    "RotaryScaling", "router_losses", "RouterLosses",
-    "scaled_dot_general", "scaled_matmul", "selu", "set_dtypes", "sigmoid", "silu", "SimpleCell",
-    "sinusoidal_positions", "SinusoidalPositionEmbed",
+    "pool", "PReLU", "quantize", "QuantizedParam", "relu", "relu6", "ring_attention", "RMSNorm", "RNN", "RNNCellBase",
+    "RotaryEmbedding", "RotaryScaling", "router_losses", "RouterLosses", "scaled_dot_general", "scaled_matmul", "selu",
+    "set_dtypes", "sigmoid", "silu", "SimpleCell", "sinusoidal_positions", "SinusoidalPositionEmbed",
     "soft_sign", "softmax", "softplus", "sparse_plus", "sparse_sigmoid", "SpectralNorm", "squareplus", "standardize",
     "swish", "tanh", "Upsample", "WeightNorm", "YaRNScaling",
     # training

@@ -10,7 +10,6 @@ All three are pure functions of a `Pure`. The model is rebuilt inside, in evalua
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 
 from nnx.core.modes import set_mode
 from nnx.core.pure import Pure
+from nnx.core.sizes import size_in_bytes
 from nnx.core.statics import Frozen
 from nnx.generation.buckets import rows_to_run
 from nnx.generation.sampling import Sampling, choose
@@ -249,4 +249,4 @@ def _tokens_seen(pure: Pure, cache: Any, prompts: Prompt, prefix: Prompt | None)
 
 
 def _bytes(tree: Any) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(size_in_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))

@@ -21,6 +21,7 @@ from nnx.core.freezing import is_frozen
 from nnx.core.module import Module
 from nnx.core.pure import Pure
 from nnx.core.repr import short
+from nnx.core.sizes import size_in_bytes
 from nnx.core.state import State
 from nnx.core.variables import Param, Variable
 from nnx.inspection.recording import Recording, record
@@ -236,9 +237,8 @@ def _held(state: State) -> tuple[dict[str, int], dict[str, int], dict[str, Total
 
 
 def _array_total(leaf: Any) -> Total:
-    size = math.prod(np.shape(leaf))
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    return Total(1, size, size * dtype.itemsize)
+    return Total(1, math.prod(np.shape(leaf)), size_in_bytes(np.shape(leaf), dtype))
 
 
 def _sum(totals: Iterable[Total]) -> Total:

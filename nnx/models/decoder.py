@@ -31,7 +31,7 @@ from nnx.nn.norm import LayerNorm, RMSNorm
 from nnx.nn.parameters import AxisNames
 from nnx.nn.rotary import RotaryEmbedding
 from nnx.nn.settings import as_dtype, as_optional_dtype
-from nnx.sharding.axes import PARTITION_NAME
+from nnx.sharding.axes import PARTITION_NAME, DefaultAxes
 from nnx.transforms.class_forms import Scan, ScanModule
 from nnx.transforms.remat import remat as checkpointed
 from nnx.transforms.scan import scan
@@ -282,7 +282,9 @@ class Decoder(Module):
         """
         config = self.config
         if dtype is None:
-            dtype = self.embed.embedding.dtype if self.dtype is None else self.dtype
+            table, scale = self.embed.embedding, self.embed.embedding_scale
+            stored = table.dtype if scale is None else scale.dtype
+            dtype = stored if self.dtype is None else self.dtype
         heads = [(config.num_kv_heads, config.head_dim)] * config.num_layers
         return DecoderCache.empty(batch, length, heads, dtype=dtype)
 
@@ -387,7 +389,8 @@ def _sliced(leaf: Any, i: int) -> Any:
     if not isinstance(leaf, Variable):
         return leaf[i]
     names = leaf.sharding
-    names = names[1:] if isinstance(names, tuple) and names[:1] == (LAYERS_AXIS,) else names
+    if isinstance(names, tuple) and not isinstance(names, DefaultAxes) and names[:1] == (LAYERS_AXIS,):
+        names = names[1:]
     value = leaf.value
     if isinstance(value, jax.ShapeDtypeStruct):
         return leaf.replace(jax.ShapeDtypeStruct(value.shape[1:], value.dtype), sharding=names)

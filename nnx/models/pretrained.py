@@ -31,6 +31,7 @@ from nnx.models.architecture import Architecture
 from nnx.models.reading import Piece, Reader
 from nnx.models.registry import architecture_named, architecture_of
 from nnx.models.tables import Link, Shape
+from nnx.nn.quantize import is_quantized
 from nnx.nn.settings import as_dtype
 from nnx.sharding.placement import shard
 from nnx.sharding.rules import RulesLike
@@ -54,6 +55,10 @@ NO_OPTION = "{where}: {option}={got!r} is not an option of {family} models, whos
 NOT_IN_TABLE = (
     "Cannot save this model as a published {family} checkpoint: the format has no place for {paths}. (Low-rank "
     "adaptations are merged into the weights with `nnx.merge_lora(model)`; nnx.save saves any model.)"
+)
+QUANTIZED = (
+    "Cannot save a quantized model as a published {family} checkpoint, whose format has no place for integers and "
+    "scales (those of {paths}). Call `nnx.dequantize(model)` first; nnx.save saves any model."
 )
 NOT_ITS_CONFIG = (
     "Cannot save this model as a published checkpoint: it is not the one that its config describes, so whoever loads "
@@ -150,7 +155,7 @@ def save_pretrained(
 
     Raises:
         TypeError: the model is not one of `nnx.models`.
-        ValueError: the model has parameters or settings that the format of its family does not have.
+        ValueError: the model is quantized, or has parameters or settings that the format of its family does not have.
         OSError: the files could not be written; for the weights, it is a `CheckpointError`.
     """
     architecture, published = architecture_of(model), cast(Any, model)
@@ -160,6 +165,9 @@ def save_pretrained(
     for name, value in values.items():
         if isinstance(value, jax.ShapeDtypeStruct) or is_tracer(value):
             raise ValueError(ABSTRACT.format(path=name, value=short(value)))
+    quantized = [name for name, module in model.named_modules() if is_quantized(module)]
+    if quantized:
+        raise ValueError(QUANTIZED.format(family=config.model_type, paths=_listed(quantized)))
     known = architecture.links(config, values, ())
     covered = {target.path for link in known for target in link.targets}
     if covered != values.keys():

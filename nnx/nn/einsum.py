@@ -24,13 +24,16 @@ from nnx.nn.parameters import (
     kernel_init_for,
     make_param,
 )
+from nnx.nn.quantized import as_operand
 from nnx.nn.settings import (
     PromoteDtype,
     as_dtype,
     as_optional_dtype,
+    cast,
     compiled_body,
     default_promote_dtype,
     promote_dtype,
+    statistics_dtype,
 )
 
 EQUATION_GIVEN = (
@@ -57,7 +60,7 @@ BILINEAR_AXES = (
 )
 
 
-class _Equation(NamedTuple):
+class Equation(NamedTuple):
     """A parsed equation: one string of letters per operand, with `...` allowed in `inputs` and `output`."""
 
     text: str
@@ -104,6 +107,17 @@ class _Equation(NamedTuple):
                 )
                 raise ValueError(message)
 
+    @property
+    def summed_axes(self) -> tuple[int, ...]:
+        """The axes of the kernel that are not axes of the output."""
+        return tuple(axis for axis, letter in enumerate(self.kernel) if letter not in self.output)
+
+    @property
+    def kept_order(self) -> tuple[int, ...]:
+        """The order in which the other axes of the kernel appear in the output."""
+        kept = [letter for letter in self.kernel if letter in self.output]
+        return tuple(kept.index(letter) for letter in self.output if letter in kept)
+
     def bias_layout(self, kernel_shape: tuple[int, ...], input_axes: int) -> tuple[int, ...]:
         """Returns the shape in which the bias meets the output: size 1 along axes that come from the input."""
         sizes = self.kernel_sizes(kernel_shape)
@@ -117,12 +131,13 @@ class _Equation(NamedTuple):
 
 
 @cache
-def _parse(text: str) -> _Equation:
+def parse_equation(text: str) -> Equation:
+    """Returns the parts of an equation like 'ab,bc->ac'."""
     operands, arrow, output = text.replace(" ", "").partition("->")
     inputs, comma, kernel = operands.partition(",")
     if not (arrow and comma) or "," in kernel or "." in kernel:
         raise ValueError(EQUATION_FORM.format(got=text))
-    return _Equation(text, inputs, kernel, output)
+    return Equation(text, inputs, kernel, output)
 
 
 @compiled_body
@@ -130,8 +145,9 @@ def _einsum(
     x: jax.Array,
     kernel: jax.Array,
     bias: jax.Array | None,
+    scale: jax.Array | None,
     *,
-    equation: _Equation,
+    equation: Equation,
     dtype: Any,
     precision: PrecisionLike,
     preferred_element_type: Any,
@@ -139,11 +155,18 @@ def _einsum(
     einsum_op: Callable[..., jax.Array] = jnp.einsum,
     promote: PromoteDtype = default_promote_dtype,
 ) -> jax.Array:
-    x, kernel, bias = promote((x, kernel, bias), dtype=dtype)
+    if scale is None:
+        x, kernel, bias = promote((x, kernel, bias), dtype=dtype)
+    else:
+        x, _, bias = promote((x, scale, bias), dtype=dtype)
+        kernel, scale = as_operand(kernel, scale, equation.summed_axes, x.dtype, whole=einsum_op is not jnp.einsum)
     options = {} if out_sharding is None else {"out_sharding": out_sharding}
-    y = einsum_op(
-        equation.text, x, kernel, precision=precision, preferred_element_type=preferred_element_type, **options
-    )
+    # Sums of products with integers can be large, so they are not rounded before they are scaled.
+    wide = preferred_element_type if scale is None else preferred_element_type or statistics_dtype(x.dtype)
+    y = einsum_op(equation.text, x, kernel, precision=precision, preferred_element_type=wide, **options)
+    if scale is not None:
+        scale = jnp.reshape(jnp.transpose(scale, equation.kept_order), equation.bias_layout(kernel.shape, x.ndim))
+        y = cast(y * scale, preferred_element_type or x.dtype)
     return y if bias is None else y + jnp.reshape(bias, equation.bias_layout(kernel.shape, x.ndim))
 
 
@@ -182,6 +205,7 @@ class Einsum(Module):
     einsum_op: Callable[..., jax.Array]
     preferred_element_type: np.dtype | None
     kernel: jax.Array
+    kernel_scale: jax.Array | None = None
     bias: jax.Array | None
 
     def __init__(
@@ -206,7 +230,7 @@ class Einsum(Module):
         self.kernel_shape = tuple(kernel_shape)
         self.bias_shape = None if bias_shape is None else tuple(bias_shape)
         if einsum_str is not None:
-            equation = _parse(einsum_str)
+            equation = parse_equation(einsum_str)
             equation.check_bias(self.kernel_shape, self.bias_shape)
             kernel_init = kernel_init_for(kernel_init, *equation.kernel_axes())
         self.dtype = as_optional_dtype(dtype)
@@ -234,13 +258,14 @@ class Einsum(Module):
         text = self.einsum_str if einsum_str is None else einsum_str
         if text is None or (einsum_str is not None and self.einsum_str is not None):
             raise ValueError(EQUATION_GIVEN.format(got="neither" if text is None else "both"))
-        equation = _parse(text)
+        equation = parse_equation(text)
         equation.check_bias(self.kernel_shape, self.bias_shape)
         equation.check_input(self.kernel_shape, inputs.shape)
         return _einsum(
             inputs,
             self.kernel,
             self.bias,
+            self.kernel_scale,
             equation=equation,
             dtype=self.dtype,
             precision=self.precision,

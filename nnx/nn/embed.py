@@ -19,7 +19,16 @@ from nnx.core.module import Module
 from nnx.nn.checks import check_last_axis
 from nnx.nn.initializers import normal, variance_scaling
 from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, compiled_initializer, make_param
-from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, cast, default_promote_dtype, promote_dtype
+from nnx.nn.quantized import as_operand, to_weight
+from nnx.nn.settings import (
+    PromoteDtype,
+    as_dtype,
+    as_optional_dtype,
+    cast,
+    default_promote_dtype,
+    promote_dtype,
+    statistics_dtype,
+)
 from nnx.sharding.explicit import result_sharding, split_like
 
 # A lookup selects one row instead of summing over the vocabulary, so the rows, not the features, are the output axis:
@@ -69,6 +78,7 @@ class Embed(Module):
     param_dtype: np.dtype
     promote_dtype: PromoteDtype
     embedding: jax.Array
+    embedding_scale: jax.Array | None = None
 
     def __init__(
         self,
@@ -101,6 +111,10 @@ class Embed(Module):
             An array of shape `[*inputs.shape, features]`.
         """
         vectors = _looked_up(self, self.embedding, inputs, out_sharding)
+        if self.embedding_scale is not None:
+            # The integers of a token outside the table are wrong, but its scale is NaN.
+            scales = _looked_up(self, self.embedding_scale, inputs)
+            vectors = to_weight(vectors, scales, (vectors.ndim - 1,), scales.dtype)
         (vectors,) = self.promote_dtype((vectors,), dtype=self.dtype)
         return vectors
 
@@ -115,11 +129,19 @@ class Embed(Module):
             An array of shape `[..., num_embeddings]`.
         """
         check_last_axis(self, query, self.features, "features")
-        query, table = self.promote_dtype((query, self.embedding), dtype=self.dtype)
+        table, scale = self.embedding, self.embedding_scale
+        if scale is None:
+            query, table = self.promote_dtype((query, table), dtype=self.dtype)
+        else:
+            query, _ = self.promote_dtype((query, scale), dtype=self.dtype)
+            table, scale = as_operand(table, scale, (1,), query.dtype)
         if out_sharding is None:
             out_sharding = result_sharding((query, range(query.ndim - 1)), (table, (0,)))
-        options = {} if out_sharding is None else {"out_sharding": out_sharding}
-        return lax.dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())), **options)
+        options: dict[str, Any] = {} if out_sharding is None else {"out_sharding": out_sharding}
+        if scale is not None:
+            options["preferred_element_type"] = statistics_dtype(query.dtype)
+        logits = lax.dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())), **options)
+        return logits if scale is None else cast(logits * split_like(scale, logits, (-1,)), query.dtype)
 
 
 class LearnedPositionEmbed(Module):
@@ -263,7 +285,7 @@ def _looked_up(
     if not from_end:
         indices = jnp.where(indices < 0, table.shape[0], indices)
     if out_sharding is None:
-        out_sharding = result_sharding((indices, range(indices.ndim)), (table, (1,)))
+        out_sharding = result_sharding((indices, range(indices.ndim)), (table, range(1, table.ndim)))
     # "fill" returns NaN outside the table. `table[indices]` would clamp, and return the last vector for a wrong token.
     if out_sharding is not None:
         return table.at[indices].get(mode="fill", out_sharding=out_sharding)

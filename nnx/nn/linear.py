@@ -26,7 +26,16 @@ from nnx.nn.parameters import (
     make_param,
     one_per_entry,
 )
-from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, compiled_body, default_promote_dtype
+from nnx.nn.quantized import as_operand
+from nnx.nn.settings import (
+    PromoteDtype,
+    as_dtype,
+    as_optional_dtype,
+    cast,
+    compiled_body,
+    default_promote_dtype,
+    statistics_dtype,
+)
 from nnx.sharding.explicit import result_sharding, split_like
 
 DotGeneral = Callable[..., jax.Array]
@@ -48,6 +57,7 @@ def _contract(
     x: jax.Array,
     kernel: jax.Array,
     bias: jax.Array | None,
+    scale: jax.Array | None,
     *,
     axes: tuple[int, ...],
     batch_axes: tuple[int, ...],
@@ -59,25 +69,35 @@ def _contract(
     promote: PromoteDtype = default_promote_dtype,
 ) -> jax.Array:
     """Sums over `axes` of `x` and the axes of `kernel` that follow its batch axes, then adds the bias."""
-    x, kernel, bias = promote((x, kernel, bias), dtype=dtype)
     batches = len(batch_axes)
-    dimensions = ((axes, tuple(range(batches, batches + len(axes)))), (batch_axes, tuple(range(batches))))
+    summed = tuple(range(batches, batches + len(axes)))
+    if scale is None:
+        x, kernel, bias = promote((x, kernel, bias), dtype=dtype)
+    else:
+        x, _, bias = promote((x, scale, bias), dtype=dtype)
+        kernel, scale = as_operand(kernel, scale, summed, x.dtype, whole=dot_general is not lax.dot_general)
     if out_sharding is None:
         kept = (axis for axis in range(x.ndim) if axis not in axes and axis not in batch_axes)
         out_sharding = result_sharding((x, (*batch_axes, *kept)), (kernel, range(batches + len(axes), kernel.ndim)))
     # Options are passed only when set: a user's `dot_general` need not know them.
     options = {}
-    if preferred_element_type is not None:
-        options["preferred_element_type"] = preferred_element_type
+    if preferred_element_type is not None or scale is not None:
+        # Sums of products with integers can be large, so they are not rounded before they are scaled.
+        options["preferred_element_type"] = preferred_element_type or statistics_dtype(x.dtype)
     if out_sharding is not None:
         options["out_sharding"] = out_sharding
+    dimensions = ((axes, summed), (batch_axes, tuple(range(batches))))
     y = dot_general(x, kernel, dimensions, precision=precision, **options)
-    if bias is None:
-        return y
-    # The output is (*batch, *kept, *out) and the bias (*batch, *out): it broadcasts over what is kept in between.
-    bias = split_like(bias, y, [axis if axis < batches else axis - bias.ndim for axis in range(bias.ndim)])
-    between = (1,) * (y.ndim - bias.ndim)
-    return y + jnp.reshape(bias, bias.shape[:batches] + between + bias.shape[batches:])
+    if scale is not None:
+        y = cast(y * _spread(scale, y, batches), preferred_element_type or x.dtype)
+    return y if bias is None else y + _spread(bias, y, batches)
+
+
+def _spread(values: jax.Array, y: jax.Array, batches: int) -> jax.Array:
+    """Returns values `(*batch, *out)` in a shape that broadcasts to the output, `(*batch, *kept, *out)`."""
+    values = split_like(values, y, [axis if axis < batches else axis - values.ndim for axis in range(values.ndim)])
+    between = (1,) * (y.ndim - values.ndim)
+    return jnp.reshape(values, values.shape[:batches] + between + values.shape[batches:])
 
 
 def _apply_kernel(
@@ -87,6 +107,7 @@ def _apply_kernel(
         inputs,
         layer.kernel,
         layer.bias,
+        layer.kernel_scale,
         axes=axes,
         batch_axes=batch_axes,
         dtype=layer.dtype,
@@ -134,6 +155,7 @@ class Linear(Module):
     promote_dtype: PromoteDtype
     preferred_element_type: np.dtype | None
     kernel: jax.Array
+    kernel_scale: jax.Array | None = None
     bias: jax.Array | None
 
     def __init__(
@@ -228,6 +250,7 @@ class LinearGeneral(Module):
     dot_general: DotGeneral
     preferred_element_type: np.dtype | None
     kernel: jax.Array
+    kernel_scale: jax.Array | None = None
     bias: jax.Array | None
 
     def __init__(

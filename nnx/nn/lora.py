@@ -37,6 +37,10 @@ NOTHING_MATCHES = (
     "add_lora: `where` matches no linear layer, so nothing would be trained. "
     "The linear layers of this {model} are: {paths}."
 )
+QUANTIZED_KERNEL = (
+    "merge_lora: the kernel at {path!r} is quantized, and rounding it again would lose most of the adaptation. Call "
+    "`nnx.dequantize(model)` first, and `nnx.quantize(model)` afterwards if you like."
+)
 STACKED = (
     "LoRA: `lora_a` has shape {got}, expected ({features}, {rank}): it is stacked like the kernel it was added to, but "
     "the scan or vmap that runs this layer does not slice it. Slice all variables, `variable_axes={{...: 0}}`, or the "
@@ -350,20 +354,22 @@ def merge_lora(model: Module) -> list[str]:
     Returns:
         The paths of the changed layers, which are plain `Linear` or `LinearGeneral` again.
 
+    Raises:
+        ValueError: a kernel is quantized; nothing has changed then.
+
     >>> ctx = nnx.context(0)
     >>> model = nnx.MLP(3, 8, 2, ctx=ctx)
     >>> paths = nnx.add_lora(model, 2, ctx=ctx)
     >>> nnx.merge_lora(model) == paths, type(model.layers[0]).__name__
     (True, 'Linear')
     """
-    merged = []
-    for path, module in list(model.named_modules()):
-        if type(module) not in _PLAIN:
-            continue
-        assert isinstance(module, LoRALinear | LoRALinearGeneral)
+    adapted: dict[str, Any] = {path: module for path, module in model.named_modules() if type(module) in _PLAIN}
+    for path, module in adapted.items():
+        if module.kernel_scale is not None:
+            raise ValueError(QUANTIZED_KERNEL.format(path=path))
+    for module in adapted.values():
         delta = module.lora.scale * (module.lora.lora_a @ module.lora.lora_b)
         module.kernel = (module.kernel + jnp.reshape(delta, module.kernel.shape)).astype(module.kernel.dtype)
         del module.lora
         object.__setattr__(module, "__class__", _PLAIN[type(module)])
-        merged.append(path)
-    return merged
+    return list(adapted)

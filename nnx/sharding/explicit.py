@@ -7,7 +7,7 @@ the parameter's axes wherever the mesh axis is still free. This gathers paramete
 compiler does by itself on automatic axes, which these functions ignore.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,17 @@ def split_like(x: Array, other: Array, axes: Sequence[int]) -> Array:
         return x
     spec = jax.typeof(other).sharding.spec
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*(spec[axis] for axis in axes))))
+
+
+def with_automatic_axes(fn: Callable[..., Array], like: Array) -> Callable[..., Array]:
+    """Returns a function that computes as on automatic axes, if `like` is split on explicit ones.
+
+    The result is split like `like`, whose shape it must have. This is for rearrangements that JAX has no rule for on
+    explicit axes, such as merging two axes of which one is split.
+    """
+    sharding = jax.typeof(like).sharding
+    auto_axes: Any = jax.sharding.auto_axes
+    return auto_axes(fn, out_sharding=sharding) if any(sharding.spec) else fn
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from nnx.core.sizes import size_in_bytes
 from nnx.sharding.constraints import current_mesh
 from nnx.sharding.rules import AnyMesh, Rules, RulesLike, as_rules, resolve
 from nnx.sharding.specs import map_named
@@ -42,7 +43,7 @@ class ShardingRow:
     @property
     def bytes(self) -> int:
         """The size of the whole array."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return size_in_bytes(self.shape, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,7 @@ def sharding_report(model: Any, mesh: AnyMesh | None = None, rules: RulesLike = 
         part = () if resolution.errors else tuple(resolution.spec)
         shard_shape = tuple(size // _parts(entry, mesh_shape) for size, entry in zip(shape, part, strict=False))
         shard_shape += shape[len(shard_shape) :]
-        on_each = math.prod(shard_shape) * dtype.itemsize
+        on_each = size_in_bytes(shard_shape, dtype)
         errors, notes = resolution.errors, resolution.notes
         rows.append(ShardingRow(path, shape, dtype, names, resolution.spec, shard_shape, on_each, errors, notes))
 

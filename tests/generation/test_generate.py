@@ -79,6 +79,16 @@ def test_a_model_with_lora_generates_what_the_merged_model_generates(scan_layers
     np.testing.assert_array_equal(greedy(model), adapted)
 
 
+@pytest.mark.parametrize(("bits", "scan_layers"), [(8, False), (4, True)])
+def test_a_quantized_model_generates_what_its_rounded_weights_generate(bits, scan_layers):
+    model = decoder(scan_layers=scan_layers)
+    nnx.quantize(model, bits, 8)
+    tokens = greedy(model)
+    assert model.init_cache(1, 4).layers[0].key.dtype == jnp.float32
+    nnx.dequantize(model)
+    np.testing.assert_array_equal(greedy(model), tokens)
+
+
 def test_a_shared_prefix_counts_as_the_beginning_of_every_prompt():
     model = decoder()
     prefix = random_prompts(1, 5, seed=1)[0]

@@ -183,11 +183,11 @@ class TestAdaptations:
         nnx.models.save_pretrained(model, tmp_path)
         np.testing.assert_allclose(nnx.models.from_pretrained(tmp_path)(jnp.array([[1, 2, 3]])), adapted, atol=1e-4)
 
-    def test_a_scanned_model_refuses_an_adaptation_that_is_not_stacked(self):
+    def test_a_scanned_model_is_adapted_layer_by_layer(self):
         model = nnx.models.from_pretrained(GOLDEN / "llama", scan_layers=True)
         nnx.add_lora(model, 2, where="**/attention/query", ctx=nnx.context(0))
-        with pytest.raises(ValueError, match="length"):
-            model(jnp.array([[1, 2, 3]]))
+        expected = golden_model("llama")(jnp.array([[1, 2, 3]]))
+        np.testing.assert_allclose(model(jnp.array([[1, 2, 3]])), expected, atol=1e-4)
 
     def test_a_layer_can_be_replaced_by_an_equal_one(self):
         model = nnx.models.from_pretrained(GOLDEN / "llama")
@@ -196,6 +196,16 @@ class TestAdaptations:
 
 
 class TestSavingRefuses:
+    def test_quantized_models(self, tmp_path):
+        model = nnx.models.from_pretrained(GOLDEN / "llama")
+        nnx.quantize(model, 8, where="**/mlp/up")
+        with pytest.raises(ValueError, match=r"quantized model.*'layers/0/mlp/up'.*nnx.dequantize\(model\)"):
+            nnx.models.save_pretrained(model, tmp_path)
+        assert not list(tmp_path.iterdir())
+        nnx.dequantize(model)
+        nnx.models.save_pretrained(model, tmp_path)
+        assert nnx.models.from_pretrained(tmp_path).get_state() == model.get_state()
+
     def test_other_modules(self, tmp_path):
         with pytest.raises(TypeError, match="takes a model of nnx.models .Decoder.*, got Linear"):
             nnx.models.save_pretrained(nnx.Linear(2, 3, ctx=nnx.context(0)), tmp_path)
