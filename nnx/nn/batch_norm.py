@@ -101,7 +101,7 @@ class BatchNorm(NormBase):
         scale_init: the initializer of the scale.
         axis_name: the name of a mapped axis over which the moments are averaged as well.
         axis_index_groups: groups of indices along that axis to average within, see `jax.lax.pmean`.
-        use_fast_variance: accepted as in Flax, without effect: the variance always takes two passes.
+        use_fast_variance: accepted as in Flax, without effect: the variance never cancels, and takes one pass.
         promote_dtype: a replacement for the function that decides the dtype of the result.
         ctx: the Context; needed only for initializers that draw random numbers.
         bias_metadata: metadata of the bias's Variable.

@@ -45,7 +45,7 @@ class LayerNorm(NormBase):
         feature_axes: the axes along which scale and bias are learned.
         axis_name: the name of a mapped axis over which the moments are averaged as well.
         axis_index_groups: groups of indices along that axis to average within, see `jax.lax.pmean`.
-        use_fast_variance: accepted as in Flax, without effect: the variance always takes two passes.
+        use_fast_variance: accepted as in Flax, without effect: the variance never cancels, and takes one pass.
         promote_dtype: a replacement for the function that decides the dtype of the result.
         ctx: the Context; needed only for initializers that draw random numbers.
         bias_metadata: metadata of the bias's Variable.
@@ -195,7 +195,7 @@ class GroupNorm(NormBase):
             which is the batch. For an unbatched image, or several batch axes, write `reduction_axes=(-3, -2, -1)`.
         axis_name: the name of a mapped axis over which the moments are averaged as well.
         axis_index_groups: groups of indices along that axis to average within.
-        use_fast_variance: accepted as in Flax, without effect: the variance always takes two passes.
+        use_fast_variance: accepted as in Flax, without effect: the variance never cancels, and takes one pass.
         promote_dtype: a replacement for the function that decides the dtype of the result.
         ctx: the Context; needed only for initializers that draw random numbers.
         bias_metadata: metadata of the bias's Variable.
@@ -290,7 +290,7 @@ class InstanceNorm(NormBase):
         feature_axes: the feature axes; the moments are taken over all others but the first, which is the batch.
         axis_name: the name of a mapped axis over which the moments are averaged as well.
         axis_index_groups: groups of indices along that axis to average within.
-        use_fast_variance: accepted as in Flax, without effect: the variance always takes two passes.
+        use_fast_variance: accepted as in Flax, without effect: the variance never cancels, and takes one pass.
         promote_dtype: a replacement for the function that decides the dtype of the result.
         ctx: the Context; needed only for initializers that draw random numbers.
         bias_metadata: metadata of the bias's Variable.
