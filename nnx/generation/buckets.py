@@ -9,7 +9,9 @@ from typing import NamedTuple
 SMALLEST_PROMPT = 16
 SMALLEST_CACHE = 64
 ROWS_THAT_PAY = 8
-STEPS_WITHOUT_CHECK = 16  # divides SMALLEST_CACHE, so that there is a column for each of them
+# Both divide SMALLEST_CACHE, so that there is a column for each step.
+STEPS_WITHOUT_CHECK = 16
+STEPS_WITHOUT_STOPS = 64
 
 
 def prompt_bucket(length: int, chunk: int) -> int:
@@ -94,17 +96,24 @@ def rows_to_run(rows: int, platform: str, cache_bytes_per_row: int, weight_bytes
     return ROWS_THAT_PAY if ROWS_THAT_PAY * cache_bytes_per_row / 2 <= weight_bytes else rows
 
 
-def steps_between_checks(new: int, platform: str) -> int:
-    """Returns how many tokens the loop writes before it looks whether every row has stopped.
+def steps_between_checks(new: int, may_stop: bool, platform: str) -> int:
+    """Returns how many tokens the loop writes before it looks whether to go on.
 
     On a GPU, XLA copies the answer to the host and waits for it there, so that nothing is launched ahead meanwhile. A
-    loop with a fixed number of steps has no such pause. The price is at most fifteen steps too many.
+    loop with a fixed number of steps has no such pause. The price is at most fifteen steps too many. Where no stop
+    token can end a text, the loop only ends after `new` tokens, and longer groups that fit exactly cost nothing.
 
     >>> from nnx.generation.buckets import steps_between_checks
-    >>> steps_between_checks(512, "gpu"), steps_between_checks(5, "gpu"), steps_between_checks(512, "cpu")
-    (16, 1, 1)
+    >>> [steps_between_checks(new, True, "gpu") for new in (5, 100, 512)]
+    [1, 16, 16]
+    >>> [steps_between_checks(new, False, "gpu") for new in (5, 100, 512)]
+    [1, 16, 64]
+    >>> steps_between_checks(512, False, "cpu")
+    1
     """
-    return STEPS_WITHOUT_CHECK if platform in ("gpu", "cuda") and new >= SMALLEST_CACHE else 1
+    if platform not in ("gpu", "cuda") or new < SMALLEST_CACHE:
+        return 1
+    return STEPS_WITHOUT_STOPS if not may_stop and new % STEPS_WITHOUT_STOPS == 0 else STEPS_WITHOUT_CHECK
 
 
 def _power_of_two(number: int) -> int:

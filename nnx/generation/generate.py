@@ -173,6 +173,7 @@ def generate(
         num_samples=samples,
         logprobs=bool(return_logprobs),
         penalty=sampling.repetition_penalty is not None,
+        aligned=not is_tracer(prompt.lengths) and bool((prompt.lengths == prompt_length).all()),
         rules=rules,
     )
     # A scan over layers would copy the whole cache for each token. The copy of the weights lives as long as this call
@@ -184,7 +185,8 @@ def generate(
     shared = None if shared is None else padded(shared, room.prefix)
     progress = read(pure, padded(prompt, room.prompt + 1), shared, pad, plan=plan)
 
-    stride = 1 if stream is not None else steps_between_checks(new, jax.default_backend())
+    may_stop = stops is not None
+    stride = 1 if stream is not None else steps_between_checks(new, may_stop, jax.default_backend())
     frozen_fn = None if logits_fn is None else Frozen(logits_fn, "logits_fn")
     options: Any = {"logits_fn": frozen_fn, "stride": stride, "rules": rules}
 

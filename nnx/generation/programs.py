@@ -9,6 +9,7 @@ All three are pure functions of a `Pure`. The model is rebuilt inside, in evalua
 `decode` that changes its Module changes the copy.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from nnx.core.sizes import size_in_bytes
 from nnx.core.statics import Frozen
 from nnx.generation.buckets import rows_to_run
 from nnx.generation.sampling import Sampling, choose
+from nnx.nn.kv_cache import LayerCache
 from nnx.sharding.rules import Rules
 
 TWO_BATCH_AXES = (
@@ -42,6 +44,7 @@ class Plan(NamedTuple):
         num_samples: the number of texts to write for each prompt.
         logprobs: whether to record log-probabilities.
         penalty: whether to record which tokens occurred.
+        aligned: whether all prompts have the same length, so that all rows always hold equally many tokens.
         rules: the logical axis rules. A model may read them while it is traced, so they are part of the key.
     """
 
@@ -51,6 +54,7 @@ class Plan(NamedTuple):
     num_samples: int
     logprobs: bool
     penalty: bool
+    aligned: bool
     rules: Rules
 
 
@@ -123,7 +127,7 @@ def read(pure: Pure, prompts: Prompt, prefix: Prompt | None, pad_token: Any, *, 
         seen = None if seen is None else seen[source]
     return Progress(
         step=jnp.zeros((), jnp.int32),
-        cache=cache,
+        cache=_aligned(cache) if plan.aligned else cache,
         newest=newest,
         finished=jnp.arange(rows) >= wanted,
         broken=jnp.zeros(rows, bool),
@@ -158,8 +162,8 @@ def write(
     def goes_on(progress: Progress) -> jax.Array:
         return (progress.step < until) & ~jnp.all(progress.finished)
 
-    def write_one(progress: Progress) -> Progress:
-        step, finished, seen = progress.step, progress.finished, progress.seen
+    def write_one(progress: Progress, step: jax.Array) -> Progress:
+        finished, seen = progress.finished, progress.seen
         raw, cache = _decoded(pure, progress.newest[:, None], progress.cache)
         logits = raw[:, 0].astype(jnp.float32)  # [rows, vocab]
         keys = None if row_keys is None else jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
@@ -178,12 +182,17 @@ def write(
             finished = finished | jnp.any(token[:, None] == stop_tokens, axis=-1)
         if seen is not None:
             seen = seen.at[rows, token].set(True)
-        return Progress(step + 1, cache, token, finished, broken, tokens, logprobs, seen)
+        return progress._replace(
+            cache=cache, newest=token, finished=finished, broken=broken, tokens=tokens, logprobs=logprobs, seen=seen
+        )
 
     def write_some(progress: Progress) -> Progress:
-        return jax.lax.fori_loop(0, stride, lambda _, progress: write_one(progress), progress)
+        first = progress.step
+        # The loop counts by itself: a second counter among its values would be one more kernel per token.
+        progress = jax.lax.fori_loop(0, stride, lambda i, progress: write_one(progress, first + i), progress)
+        return progress._replace(step=first + stride)
 
-    progress = jax.lax.while_loop(goes_on, write_one if stride == 1 else write_some, progress)
+    progress = jax.lax.while_loop(goes_on, write_some, progress)
     return progress, Step(jnp.take(progress.tokens, until - 1, axis=1), jnp.all(progress.finished))
 
 
@@ -216,6 +225,17 @@ def _append(pure: Pure, tokens: jax.Array, lengths: jax.Array, cache: Any, chunk
 
     # The number of chunks is a value, not a shape: chunks of padding alone are not computed.
     return jax.lax.fori_loop(0, -(-jnp.max(lengths) // chunk), read_chunk, cache)
+
+
+def _aligned(cache: Any) -> Any:
+    """Returns a cache whose layers know that all rows hold equally many tokens."""
+
+    def is_layer(node: Any) -> bool:
+        return isinstance(node, LayerCache)
+
+    return jax.tree.map(
+        lambda node: dataclasses.replace(node, aligned=True) if is_layer(node) else node, cache, is_leaf=is_layer
+    )
 
 
 def _take_rows(pure: Pure, cache: Any, source: jax.Array, plan: Plan) -> Any:

@@ -389,7 +389,7 @@ class MultiHeadAttention(Module):
         seen, options = visible_part(cache, positions, self.sliding_window)
         if self.attention_fn is dot_product_attention:
             options["assume_seen"] = True  # a token sees at least its own slot
-        key, value = (cast(held, query.dtype) for held in seen)
+        key, value = (cast(held, query.dtype) for held in (seen.key, seen.value))
         return self.out(self._attended(query, key, value, options, deterministic=True)), cache
 
     def make_cache(

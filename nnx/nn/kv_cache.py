@@ -15,8 +15,9 @@ than the whole cache raises `ValueError` even while tracing.)
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -150,12 +151,16 @@ class KVCache(Module):
         self.key, self.value, self.index = (jnp.zeros_like(held) for held in (self.key, self.value, self.index))
 
 
-class LayerCache(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
     """The keys and values of one layer, as a pytree that the caller owns; nothing is ever changed in place.
 
     Attributes:
         key: the keys, `[batch..., max_length, num_heads, head_dim]`.
         value: the values, `[batch..., max_length, num_heads, value_dim]`.
+        aligned: whether all rows always hold equally many tokens, which is the caller's promise. A single token then
+            goes into one slot of all rows, and is written faster on a GPU.
 
     >>> cache = nnx.LayerCache.empty(2, 8, num_heads=4, head_dim=16)
     >>> prompt = jnp.ones((2, 5, 4, 16))
@@ -167,6 +172,7 @@ class LayerCache(NamedTuple):
 
     key: jax.Array
     value: jax.Array
+    aligned: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def empty(
@@ -210,7 +216,9 @@ class LayerCache(NamedTuple):
                 instead: its outputs become NaN.
         """
         _check_append("LayerCache", self.key, self.value, lengths, key, value, seq_lengths)
-        return LayerCache(*_append(self.key, self.value, lengths, key, value, seq_lengths)[:2])
+        aligned = self.aligned and seq_lengths is None
+        keys, values, _ = _append(self.key, self.value, lengths, key, value, seq_lengths, aligned=aligned)
+        return dataclasses.replace(self, key=keys, value=values)
 
 
 @jax.tree_util.register_dataclass
@@ -283,7 +291,8 @@ def visible_part(cache: LayerCache, positions: jax.Array, window: int | None) ->
     for _ in end.shape:
         cut = jax.vmap(cut)
     start = jnp.maximum(end - window, 0)
-    return LayerCache(cut(cache.key, start), cut(cache.value, start)), {"key_value_seq_lengths": end - start}
+    seen = LayerCache(cut(cache.key, start), cut(cache.value, start))
+    return seen, {"key_value_seq_lengths": end - start}
 
 
 def visible_slots(positions: jax.Array, max_length: int, window: int | None) -> jax.Array:
@@ -353,7 +362,7 @@ def _with_length(shape: tuple[int, ...]) -> str:
     return str((*shape[:-3], "length", *shape[-2:])).replace("'length'", "length")
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="aligned")
 def _append(
     keys: jax.Array,
     values: jax.Array,
@@ -361,6 +370,8 @@ def _append(
     key: jax.Array,
     value: jax.Array,
     seq_lengths: jax.Array | None,
+    *,
+    aligned: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the arrays of a cache after an append, with overflowing rows poisoned."""
     length, max_length = key.shape[-3], keys.shape[-3]
@@ -376,6 +387,11 @@ def _append(
     # the clamp, all its tokens could be out of range and be dropped.
     slots = jnp.where(full, jnp.minimum(slots, max_length - 1), slots)
     value = jnp.where(full[..., None, None], jnp.nan, value)
+    if aligned and length == 1 and index.size:
+        # One slot for all rows; that of full rows is within range by now.
+        start = (*(0,) * index.ndim, jnp.reshape(slots, -1)[0], 0, 0)
+        given = key.astype(keys.dtype), value.astype(values.dtype)
+        return *(jax.lax.dynamic_update_slice(a, b, start) for a, b in zip((keys, values), given)), new_index
 
     put = _put  # of one row; mapped over every batch axis
     for _ in index.shape:

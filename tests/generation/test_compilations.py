@@ -7,6 +7,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import nnx
 from nnx.generation import programs
@@ -109,7 +110,8 @@ def test_other_axis_rules_recompile():
     assert len(Counted.traces) == 2
 
 
-def test_the_loop_writes_its_caches_in_place():
+@pytest.mark.parametrize(("lengths", "operation"), [([40, 40, 40], "dynamic-update-slice"), ([40, 7, 31], "scatter")])
+def test_the_loop_writes_its_caches_in_place(lengths, operation):
     model, compiled = decoder(), []
 
     def recording_write(*args, **kwargs):
@@ -117,10 +119,10 @@ def test_the_loop_writes_its_caches_in_place():
         return programs.write(*args, **kwargs)
 
     with mock.patch("nnx.generation.generate.write", recording_write):
-        nnx.generate(model, random_prompts(3, 40), max_new_tokens=70, temperature=0)
+        nnx.generate(model, random_prompts(3, 40), lengths=lengths, max_new_tokens=70, temperature=0)
     keys = r"f32\[3,128,2,8\]"
     text = compiled[0].as_text()
-    assert re.search(rf"{keys}\S* scatter\(", text) and not re.search(rf"{keys}\S* copy\(", text)
+    assert re.search(rf"{keys}\S* {operation}\(", text) and not re.search(rf"{keys}\S* copy\(", text)
     memory = compiled[0].memory_analysis()
     assert memory.alias_size_in_bytes > 0.99 * memory.output_size_in_bytes
 
@@ -129,7 +131,7 @@ def test_steps_without_a_check_in_between_write_the_same_texts():
     model = counting()
     options = {"max_new_tokens": 70, "temperature": 0, "stop_tokens": [40, 67], "return_logprobs": True}
     expected = nnx.generate(model, [[5], [50], [80]], **options)
-    with mock.patch("nnx.generation.generate.steps_between_checks", lambda new, platform: 8):
+    with mock.patch("nnx.generation.generate.steps_between_checks", lambda new, may_stop, platform: 8):
         found = nnx.generate(model, [[5], [50], [80]], **options)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -140,7 +142,7 @@ def test_steps_beyond_the_last_token_do_no_harm_at_the_end_of_the_context():
     model, prompts = decoder("gpt2"), random_prompts(2, 61)  # learned positions for 64 tokens
     options = {"max_new_tokens": 4, "temperature": 0, "return_logprobs": True}
     expected = nnx.generate(model, prompts, **options)
-    with mock.patch("nnx.generation.generate.steps_between_checks", lambda new, platform: 8):
+    with mock.patch("nnx.generation.generate.steps_between_checks", lambda new, may_stop, platform: 8):
         found = nnx.generate(model, prompts, **options)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)

@@ -147,3 +147,24 @@ class TestDecoderCache:
             layer.decode_step(x, layer.make_cache(2, MAX_LENGTH), jnp.zeros(3, jnp.int32))
         with pytest.raises(ValueError, match=r"LayerCache: expected lengths of shape \(3,\), one per row, got \(2,\)"):
             layer.make_cache(3, 8).append(jnp.ones((3, 1, 4, 4)), jnp.ones((3, 1, 4, 4)), jnp.zeros(2, jnp.int32))
+
+
+class TestAlignedRows:
+    """A cache whose rows always hold equally many tokens writes a token into one slot of all rows."""
+
+    def appended(self, cache: nnx.LayerCache, steps: list[int]) -> nnx.LayerCache:
+        lengths = jnp.zeros(2, jnp.int32)
+        for seed, length in enumerate(steps):
+            key, value = numpy_normal(2, length, 4, 4, seed=seed), numpy_normal(2, length, 4, 4, seed=seed + 100)
+            cache = jax.jit(lambda cache, *new: cache.append(*new))(cache, key, value, lengths)
+            lengths = lengths + length
+        return cache
+
+    @pytest.mark.parametrize("steps", [[1] * 3, [3, 1, 1], [7, 1, 1]], ids=["tokens", "prompt", "overflow"])
+    def test_the_cache_is_the_same(self, steps):
+        plain = attention().make_cache(2, MAX_LENGTH)
+        aligned = nnx.LayerCache(plain.key, plain.value, aligned=True)
+        found, expected = self.appended(aligned, steps), self.appended(plain, steps)
+        assert found.aligned and not expected.aligned
+        np.testing.assert_array_equal(found.key, expected.key)
+        np.testing.assert_array_equal(found.value, expected.value)
