@@ -148,6 +148,7 @@ from nnx.nn.batch_norm import BatchNorm as BatchNorm
 from nnx.nn.cell_base import RNNCellBase as RNNCellBase
 from nnx.nn.conv import Conv as Conv
 from nnx.nn.conv import ConvTranspose as ConvTranspose
+from nnx.nn.cross_entropy import cross_entropy as cross_entropy
 from nnx.nn.dot_product import dot_product_attention as dot_product_attention
 from nnx.nn.dtypes import set_dtypes as set_dtypes
 from nnx.nn.einsum import Bilinear as Bilinear
@@ -298,8 +299,8 @@ __all__ = [
     # nn
     "adaptive_avg_pool", "adaptive_max_pool", "AdaptiveAvgPool", "AdaptiveMaxPool", "add_lora", "apply_rotary",
     "attention_implementation", "avg_pool", "AvgPool", "BatchNorm", "Bidirectional", "Bilinear", "celu",
-    "combine_masks", "Conv", "ConvLSTMCell", "ConvTranspose", "DecoderCache", "dequantize", "dot_product_attention",
-    "Dropout", "DropPath", "Einsum", "elu", "Embed", "GatedMLP", "GaussianNoise", "gelu",
+    "combine_masks", "Conv", "ConvLSTMCell", "ConvTranspose", "cross_entropy", "DecoderCache", "dequantize",
+    "dot_product_attention", "Dropout", "DropPath", "Einsum", "elu", "Embed", "GatedMLP", "GaussianNoise", "gelu",
     "get_scaled_dot_general_config", "global_avg_pool", "global_max_pool", "GlobalAvgPool", "GlobalMaxPool", "glu",
     "GroupNorm", "GRUCell", "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "Identity", "identity",
     "initializers", "InstanceNorm",

@@ -29,7 +29,7 @@ import optax
 import nnx
 from benchmarks.gpu import raw_train as raw
 from benchmarks.harness import interleave
-from examples.gpt.model import GPT, GPU_OPTIONS, Config, cross_entropy, decayed
+from examples.gpt.model import GPT, GPU_OPTIONS, Config, decayed
 
 RATE, DECAY = 6e-4, 0.1
 
@@ -64,7 +64,7 @@ def make_ours(setting: Setting) -> Callable[[], jax.Array]:
     @nnx.jit(donate_argnums=0, compiler_options=GPU_OPTIONS)
     def train_step(optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
         def loss_fn(model: GPT) -> jax.Array:
-            return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+            return nnx.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
 
         loss, grads = nnx.value_and_grad(loss_fn)(optimizer.model)
         optimizer.update(grads)

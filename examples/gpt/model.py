@@ -92,10 +92,7 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens: jax.Array, *, ctx: nnx.Context | None = None) -> jax.Array:
         """Returns the logits of the token after each one."""
-        # Looked up for each text, though they are all the same. Otherwise the gradient is a sum over texts, and on GPUs
-        # XLA lays out every activation of the model to suit that one sum: a step then takes 8% longer.
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        x = self.position(self.embed(tokens), positions)  # [batch, length, width]
+        x = self.position(self.embed(tokens))  # [batch, length, width]
         x, _ = self.blocks(x, None, ctx=ctx)
         return self.embed.attend(self.norm(x))  # [batch, length, vocab]
 
@@ -127,32 +124,6 @@ class GPT(nnx.Module):
         model = self.clone()
         model.blocks = [block.merge(jax.tree.map(operator.itemgetter(i), stacked)) for i in range(self.config.layers)]
         return model
-
-
-@jax.custom_vjp
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns the mean negative log-probability of the targets over all positions, summed in float32.
-
-    The gradient is written by hand: it needs only the logits, which can stay in bfloat16, where automatic
-    differentiation would keep several float32 arrays of their size. They are the largest array of a training step.
-    """
-    return _cross_entropy_forward(logits, targets)[0]
-
-
-def _cross_entropy_forward(logits, targets):  # [..., vocab], [...]
-    log_sum = nnx.logsumexp(logits.astype(jnp.float32), axis=-1)
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0].astype(jnp.float32)
-    return jnp.mean(log_sum - chosen), (logits, targets, log_sum)
-
-
-def _cross_entropy_backward(kept, cotangent):
-    logits, targets, log_sum = kept
-    softmax = jnp.exp(logits.astype(jnp.float32) - log_sum[..., None])
-    one_hot = targets[..., None] == jnp.arange(logits.shape[-1])
-    return ((softmax - one_hot) * (cotangent / targets.size)).astype(logits.dtype), None
-
-
-cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def decayed(params: nnx.State) -> nnx.State:

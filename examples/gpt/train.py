@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from model import GPT, GPU_OPTIONS, Config, cross_entropy, decayed
+from model import GPT, GPU_OPTIONS, Config, decayed
 
 import nnx
 
@@ -101,7 +101,7 @@ optimizer = nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), ada
 
 
 def loss_fn(model: GPT, tokens: jax.Array) -> jax.Array:
-    return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+    return nnx.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
 
 
 @nnx.jit(donate_argnums=0, compiler_options=GPU_OPTIONS)  # donated: the new parameters take the memory of the old ones

@@ -390,8 +390,9 @@ def _append(
     if aligned and length == 1 and index.size:
         # One slot for all rows; that of full rows is within range by now.
         start = (*(0,) * index.ndim, jnp.reshape(slots, -1)[0], 0, 0)
-        given = key.astype(keys.dtype), value.astype(values.dtype)
-        return *(jax.lax.dynamic_update_slice(a, b, start) for a, b in zip((keys, values), given)), new_index
+        put_all = jax.lax.dynamic_update_slice
+        keys = put_all(keys, key.astype(keys.dtype), start)
+        return keys, put_all(values, value.astype(values.dtype), start), new_index
 
     put = _put  # of one row; mapped over every batch axis
     for _ in index.shape:

@@ -1,0 +1,137 @@
+"""`nnx.cross_entropy`: the loss of classifiers and language models, without arrays of the size of the logits.
+
+The logits of a language model are the largest array of a training step. Automatic differentiation of the textbook
+formula keeps several float32 arrays of that size; the gradient here is written by hand and needs the logits alone,
+which can stay in bfloat16. A *weight* per position says what it counts: one over the number of positions, or 0.
+"""
+
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+LARGEST_KERNEL_SIZE = 2**31  # the kernel counts entries in int32
+
+NOT_INTEGERS = "nnx.cross_entropy: targets are the numbers of the right classes: expected integers, got {dtype}{hint}."
+WRONG_TARGETS = (
+    "nnx.cross_entropy: expected targets of shape {expected}, one for each row of the logits {logits}, got {got}."
+)
+WRONG_MASK = "nnx.cross_entropy: expected a boolean mask of shape {expected}, as the targets, got {dtype} {got}."
+NO_CLASSES = "nnx.cross_entropy: expected logits [..., classes] of a floating-point dtype, got {dtype} {got}."
+
+Implementation = Literal["triton", "xla"]
+
+
+def cross_entropy(
+    logits: jax.Array,
+    targets: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Returns the mean negative log-probability of the targets, in at least float32.
+
+    It can be differentiated in reverse mode, with respect to the logits. Forward mode, and so a Hessian, needs a loss
+    that JAX differentiates itself, such as `optax.softmax_cross_entropy_with_integer_labels`.
+
+    Args:
+        logits: `[..., classes]`, unnormalized log-probabilities.
+        targets: integers `[...]`, the right classes. A target outside of the classes makes the loss NaN.
+        mask: boolean `[...]`, false for positions that do not count, such as padding; their targets can be anything.
+        implementation: "triton" for a GPU kernel that reads the logits once and replaces them by their gradient, "xla"
+            for ordinary operations. By default, the kernel is used on a single GPU. On several devices XLA has to
+            split the work, which it cannot do for a kernel; inside of `shard_map` you can ask for the kernel.
+
+    Returns:
+        A scalar; 0 if no position counts.
+
+    >>> logits = jnp.array([[2.0, 0.0, 0.0], [0.0, 0.0, 3.0], [0.0, 0.0, 0.0]])
+    >>> round(float(nnx.cross_entropy(logits, jnp.array([0, 2, 1]))), 4)
+    0.4777
+    >>> mask = jnp.array([True, True, False])
+    >>> round(float(nnx.cross_entropy(logits, jnp.array([0, 2, -1]), mask=mask)), 4)
+    0.1672
+    """
+    _check(logits, targets, mask)
+    rows, classes = math.prod(targets.shape), logits.shape[-1]
+    if mask is None:
+        weights = jnp.full(rows, 1 / max(rows, 1), jnp.float32)
+    else:
+        counted = jnp.reshape(mask, rows)
+        weights = counted / jnp.maximum(jnp.sum(counted, dtype=jnp.float32), 1)
+    if implementation is None:
+        implementation = "triton" if _kernel_pays(logits) else "xla"
+    return _weighted_sum(
+        jnp.reshape(logits, (rows, classes)), jnp.reshape(targets, rows).astype(jnp.int32), weights, implementation
+    )
+
+
+def _check(logits: jax.Array, targets: jax.Array, mask: jax.Array | None) -> None:
+    if logits.ndim == 0 or logits.shape[-1] == 0 or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(NO_CLASSES.format(dtype=logits.dtype, got=logits.shape))
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(WRONG_TARGETS.format(expected=logits.shape[:-1], logits=logits.shape, got=targets.shape))
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        hint = ""
+        if jnp.issubdtype(targets.dtype, jnp.floating):
+            hint = " (for a distribution over classes, use `optax.softmax_cross_entropy`)"
+        raise ValueError(NOT_INTEGERS.format(dtype=targets.dtype, hint=hint))
+    if mask is not None and (mask.shape != targets.shape or mask.dtype != jnp.bool_):
+        raise ValueError(WRONG_MASK.format(expected=targets.shape, dtype=mask.dtype, got=mask.shape))
+
+
+def _kernel_pays(logits: jax.Array) -> bool:
+    return (
+        jax.default_backend() in ("gpu", "cuda")
+        and jax.device_count() == 1
+        and logits.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+        and logits.size < LARGEST_KERNEL_SIZE
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _weighted_sum(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, implementation: Implementation
+) -> jax.Array:
+    """Returns the sum of the rows' losses times their weights; a row of weight 0 contributes nothing, even if NaN."""
+    del implementation  # the kernel computes the gradient as well, which nobody asked for here
+    losses, _ = _losses(logits, targets)
+    return jnp.sum(jnp.where(weights == 0, 0, losses * weights))
+
+
+def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the loss of each row, and the logarithm of the sum of its exponentials."""
+    wide = jnp.promote_types(logits.dtype, jnp.float32)
+    log_sum = jax.nn.logsumexp(logits.astype(wide), axis=-1)
+    # Out of range, also below zero, is NaN: the default would count negative targets from the end.
+    known = jnp.where(targets < 0, logits.shape[-1], targets)
+    chosen = jnp.take_along_axis(logits, known[:, None], axis=-1, mode="fill", fill_value=jnp.nan)[:, 0]
+    return log_sum - chosen.astype(wide), log_sum
+
+
+def _forward(logits: jax.Array, targets: jax.Array, weights: jax.Array, implementation: Implementation) -> Any:
+    if implementation == "triton":
+        from nnx.nn.cross_entropy_kernel import losses_and_gradient  # Pallas takes long to import
+
+        losses, gradient = losses_and_gradient(logits, targets, weights)
+        return jnp.sum(losses), (gradient, None)
+    losses, log_sum = _losses(logits, targets)
+    return jnp.sum(jnp.where(weights == 0, 0, losses * weights)), (logits, (targets, weights, log_sum))
+
+
+def _backward(implementation: Implementation, kept: Any, cotangent: jax.Array) -> Any:
+    logits, rest = kept
+    if rest is None:
+        # In the usual case the cotangent is the constant 1, and XLA leaves out the product.
+        return logits * cotangent.astype(logits.dtype), None, None
+    targets, weights, log_sum = rest
+    softmax = jnp.exp(logits.astype(log_sum.dtype) - log_sum[:, None])
+    one_hot = targets[:, None] == jnp.arange(logits.shape[-1])
+    factor = (weights * cotangent)[:, None]
+    gradient = jnp.where(weights[:, None] == 0, 0, (softmax - one_hot) * factor)
+    return gradient.astype(logits.dtype), None, None
+
+
+_weighted_sum.defvjp(_forward, _backward)

@@ -1,0 +1,126 @@
+"""`nnx.cross_entropy`: the textbook loss and gradient, by ordinary operations and by the kernel, and bad input."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import nnx
+from tests.nn.arrays import numpy_normal
+
+IMPLEMENTATIONS = ["xla", "triton"]  # on a CPU, the kernel is interpreted
+implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def textbook(logits, targets, mask=None):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return jnp.mean(losses) if mask is None else jnp.mean(losses, where=mask)
+
+
+def batch(*shape: int, classes: int = 700):
+    logits = 3 * numpy_normal(*shape, classes)
+    targets = np.random.default_rng(1).integers(0, classes, shape).astype(np.int32)
+    return jnp.asarray(logits), jnp.asarray(targets)
+
+
+@implementations
+@pytest.mark.parametrize(("shape", "classes"), [((2, 3), 700), ((5,), 4), ((), 2049)], ids=str)
+def test_loss_and_gradient_are_those_of_the_textbook(implementation, shape, classes):
+    logits, targets = batch(*shape, classes=classes)
+
+    def ours(logits):
+        return nnx.cross_entropy(logits, targets, implementation=implementation)
+
+    loss, gradient = jax.value_and_grad(ours)(logits)
+    expected, expected_gradient = jax.value_and_grad(textbook)(logits, targets)
+    np.testing.assert_allclose([loss, ours(logits)], [expected] * 2, rtol=2e-6)
+    np.testing.assert_allclose(gradient, expected_gradient, atol=1e-6)
+
+
+@implementations
+def test_positions_that_do_not_count_change_nothing(implementation):
+    logits, targets = batch(4)
+    mask = jnp.array([True, False, True, False])
+    damaged = logits.at[1].set(jnp.nan)
+    wrong = targets.at[3].set(-1)
+
+    def ours(logits):
+        return nnx.cross_entropy(logits, wrong, mask=mask, implementation=implementation)
+
+    loss, gradient = jax.value_and_grad(ours)(damaged)
+    expected, expected_gradient = jax.value_and_grad(textbook)(logits, targets, mask)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected_gradient, atol=1e-6)
+
+
+@implementations
+def test_no_position_that_counts_is_a_loss_of_zero(implementation):
+    logits, targets = batch(2, classes=5)
+    mask = jnp.zeros(2, bool)
+    loss, gradient = jax.value_and_grad(nnx.cross_entropy)(logits, targets, mask=mask, implementation=implementation)
+    assert loss == 0 and not gradient.any()
+
+
+@implementations
+@pytest.mark.parametrize("target", [-1, 5])
+def test_a_target_outside_of_the_classes_is_nan(implementation, target):
+    logits, _ = batch(2, classes=5)
+    targets = jnp.array([0, target])
+    loss, gradient = jax.value_and_grad(nnx.cross_entropy)(logits, targets, implementation=implementation)
+    assert jnp.isnan(loss)
+    if implementation == "triton":
+        assert jnp.isnan(gradient[1]).all() and not jnp.isnan(gradient[0]).any()
+
+
+@implementations
+def test_the_cotangent_scales_the_gradient(implementation):
+    logits, targets = batch(3, classes=50)
+    options = {"implementation": implementation}
+    gradient = jax.grad(nnx.cross_entropy)(logits, targets, **options)
+    scaled = jax.grad(lambda logits: 1024 * nnx.cross_entropy(logits, targets, **options))(logits)
+    np.testing.assert_allclose(scaled, 1024 * gradient, rtol=1e-6)
+
+
+@implementations
+def test_logits_of_bfloat16_are_summed_in_float32(implementation):
+    logits, targets = batch(2, classes=3000)
+    narrow = logits.astype(jnp.bfloat16)
+    loss, gradient = jax.value_and_grad(nnx.cross_entropy)(narrow, targets, implementation=implementation)
+    assert loss.dtype == jnp.float32 and gradient.dtype == jnp.bfloat16
+    np.testing.assert_allclose(loss, textbook(narrow.astype(jnp.float32), targets), rtol=1e-5)
+
+
+@implementations
+def test_large_logits_do_not_overflow(implementation):
+    logits = jnp.array([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]])
+    loss, gradient = jax.value_and_grad(nnx.cross_entropy)(logits, jnp.array([0, 1]), implementation=implementation)
+    np.testing.assert_allclose(loss, np.log(3) / 2, rtol=1e-4)  # 1e4 is known to 1e-3
+    assert jnp.isfinite(gradient).all()
+
+
+def test_an_empty_batch_has_a_loss_of_zero():
+    assert nnx.cross_entropy(jnp.zeros((0, 5)), jnp.zeros(0, jnp.int32)) == 0
+
+
+def test_the_gradient_keeps_nothing_but_the_logits_and_one_number_per_row():
+    logits, targets = batch(8, classes=100)
+    _, pullback = jax.vjp(lambda logits: nnx.cross_entropy(logits, targets), logits)
+    kept = [leaf.shape for leaf in jax.tree.leaves(pullback) if getattr(leaf, "size", 0) >= 100]
+    assert kept == [(8, 100)]
+
+
+@pytest.mark.parametrize(
+    ("logits", "targets", "mask", "message"),
+    [
+        (jnp.zeros((2, 3)), jnp.zeros((3,), int), None, r"expected targets of shape \(2,\).*\(2, 3\), got \(3,\)"),
+        (jnp.zeros((2, 3)), jnp.zeros((2,)), None, "expected integers, got float32 .*optax.softmax_cross_entropy"),
+        (jnp.zeros((2, 3)), jnp.zeros((2,), int), jnp.ones(2), r"expected a boolean mask of shape \(2,\).*float32"),
+        (jnp.zeros((2, 3)), jnp.zeros((2,), int), jnp.ones((1,), bool), r"of shape \(2,\), .*got bool \(1,\)"),
+        (jnp.zeros((2, 3), int), jnp.zeros((2,), int), None, "floating-point dtype, got int32"),
+    ],
+    ids=["shape", "floats", "float mask", "mask shape", "integer logits"],
+)
+def test_bad_input_is_an_error(logits, targets, mask, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        nnx.cross_entropy(logits, targets, mask=mask)
