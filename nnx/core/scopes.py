@@ -2,8 +2,8 @@
 
 A Module that was rebuilt inside a transform knows its path (`ModuleInfo.path`), and calling it opens a
 `jax.named_scope` of that name. Scopes nest as calls do, so a scope is named by what its path adds to the path of the
-caller: `layers/0/attention` runs in the scope `attention` inside the scope `layers/0`. Names are metadata of the compiled
-program and cost it nothing. Any other Module has no path, and calling it opens no scope.
+caller: `layers/0/attention` runs in the scope `attention` inside the scope `layers/0`. Names are metadata of the
+compiled program and cost it nothing. Any other Module has no path, and calling it opens no scope.
 """
 
 import functools

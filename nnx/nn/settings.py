@@ -21,6 +21,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from nnx.core.context import Context
+from nnx.core.module_info import info_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,7 +30,8 @@ PromoteDtype = Callable[..., tuple[Any, ...]]
 """A replacement for `promote_dtype`."""
 
 MODE_NOT_SET = (
-    "{layer} does not know its mode: `{name}` is not set. Set it in one of three ways: "
+    "{layer}{where} does not know its mode: `{name}` is not set. For a whole model, call `model.train()` or "
+    "`model.eval()` once. Or set it for this layer in one of three ways: "
     "in the call, `layer(x, {name}={example})`; "
     "on the instance, `{layer}(..., {name}={example})`; "
     "or as a flag of the Context passed to the call, "
@@ -133,7 +135,9 @@ def resolve_mode(layer: object, name: str, given: bool | None, ctx: Context | No
         return on_instance
     flag = None if ctx is None else ctx.get_flag(name)
     if flag is None:
-        raise ValueError(MODE_NOT_SET.format(layer=type(layer).__name__, name=name, example=example))
+        path = info_of(layer).path
+        where = f" at {path!r}" if path else ""
+        raise ValueError(MODE_NOT_SET.format(layer=type(layer).__name__, where=where, name=name, example=example))
     return flag
 
 

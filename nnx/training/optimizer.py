@@ -50,6 +50,9 @@ NOT_PICKLABLE = """This nnx.Optimizer cannot be pickled, because its optax trans
 a program that makes the same model and the same tx. With a pickler that supports local functions, such as \
 cloudpickle, pickle (optimizer.model, optimizer.tx, optimizer.get_state()), and rebuild it from these: make \
 nnx.Optimizer(model, tx), then call its update_state(state)."""
+OTHER_PARAMETER = """Optimizer.update: {path!r} has the shape {now}, but it had the shape {was} when the Optimizer was \
+made: it, or a Module that holds it, has been replaced. Make a new nnx.Optimizer after changing the structure of a \
+model."""
 MODEL_CHANGED = """The parameters of the model are no longer those the Optimizer was made for ({changes}). Make a new \
 nnx.Optimizer after changing the structure of a model, and after freeze() or unfreeze()."""
 
@@ -139,6 +142,7 @@ class Optimizer(Module, Generic[M]):
         params = self._params()
         if tuple(params) != self.trains:
             raise ValueError(MODEL_CHANGED.format(changes=_changes(self.trains, tuple(params))))
+        self._check_moments(params)
         grads = self._select(grads, params)
         if isinstance(extra.get("grad"), State):
             extra["grad"] = self._select(extra["grad"], params)
@@ -209,6 +213,16 @@ class Optimizer(Module, Generic[M]):
         except Exception as error:  # pickle raises AttributeError, PicklingError or TypeError
             raise TypeError(NOT_PICKLABLE.format(error=error)) from error
         return super().__reduce_ex__(protocol)
+
+    def _check_moments(self, params: State) -> None:
+        """Raises ValueError if a parameter has been replaced by one of another shape since its moments were made."""
+        moments = self.opt_state.get_state()
+        for moment in self.opt_structure.moments:
+            if moment.parameter not in params or moment.axes != tuple(range(moment.rank)):
+                continue
+            was, now = moments[moment.path].shape, getattr(params[moment.parameter], "shape", None)
+            if now is not None and was != now:
+                raise ValueError(OTHER_PARAMETER.format(path=moment.parameter, was=list(was), now=list(now)))
 
     def _params(self) -> State:
         params = self.model.filter(self.wrt)

@@ -260,6 +260,16 @@ def test_gradients_that_do_not_fit_are_named_and_change_nothing():
     assert all((value == before[path]).all() for path, value in raw_params(model).items())
 
 
+def test_a_layer_replaced_by_one_of_another_shape_is_named():
+    model = make_net()
+    optimizer = nnx.Optimizer(model, optax.adam(0.1))
+    shape = model.head.kernel.shape
+    model.head = nnx.Linear(shape[0], shape[1] + 1, ctx=nnx.context(1))
+    grads = jax.tree.map(jnp.ones_like, model.filter(nnx.Param))
+    with pytest.raises(ValueError, match=r"'head/bias' has the shape \[\d\], but it had the shape .* been replaced"):
+        optimizer.update(grads)
+
+
 def test_a_model_that_changed_its_parameters_is_noticed():
     model = make_net()
     optimizer = nnx.Optimizer(model, optax.sgd(0.1))

@@ -266,7 +266,7 @@ def test_a_function_compiled_for_too_many_structures_forgets_the_oldest_and_says
     monkeypatch.setattr(module, "MAX_COMPILED", 3)
     f = nnx.jit(lambda model: model.w * model.n)
     model = nnx.Dict(w=nnx.Param(jnp.ones(())))
-    with pytest.warns(UserWarning, match="compiled for 3 different structures.*n: static 2 -> static 3"):
+    with pytest.warns(UserWarning, match="compiled for 3 different structures.*'n' of model: 2 -> 3"):
         for n in range(5):
             model.n = n
             assert f(model) == n

@@ -4,7 +4,6 @@ A `Compiled` serves every model of its structure. It is traced with the static v
 the *current call*: keys say that two models are alike, but the objects behind the keys belong to each model.
 """
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from nnx.transforms.effects import Effects, Outcome, finish, run
 from nnx.transforms.jit.donation import Donation
 from nnx.transforms.jit.placements import PlacedFunction, kept_shardings, placements_of
 from nnx.transforms.jit.shardings import InputShardings, constrain_outcome, input_shardings
+from nnx.transforms.jit.tracer_errors import TRACER_ERRORS, explain, standing_for
 
 
 class NeedsGeneralPath(Exception):
@@ -71,8 +71,11 @@ class Compiled:
         if self.in_shardings is not None:
             cells, data = self.in_shardings
             options["in_shardings"] = (cells, data, *([None] if self.signature.contexts else []))
-        # JAX shares traces between jitted functions of the same function; a partial one is a different function.
-        return jax.jit(functools.partial(self.traced), **options)
+        return jax.jit(self.function(), **options)
+
+    def function(self) -> Any:
+        """Returns a new function for JAX to trace. JAX shares traces between jitted functions of one function."""
+        return standing_for(self.traced, self.owner.target, self.owner.name)
 
     def traced(self, cells: Any, data: Any, forks: Any = ()) -> tuple[Any, ...]:
         """The function JAX traces."""
@@ -85,7 +88,11 @@ class Compiled:
         name = f"nnx.jit({owner.name})"
         # The current call is None while the body runs: calls that the body makes are different calls, even if they are
         # calls of this function.
-        outcome = owner.current.run(None, run, owner.body, call.signature, call.statics, cells, data, forks, name)
+        try:
+            outcome = owner.current.run(None, run, owner.body, call.signature, call.statics, cells, data, forks, name)
+        except TRACER_ERRORS as error:
+            explain(error, owner.target, call.signature)
+            raise
         outcome = constrain_outcome(self._kept(call), owner.out_shardings, self.signature.key, outcome, cells)
         if not owner.stateful and not outcome.effects.survives_discard:
             outcome.values = ()  # the changes will be discarded, so XLA need not compute them

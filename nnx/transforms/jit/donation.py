@@ -18,6 +18,7 @@ from nnx.core.trees import leaf_types
 from nnx.transforms.arguments import leaf_flags
 from nnx.transforms.call import Call
 from nnx.transforms.effects import Effects
+from nnx.transforms.jit.tracer_errors import standing_for
 
 
 class OtherChangeSet(Exception):
@@ -135,7 +136,8 @@ class Donation:
             result = inner.trace(*_arguments(cells, data, forks)).out_info
             replaced = frozenset(self._replaced(result, len(cells)) & self.donatable)
             is_given = [*(i in replaced for i in range(len(cells))), *self.data]
-            traced = functools.partial(self.traced, inner, replaced)
+            owner = self.compiled.owner
+            traced = standing_for(functools.partial(self.traced, inner, replaced), owner.target, owner.name)
             jitted = jax.jit(traced, donate_argnums=0, **self.compiled.owner.options, **self._in_shardings(is_given))
             found = self.variants[key] = Variant(jitted, is_given, len(cells), self.types)
         return found
@@ -148,7 +150,7 @@ class Donation:
         """
         # JAX takes compiler options for outermost functions only.
         options = {k: v for k, v in self.compiled.owner.options.items() if k != "compiler_options"}
-        return jax.jit(functools.partial(self.compiled.traced), **options)
+        return jax.jit(self.compiled.function(), **options)
 
     def _in_shardings(self, is_given: list[bool]) -> dict[str, Any]:
         """Returns `in_shardings` in the order of the donating function's arguments: what is donated, then the rest."""

@@ -5,7 +5,6 @@ Compiled functions are kept per *signature*: where Modules and Contexts appear i
 cells, calls the compiled function with one flat list, and writes back what changed.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack, overload
 
@@ -19,17 +18,19 @@ from nnx.transforms.annotations import JitDecorator, JitOptions, JitWrapped, P, 
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
 from nnx.transforms.call import Call, Signature, target_of
 from nnx.transforms.decorators import named_after
-from nnx.transforms.effects import Outcome, cell_paths, discard
+from nnx.transforms.effects import Outcome, discard
+from nnx.transforms.jit.argument_names import ArgumentNames
 from nnx.transforms.jit.closures import captured_modules
 from nnx.transforms.jit.compiled import Compiled, CurrentCall
 from nnx.transforms.jit.fast_path import PlanCache, make_function
 from nnx.transforms.jit.staged import Staged
 from nnx.transforms.observed import OBSERVERS
+from nnx.transforms.tracebacks import warn_user
 
 RETRACES_BEFORE_WARNING = 10
 MAX_COMPILED = 256  # signatures per function; a program that needs more has a value that never repeats
 
-STATIC_RETRACES = """{name} has been traced {count} times because the static attribute {path!r} changed ({before} -> \
+STATIC_RETRACES = """{name} has been traced {count} times because the static attribute {path} changed ({before} -> \
 {after} this time). A static value is part of the compiled function. If it is a counter or another number that changes \
 from step to step, keep it in a Variable: nnx.Variable(0)."""
 
@@ -149,7 +150,7 @@ class Jit:
     def _warn(self, text: str, once: str) -> None:
         if once not in self._warned:
             self._warned.add(once)
-            warnings.warn(text, UserWarning, stacklevel=4)
+            warn_user(text)
 
     def _warn_of_closure(self) -> None:
         if "closure" not in self._warned:
@@ -179,44 +180,65 @@ class Jit:
         last = self._last[1]
         old, new = last.signature, call.signature
         reasons = []
+        names, names_before = ArgumentNames(self.target, new), ArgumentNames(self.target, old)
         if old.key is not None and new.key is not None and old.key is not new.key:
-            labels = [f"(Module {i})" for i in range(max(len(call.roots), 9))] if len(call.roots) > 1 else [""]
             if len(old.key.roots) == len(new.key.roots):
                 before, after = ModuleDef(old.key, last.statics), ModuleDef(new.key, call.statics)
-                differences = before.diff(after, labels)
-                reasons = [str(difference) for difference in differences]
-                self._count_static_retraces(differences)
+                # A difference is told by its path in the argument, which is why every root has its name in front.
+                differences = before.diff(after, names.modules)
+                reasons = [_told(difference, names.modules) for difference in differences]
+                self._count_static_retraces(differences, names.modules)
         if old.contexts != new.contexts:
             reasons.append(f"the Contexts: {old.contexts} -> {new.contexts}")
         if (old.treedef, old.marks) != (new.treedef, new.marks):
-            reasons.append(f"the arguments: {old.treedef} -> {new.treedef}")
+            reasons += names_before.differences(names) or ["which arguments are one Module"]
         if old.ties != new.ties:
             reasons.append("the attributes that share a Ref or hold one container")
         text = "; ".join(reasons)
         if self.explain and reasons:
-            warnings.warn(COMPILED_AGAIN.format(name=self.name, reasons=text), UserWarning, stacklevel=4)
+            warn_user(COMPILED_AGAIN.format(name=self.name, reasons=text))
         return text
 
-    def _count_static_retraces(self, differences: Sequence[Any]) -> None:
+    def _count_static_retraces(self, differences: Sequence[Any], modules: Sequence[str]) -> None:
         for path, before, after in differences:
             if before.startswith("static") and after.startswith("static") and not path.endswith(OBSERVERS):
                 count = self._static_retraces[path] = self._static_retraces.get(path, 0) + 1
                 if count == RETRACES_BEFORE_WARNING:
-                    text = STATIC_RETRACES.format(name=self.name, count=count, path=path, before=before, after=after)
+                    where, (before, after) = _place(path, modules), _stripped(before, after)
+                    text = STATIC_RETRACES.format(name=self.name, count=count, path=where, before=before, after=after)
                     self._warn(text, f"static {path}")
 
     def explain_shapes(self, compiled: Compiled, cells: Any, data: Any) -> None:
         """Warns, if asked, which shape changed when a known signature is traced again."""
         if not self.explain:
             return
-        paths = cell_paths(compiled.signature.key)
-        labels = [*(repr(path) for path in paths), *(f"argument leaf {i}" for i in range(len(data)))]
+        names = ArgumentNames(self.target, compiled.signature)
+        labels = [*names.cells(), *names.data]
         shapes = [str(jax.tree.map(jax.typeof, value)) for value in (*cells, *data)]
         if compiled.shapes is not None and compiled.shapes != shapes:
             pairs = zip(labels, compiled.shapes, shapes)
             text = "; ".join(f"{label}: {before} -> {after}" for label, before, after in pairs if before != after)
-            warnings.warn(COMPILED_AGAIN.format(name=self.name, reasons=text), UserWarning, stacklevel=4)
+            warn_user(COMPILED_AGAIN.format(name=self.name, reasons=text))
         compiled.shapes = shapes
+
+
+def _told(difference: Any, modules: Sequence[str]) -> str:
+    """Returns a difference between two structures in the user's words."""
+    path, before, after = difference
+    return f"{_place(path, modules)}: {' -> '.join(_stripped(before, after))}"
+
+
+def _place(path: str, modules: Sequence[str]) -> str:
+    """Returns where a path is that has the name of an argument in front."""
+    argument = max([name for name in modules if path == name or path.startswith(f"{name}/")], key=len, default="")
+    inner = path[len(argument) + 1 :]
+    return f"{inner!r} of {argument}" if inner else argument
+
+
+def _stripped(before: str, after: str) -> tuple[str, str]:
+    """Returns the texts of two static values without the word, if both are."""
+    is_static = before.startswith("static ") and after.startswith("static ")
+    return (before[7:], after[7:]) if is_static else (before, after)
 
 
 @overload
