@@ -9,7 +9,7 @@ as in decoding, the matrices that are needed are gathered, row by row.
 `jax.lax.ragged_dot` is not used: on CPUs it multiplies every row with the matrix of every group.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,10 +116,21 @@ def block_dot(x: jax.Array, kernels: jax.Array, blocks: Blocks, precision: Preci
     # gathers them again in the backward pass instead of keeping them. (The product is not repeated: nothing needs it.)
     @jax.checkpoint
     def product(x: jax.Array, kernels: jax.Array) -> jax.Array:
-        # Gathered in float32, because the gradient of gathering is a sum over the blocks of a group. XLA fuses both
-        # conversions with the gather.
-        wide = cast(kernels, statistics_dtype(kernels.dtype))
-        gathered = cast(wide.at[blocks.groups].get(mode="promise_in_bounds", indices_are_sorted=True), x.dtype)
-        return jnp.einsum("bri,bio->bro", x, gathered, precision=precision)
+        gathered = _gather(kernels, blocks.groups)
+        return jnp.einsum("bri,bio->bro", x, cast(gathered, x.dtype), precision=precision)
 
     return product(x, kernels)
+
+
+@jax.custom_jvp
+def _gather(kernels: jax.Array, groups: jax.Array) -> jax.Array:
+    """Returns the matrix of each group in a sorted list."""
+    return kernels.at[groups].get(mode="promise_in_bounds", indices_are_sorted=True)
+
+
+@_gather.defjvp
+def _gather_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    # The gradient of gathering is a sum over the blocks of a group. The conversions make it a sum in float32.
+    (kernels, groups), (tangent, _) = primals, tangents
+    wide = cast(tangent, statistics_dtype(tangent.dtype))
+    return _gather(kernels, groups), cast(_gather(wide, groups), tangent.dtype)
