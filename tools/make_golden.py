@@ -75,6 +75,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "phi3": ("phi3", dict(**SMALL, **HEADS, sliding_window=None, tie_word_embeddings=False)),  # fused projections
+    "mixtral": ("mixtral", dict(**SMALL, **HEADS, num_local_experts=5, sliding_window=7)),  # normalized weights
+    "qwen3_moe": (  # weights that are not normalized, norms of queries and keys
+        "qwen3_moe",
+        dict(**SMALL, **HEADS, head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20),
+    ),
 }
 SHARDED = {"mistral": "40KB"}  # cases saved in several files, and the limit for each
 AS_PUBLISHED = ("llama3", "gemma3_text")  # cases with the config.json of published checkpoints (`publish_config`)

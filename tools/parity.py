@@ -171,8 +171,37 @@ def phi3(draw: np.random.Generator) -> Fields:
     }
 
 
+def mixtral(draw: np.random.Generator) -> Fields:
+    """A few experts, whose weights are normalized; a sliding window in all layers, or none."""
+    experts = int(draw.integers(1, 9))
+    return {
+        **mistral(draw),
+        "intermediate_size": 4 * int(draw.integers(5, 20)),  # PyTorch's grouped product needs rows of 16 bytes
+        "num_local_experts": experts,
+        "num_experts_per_tok": int(draw.integers(1, experts + 1)),
+    }
+
+
+def qwen3_moe(draw: np.random.Generator) -> Fields:
+    """As qwen3, with experts whose weights are normalized or not."""
+    experts = int(draw.integers(1, 13))
+    return {
+        **sizes(draw),
+        **scaling(draw, "yarn"),
+        "head_dim": head_dim(draw),
+        "attention_bias": bool(draw.integers(2)),
+        "use_sliding_window": bool(draw.integers(2)),
+        "sliding_window": window(draw),
+        "num_experts": experts,
+        "num_experts_per_tok": int(draw.integers(1, experts + 1)),
+        "moe_intermediate_size": 4 * int(draw.integers(3, 10)),
+        "norm_topk_prob": bool(draw.integers(2)),
+    }
+
+
 FAMILIES: dict[str, Callable[[np.random.Generator], Fields]] = {
-    family.__name__: family for family in (gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3)
+    family.__name__: family
+    for family in (gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3_text, phi3)
 }
 
 

@@ -53,7 +53,7 @@ def make(family: str, fields: dict[str, Any], seed: int) -> Any:
                 parameter.add_(spread * noise)
             else:
                 gain = 1.0 if parameter is embedding else 2.0
-                parameter.copy_(noise * gain / min(parameter.shape) ** 0.5)
+                parameter.copy_(noise * gain / min(parameter.shape[-2:]) ** 0.5)
     return model.eval()
 
 

@@ -18,6 +18,10 @@ WRONG_LAYER_TYPES = (
     "DecoderConfig: expected layer_types to be 'full' or 'sliding' for each of the {layers} layers, got {got!r}."
 )
 NO_WINDOW = "DecoderConfig: layer_types has 'sliding' layers, which need a sliding_window >= 1, got {got!r}."
+WRONG_EXPERTS = (
+    "DecoderConfig: expected num_experts and num_selected to be both None, or integers with 1 <= num_selected <= "
+    "num_experts, got num_experts={experts!r} and num_selected={selected!r}."
+)
 UNKNOWN_NORM = "DecoderConfig: expected norm to be 'rms' or 'layer', got {got!r}."
 
 SIZES = (
@@ -55,7 +59,7 @@ class DecoderConfig:
         model_type: the family, such as "llama"; it decides how checkpoints are read and written.
         vocab_size: the number of tokens.
         features: the number of features of a token between layers.
-        hidden_features: the number of hidden features of the MLPs.
+        hidden_features: the number of hidden features of the MLPs, or of each expert.
         num_layers: the number of layers.
         num_heads: the number of query heads.
         num_kv_heads: the number of heads of keys and values; `num_heads` by default.
@@ -63,6 +67,9 @@ class DecoderConfig:
         max_length: the context length. Learned positions end there; rotary ones do not.
         activation: the name of the activation of the MLPs; one of `nnx.models.ACTIVATIONS`.
         gated: whether the MLPs are gated (`nnx.GatedMLP`).
+        num_experts: the number of experts, if the MLPs are mixtures of experts (`nnx.MoE`).
+        num_selected: the number of experts that each token uses.
+        normalize_experts: whether the weights of the selected experts are divided by their sum.
         norm: "rms" for `nnx.RMSNorm`, "layer" for `nnx.LayerNorm`.
         norm_epsilon: the epsilon of every norm.
         norm_offset: the `scale_offset` of every `RMSNorm`.
@@ -96,6 +103,9 @@ class DecoderConfig:
     max_length: int
     activation: str = "silu"
     gated: bool = True
+    num_experts: int | None = None
+    num_selected: int | None = None
+    normalize_experts: bool = True
     norm: Literal["rms", "layer"] = "rms"
     norm_epsilon: float = 1e-6
     norm_offset: float = 0.0
@@ -134,6 +144,10 @@ class DecoderConfig:
         window = self.sliding_window
         if "sliding" in self.layer_types and not (isinstance(window, int) and window >= 1):
             raise ValueError(NO_WINDOW.format(got=window))
+        experts, selected = self.num_experts, self.num_selected
+        both = isinstance(experts, int) and isinstance(selected, int) and 1 <= selected <= experts
+        if not both and (experts is not None or selected is not None):
+            raise ValueError(WRONG_EXPERTS.format(experts=experts, selected=selected))
         if self.norm not in ("rms", "layer"):
             raise ValueError(UNKNOWN_NORM.format(got=self.norm))
 

@@ -27,6 +27,7 @@ from nnx.nn.initializers import zeros
 from nnx.nn.kv_cache import DecoderCache, LayerCache
 from nnx.nn.linear import Linear
 from nnx.nn.mlp import MLP, GatedMLP
+from nnx.nn.moe import MoE
 from nnx.nn.norm import LayerNorm, RMSNorm
 from nnx.nn.parameters import AxisNames
 from nnx.nn.rotary import RotaryEmbedding
@@ -54,7 +55,7 @@ class DecoderBlock(Module):
     Attributes:
         attention_norm, mlp_norm: the norms of the inputs of attention and MLP.
         attention: the `MultiHeadAttention`.
-        mlp: a `GatedMLP` or `MLP`.
+        mlp: a `GatedMLP`, `MLP` or `MoE`.
         attention_post_norm, mlp_post_norm: the norms of their outputs, or None.
     """
 
@@ -62,7 +63,7 @@ class DecoderBlock(Module):
     attention: MultiHeadAttention
     attention_post_norm: RMSNorm | LayerNorm | None
     mlp_norm: RMSNorm | LayerNorm
-    mlp: GatedMLP | MLP
+    mlp: GatedMLP | MLP | MoE
     mlp_post_norm: RMSNorm | LayerNorm | None
 
     def __init__(
@@ -104,15 +105,7 @@ class DecoderBlock(Module):
             self.attention.key_ln = _norm(config, config.head_dim, options)
         self.attention_post_norm = _norm(config, config.features, options) if config.post_norms else None
         self.mlp_norm = _norm(config, config.features, options)
-        mlp: Any = GatedMLP if config.gated else MLP
-        self.mlp = mlp(
-            config.features,
-            config.hidden_features,
-            config.features,
-            activation=activation_of(config.activation),
-            use_bias=config.use_mlp_bias,
-            **options,
-        )
+        self.mlp = _mlp(config, options)
         self.mlp_post_norm = _norm(config, config.features, options) if config.post_norms else None
 
     def __call__(
@@ -127,11 +120,13 @@ class DecoderBlock(Module):
     ) -> tuple[jax.Array, LayerCache]:
         """Applies the layer to the next tokens; the arguments are those of `MultiHeadAttention.decode_step`."""
         attended, cache = self.attention.decode_step(self.attention_norm(x), cache, lengths, seq_lengths)
-        return self._with_mlp(x, attended), cache
+        # A mixture of experts in training mode would store its losses.
+        mlp = {"update_stats": False} if isinstance(self.mlp, MoE) else {}
+        return self._with_mlp(x, attended, **mlp), cache
 
-    def _with_mlp(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+    def _with_mlp(self, x: jax.Array, attended: jax.Array, **options: Any) -> jax.Array:
         x = x + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
-        hidden = self.mlp(self.mlp_norm(x))
+        hidden = self.mlp(self.mlp_norm(x), **options)
         return x + (hidden if self.mlp_post_norm is None else self.mlp_post_norm(hidden))
 
 
@@ -363,6 +358,22 @@ class Decoder(Module):
         logits = self.embed.attend(x) if self.head is None else self.head(x)
         cap = self.config.logits_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _mlp(config: DecoderConfig, options: dict[str, Any]) -> GatedMLP | MLP | MoE:
+    activation, sizes = activation_of(config.activation), (config.features, config.hidden_features)
+    if config.num_experts is not None and config.num_selected is not None:
+        return MoE(
+            *sizes,
+            config.num_experts,
+            config.num_selected,
+            normalize=config.normalize_experts,
+            activation=activation,
+            update_stats=False,  # `model.train()` turns it on
+            **options,
+        )
+    mlp: Any = GatedMLP if config.gated else MLP
+    return mlp(*sizes, config.features, activation=activation, use_bias=config.use_mlp_bias, **options)
 
 
 def _norm(config: DecoderConfig, features: int, options: dict[str, Any]) -> RMSNorm | LayerNorm:

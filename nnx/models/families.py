@@ -39,6 +39,7 @@ _COMMON = {
     "hidden_act": "activation",
     "tie_word_embeddings": "tie_embeddings",
 }
+_EXPERTS = {"num_experts": "num_experts", "num_experts_per_tok": "num_selected"}
 _BIASES = {"attention_bias": "use_qkv_bias"}
 _GEMMA = {
     **{key: field for key, field in _COMMON.items() if key != "hidden_act"},
@@ -57,6 +58,7 @@ _GEMMA_DEFAULTS = {
     "sliding_window": 4096,
 }
 _DERIVED = {"num_key_value_heads", "head_dim", "n_inner"}  # entries that follow from others when absent or null
+_COUNTS = {*SIZES, "num_experts", "num_selected"}
 _NULLABLE = {*_DERIVED, "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"}
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -75,6 +77,7 @@ class Family:
         sliding: which layers have a window if the file does not list them: a function of the layer's number and the
             entries; `None` if the family has no windows.
         rotary_base: the default base of rotary embeddings; `None` for learned positions.
+        aliases: other names of entries, which some versions of `transformers` write.
     """
 
     model_type: str
@@ -85,6 +88,7 @@ class Family:
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sliding: Callable[[int, Mapping[str, Any]], bool] | None = None
     rotary_base: float | None = 10000.0
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def has_local_rotary(self) -> bool:
@@ -92,6 +96,7 @@ class Family:
         return self.model_type == "gemma3_text"
 
 
+_OPTIONAL_WINDOWS = ("qwen2", "qwen3", "qwen3_moe")  # only with `use_sliding_window`
 _always = lambda i, fields: True  # noqa: E731  (a table entry)
 
 FAMILIES = {
@@ -138,6 +143,38 @@ FAMILIES = {
             {"normalize_qk": True},
             {"head_dim": 128, "sliding_window": 4096},
             sliding=lambda i, fields: i >= fields.get("max_window_layers", 28),
+        ),
+        Family(
+            "mixtral",
+            "MixtralForCausalLM",
+            {**_COMMON, "num_local_experts": "num_experts", "num_experts_per_tok": "num_selected"},
+            {},
+            {"norm_epsilon": 1e-5, "num_experts": 8, "num_selected": 2, "sliding_window": None},
+            sliding=_always,
+            rotary_base=1_000_000.0,
+        ),
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            {
+                **{key: field for key, field in _COMMON.items() if key != "intermediate_size"},
+                **_BIASES,
+                **_EXPERTS,
+                "moe_intermediate_size": "hidden_features",
+                "norm_topk_prob": "normalize_experts",
+            },
+            {"normalize_qk": True},
+            {
+                "hidden_features": 768,
+                "num_experts": 128,
+                "num_selected": 8,
+                "normalize_experts": False,
+                "sliding_window": 4096,
+            },
+            # Some layers with a dense MLP: no published model has them.
+            {"decoder_sparse_step": 1, "mlp_only_layers": []},
+            sliding=_always,
+            aliases={"num_local_experts": "num_experts"},
         ),
         Family(
             "gemma2",
@@ -202,6 +239,8 @@ def config_from_dict(fields: Mapping[str, Any], where: str = "config.json") -> D
         ValueError: the model type is unknown, an entry is missing or malformed, or a setting is not supported.
     """
     family = family_of(fields.get("model_type"), where)
+    renamed = {key: fields[alias] for alias, key in family.aliases.items() if alias in fields and key not in fields}
+    fields = {**renamed, **{key: value for key, value in fields.items() if key not in family.aliases}}
     refuse_quantized(fields, where)
     for key, only in family.only.items():
         if fields.get(key) not in (None, only):
@@ -248,7 +287,7 @@ def config_to_dict(config: DecoderConfig) -> dict[str, Any]:
         if family.sliding is _always:
             # Their configs have no layer_types; transformers takes a mistral that has them for a ministral.
             del fields["layer_types"]
-        if family.model_type in ("qwen2", "qwen3"):
+        if family.model_type in _OPTIONAL_WINDOWS:
             fields["use_sliding_window"] = "sliding" in config.layer_types
     again = config_from_dict(fields, "DecoderConfig")
     for field in config.__dataclass_fields__:
@@ -272,7 +311,7 @@ def _entry(family: Family, fields: Mapping[str, Any], key: str, field: str, wher
         return family.defaults.get(field, None if default is dataclasses.MISSING else default)
     if value is None:
         return None
-    if field in SIZES:
+    if field in _COUNTS:
         fits, expected = isinstance(value, int) and not isinstance(value, bool) and value > 0, "a positive integer"
     elif isinstance(default, bool):
         fits, expected = isinstance(value, bool), "true or false"
@@ -290,7 +329,7 @@ def _windows(family: Family, fields: Mapping[str, Any], num_layers: int, where: 
     if family.sliding is None:
         return {"layer_types": ("full",) * num_layers, "sliding_window": None}
     window = fields.get("sliding_window", family.defaults["sliding_window"])
-    if family.model_type in ("qwen2", "qwen3") and not fields.get("use_sliding_window", False):
+    if family.model_type in _OPTIONAL_WINDOWS and not fields.get("use_sliding_window", False):
         window = None
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise ValueError(

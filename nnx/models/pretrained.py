@@ -20,10 +20,12 @@ from jax.typing import DTypeLike
 
 from nnx.core.context import context
 from nnx.core.files import atomic_file
+from nnx.core.filters import Not
 from nnx.core.module import Module
 from nnx.core.processes import Exchange, is_first
 from nnx.core.repr import short
 from nnx.core.trace import is_tracer
+from nnx.core.variables import Loss
 from nnx.interop.safetensors import write_arrays
 from nnx.interop.safetensors_file import Pending, TensorFile
 from nnx.interop.safetensors_index import holds_safetensors, open_model
@@ -243,15 +245,16 @@ def abstract_model(architecture: Architecture, config: Any, param_dtype: Any, **
 
 
 def values_by_path(model: Module) -> dict[str, Any]:
-    """Returns the values of a model's state by path; a Variable that holds None has none."""
-    values = {path: getattr(leaf, "value", leaf) for path, leaf in model.get_state().items()}
+    """Returns the values that a checkpoint holds, by path: not those of losses, or of Variables that hold None."""
+    state = model.filter(Not(Loss))
+    values = {path: getattr(leaf, "value", leaf) for path, leaf in state.items()}
     return {path: value for path, value in values.items() if value is not None}
 
 
 def _shape(target: Any, values: Mapping[str, Any]) -> Shape:
-    """Returns the shape of a parameter, of one layer if it is stacked."""
+    """Returns the shape of a parameter, of one layer or expert if it is stacked."""
     shape = tuple(values[target.path].shape)
-    return shape if target.index is None else shape[1:]
+    return shape[len(target.index) :]
 
 
 def pending_tensor(link: Link, values: Mapping[str, Any]) -> Pending:
@@ -300,26 +303,30 @@ def _fill(model: Module, known: list[Link], files: Mapping[str, TensorFile], pla
     state = model.get_state()
     values = values_by_path(model)
     pieces: dict[str, list[Piece]] = {}
-    stacked: set[str] = set()
+    stacks: dict[str, Shape] = {}
     for link in known:
         offset = 0
         for target in link.targets:
             shape = _shape(target, values)
-            # Layers come in order, so the pieces of a stacked parameter are appended by index.
+            # Layers and experts come in order, so the pieces of a stacked parameter are appended by index.
             pieces.setdefault(target.path, []).append(Piece(files[link.name], link.name, link.layout, shape, offset))
             if len(link.targets) > 1:
                 offset += link.layout.tensor_shape(shape)[link.layout.output_axis]
-            if target.index is not None:
-                stacked.add(target.path)
+            stacks[target.path] = tuple(values[target.path].shape[: len(target.index)])
     # In the order of the files, so that reading is sequential.
     order = sorted(
         pieces, key=lambda name: (pieces[name][0].file.path, pieces[name][0].file.tensors[pieces[name][0].name].start)
     )
-    filled = {name: place(pieces[name], values[name], name in stacked) for name in order}
-    model.update_state(state.map(lambda name, leaf: leaf.replace(filled[name])))
+    filled = {name: place(pieces[name], values[name], stacks[name]) for name in order}
+    model.update_state(state.map(lambda name, leaf: leaf.replace(filled[name] if name in filled else _zeros(leaf))))
 
 
-def _place_when_run(pieces: list[Piece], target: jax.ShapeDtypeStruct, stacked: bool) -> jax.Array:
+def _zeros(leaf: Any) -> jax.Array:
+    """Returns the value of a Variable that no checkpoint holds: a loss, before the first call."""
+    return jnp.zeros(leaf.value.shape, leaf.value.dtype, device=leaf.value.sharding)
+
+
+def _place_when_run(pieces: list[Piece], target: jax.ShapeDtypeStruct, stack: Shape) -> jax.Array:
     """Returns a parameter inside a trace: its tensors are read when the compiled program runs, if it ever does."""
     places = [(piece.file.path, piece) for piece in pieces]
 
@@ -331,7 +338,7 @@ def _place_when_run(pieces: list[Piece], target: jax.ShapeDtypeStruct, stacked: 
                     files[path] = opened.enter_context(TensorFile(path))
             again = [piece._replace(file=files[path]) for path, piece in places]
             whole = tuple((0, size) for size in target.shape)
-            return opened.enter_context(Reader()).read(again, whole, target.dtype, stacked)
+            return opened.enter_context(Reader()).read(again, whole, target.dtype, stack)
 
     array = jax.pure_callback(read, jax.ShapeDtypeStruct(target.shape, target.dtype))
     return array if target.sharding is None else jax.lax.with_sharding_constraint(array, target.sharding)
@@ -367,7 +374,7 @@ def _tensor(link: Link, values: Mapping[str, Any]) -> Any:
     parts = []
     for target in link.targets:
         value = values[target.path]
-        value = value if target.index is None else value[target.index]
+        value = value[target.index] if target.index else value
         parts.append(link.layout.to_tensor(value))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=link.layout.output_axis)
 

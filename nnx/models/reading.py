@@ -1,9 +1,9 @@
 """Reading parameters from the tensors of a checkpoint: only the rows that are needed, rearranged as they are copied.
 
 A `Piece` is the place of one parameter in a tensor. A `Reader` assembles a parameter (or the *part* of it that one
-device holds) from its piece, or from one piece per layer if it is stacked. Most parameters are the transpose of their
-tensor: it is *streamed*, a few rows at a time, and never in memory as a whole. If devices hold different columns of the
-tensor's rows, these rows are read once and kept until all devices have theirs.
+device holds) from its piece, or from one piece per layer, per expert, or both if it is stacked. Most parameters are the
+transpose of their tensor: it is *streamed*, a few rows at a time, and never in memory as a whole. If devices hold
+different columns of the tensor's rows, these rows are read once and kept until all devices have theirs.
 """
 
 import math
@@ -66,18 +66,18 @@ class Reader:
     def __exit__(self, *error: Any) -> None:
         self._pool.shutdown()
 
-    def place(self, pieces: Sequence[Piece], target: jax.ShapeDtypeStruct, stacked: bool) -> jax.Array:
+    def place(self, pieces: Sequence[Piece], target: jax.ShapeDtypeStruct, stack: Shape) -> jax.Array:
         """Returns a parameter on its devices.
 
         Args:
-            pieces: the place of the parameter; if it is stacked, that of each layer.
+            pieces: the place of the parameter; if it is stacked, that of each entry of the stack, in order.
             target: the shape and dtype of the parameter, and its sharding, if any.
-            stacked: whether the first axis of the parameter numbers the pieces.
+            stack: the sizes of the leading axes of the parameter that number the pieces.
         """
         shape, sharding = target.shape, target.sharding
         try:
             if sharding is None:
-                part = self.read(pieces, _whole(shape), target.dtype, stacked)
+                part = self.read(pieces, _whole(shape), target.dtype, stack)
                 return jax.device_put(part).block_until_ready()
             indices = sharding.addressable_devices_indices_map(shape)
             devices = sorted(indices.items(), key=lambda item: (_bounds(item[1], shape), item[0].id))
@@ -87,7 +87,7 @@ class Reader:
                 if _bounds(index, shape) != part_at:
                     del part  # frees its memory before the next one is made
                     part_at = _bounds(index, shape)
-                    part = self.read(pieces, part_at, target.dtype, stacked)
+                    part = self.read(pieces, part_at, target.dtype, stack)
                 arrays.append(jax.device_put(part, device))
             array = jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=target.dtype)
             # JAX copies in the background. Without waiting, the host copies of many arrays would be in memory at once.
@@ -95,14 +95,15 @@ class Reader:
         finally:
             self._forget()
 
-    def read(self, pieces: Sequence[Piece], bounds: Bounds, dtype: Any, stacked: bool) -> np.ndarray:
+    def read(self, pieces: Sequence[Piece], bounds: Bounds, dtype: Any, stack: Shape) -> np.ndarray:
         """Returns the part of a parameter within `bounds`, one range per axis."""
-        if not stacked:
+        if not stack:
             return self._read(pieces[0], bounds, dtype, None)
-        (first, last), inner = bounds[0], bounds[1:]
-        part = aligned_zeros((last - first, *_sizes(inner)), dtype)
-        for i in range(first, last):
-            self._read(pieces[i], inner, dtype, part[i - first, ...])  # `...`: an array even of a scalar
+        outer, inner = bounds[: len(stack)], bounds[len(stack) :]
+        part = aligned_zeros(_sizes(bounds), dtype)
+        for index in np.ndindex(*_sizes(outer)):
+            number = np.ravel_multi_index([i + start for i, (start, _) in zip(index, outer, strict=True)], stack)
+            self._read(pieces[int(number)], inner, dtype, part[(*index, ...)])  # `...`: an array even of a scalar
         return part
 
     def _read(self, piece: Piece, bounds: Bounds, dtype: Any, into: np.ndarray | None) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 An `Entry` names a tensor, the parameters it holds, and their `Layout`. Several parameters in one tensor are *fused*:
 they follow each other along its output axis. A `Table` has the entries of one family, those of a layer once for all
-layers. `links` applies it to a model: the parameters that the model has, with their layers numbered, and with their
-place in a stack if the model is scanned.
+layers, and those of an expert once for all experts. `links` applies it to a model: the parameters that the model has,
+with their layers and experts numbered, and with their place in a stack: that of the layers if the model is scanned, and
+that of the experts, which are one parameter.
 """
 
 import dataclasses
@@ -75,7 +76,10 @@ CONV1D_FROM_HEADS = Layout(2)
 
 
 class Entry(NamedTuple):
-    """A tensor, the parameters it holds (several if it is fused), and their layout."""
+    """A tensor, the parameters it holds (several if it is fused), and their layout.
+
+    A tensor with `{}` in its name exists once for every expert, and holds one entry of a stacked parameter.
+    """
 
     name: str
     paths: tuple[str, ...]
@@ -104,10 +108,10 @@ class Table:
 
 
 class Target(NamedTuple):
-    """A parameter of a model: its path, and its index in the stack if it is one of several stacked layers."""
+    """A parameter of a model: its path, and its index in the stack of layers, of experts, or of both, if any."""
 
     path: str
-    index: int | None = None
+    index: tuple[int, ...] = ()
 
 
 class Link(NamedTuple):
@@ -146,6 +150,18 @@ _MLP = (
 _NORMS = (
     Entry("input_layernorm.weight", ("attention_norm/scale",)),
     Entry("post_attention_layernorm.weight", ("mlp_norm/scale",)),
+)
+_MIXTRAL_EXPERTS = (
+    Entry("block_sparse_moe.gate.weight", ("mlp/router",), LINEAR),
+    Entry("block_sparse_moe.experts.{}.w1.weight", ("mlp/gate",), LINEAR),
+    Entry("block_sparse_moe.experts.{}.w3.weight", ("mlp/up",), LINEAR),
+    Entry("block_sparse_moe.experts.{}.w2.weight", ("mlp/down",), LINEAR),
+)
+_QWEN3_EXPERTS = (
+    Entry("mlp.gate.weight", ("mlp/router",), LINEAR),
+    Entry("mlp.experts.{}.gate_proj.weight", ("mlp/gate",), LINEAR),
+    Entry("mlp.experts.{}.up_proj.weight", ("mlp/up",), LINEAR),
+    Entry("mlp.experts.{}.down_proj.weight", ("mlp/down",), LINEAR),
 )
 _LLAMA = Table("model.", _OUTER, "layers.{}.", (*_ATTENTION, *_MLP, *_NORMS))
 _GEMMA = Table(
@@ -203,6 +219,8 @@ TABLES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
     **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA),
     "phi3": _PHI3,
+    "mixtral": Table("model.", _OUTER, "layers.{}.", (*_ATTENTION, *_MIXTRAL_EXPERTS, *_NORMS)),
+    "qwen3_moe": Table("model.", _OUTER, "layers.{}.", (*_ATTENTION, *_QWEN3_EXPERTS, *_NORMS)),
 }
 """The table of each family, by `model_type`."""
 
@@ -219,25 +237,27 @@ def links(config: DecoderConfig, scanned: bool, present: Iterable[str], prefix: 
     table, known = TABLES[config.model_type], set(present)
     prefix = table.prefix if prefix is None else prefix
 
-    def located(start: str, entries: Iterable[Entry], place: str, index: int | None) -> Iterator[Link]:
+    def located(start: str, entries: Iterable[Entry], place: str, index: tuple[int, ...] = ()) -> Iterator[Link]:
         for entry in entries:
             paths = tuple(place + path for path in entry.paths)
-            if known.issuperset(paths):
-                yield Link(start + entry.name, tuple(Target(path, index) for path in paths), entry.layout)
+            experts = [(e,) for e in range(config.num_experts or 0)] if "{}" in entry.name else [()]
+            for expert in experts if known.issuperset(paths) else ():
+                targets = tuple(Target(path, (*index, *expert)) for path in paths)
+                yield Link(start + entry.name.format(*expert), targets, entry.layout)
 
-    found = list(located(prefix, table.outer, "", None))
+    found = list(located(prefix, table.outer, ""))
     for number, (place, index) in enumerate(layer_places(config, scanned)):
         found += located(prefix + table.layer.format(number), table.layers, place, index)
-    return [*found, *located("", (table.head,), "", None)]
+    return [*found, *located("", (table.head,), "")]
 
 
-def layer_places(config: DecoderConfig, scanned: bool) -> list[tuple[str, int | None]]:
+def layer_places(config: DecoderConfig, scanned: bool) -> list[tuple[str, tuple[int, ...]]]:
     """Returns the start of the paths of each layer, and its index in the stack if it is in one."""
     period, length = config.period, config.num_layers // config.period
     if not scanned or length < 2:
-        return [(f"layers/{i}/", None) for i in range(config.num_layers)]
-    stacked = [(f"layers/scan_module/layers/{i % period}/", i // period) for i in range(period * length)]
-    return [*stacked, *((f"tail/{i}/", None) for i in range(config.num_layers - period * length))]
+        return [(f"layers/{i}/", ()) for i in range(config.num_layers)]
+    stacked = [(f"layers/scan_module/layers/{i % period}/", (i // period,)) for i in range(period * length)]
+    return [*stacked, *((f"tail/{i}/", ()) for i in range(config.num_layers - period * length))]
 
 
 def is_ignored(config: DecoderConfig, name: str) -> bool:

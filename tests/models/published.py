@@ -53,7 +53,7 @@ def randomized(model: Any, seed: int = 0) -> Any:
     def draw(path: str, leaf: Any) -> Any:
         return leaf.replace(jnp.asarray(0.4 * random.standard_normal(leaf.value.shape), leaf.value.dtype))
 
-    model.update_state(model.get_state().map(draw))
+    model.update_state(model.filter(nnx.Param).map(draw))
     return model
 
 

@@ -54,11 +54,21 @@ def test_every_part_of_every_layout_is_found(case, dtype, tmp_path, monkeypatch)
         piece = Piece(file, "w", layout, shape, offset)
         for bounds in parts_of(shape):
             expected = parameter[tuple(slice(*bound) for bound in bounds)].astype(dtype)
-            part = reader.read([piece], bounds, dtype, stacked=False)
+            part = reader.read([piece], bounds, dtype, stack=())
             assert part.dtype == dtype
             np.testing.assert_array_equal(part, expected)
-            stacked = reader.read([piece, piece, piece], ((1, 3), *bounds), dtype, stacked=True)
+            stacked = reader.read([piece, piece, piece], ((1, 3), *bounds), dtype, stack=(3,))
             np.testing.assert_array_equal(stacked, np.stack([expected, expected]))
+
+
+def test_pieces_of_layers_and_experts_are_read_in_order(tmp_path):
+    tensors = np.random.default_rng(0).standard_normal((2, 3, 5, 4)).astype(np.float32)  # layers, experts, out, in
+    names = {f"{layer}.{expert}": tensors[layer, expert] for layer in range(2) for expert in range(3)}
+    nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State(names))
+    with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
+        pieces = [Piece(file, name, LINEAR, (4, 5), 0) for name in names]
+        part = reader.read(pieces, ((1, 2), (1, 3), (0, 4), (2, 5)), np.float32, stack=(2, 3))
+    np.testing.assert_array_equal(part, tensors[1:, 1:, 2:].swapaxes(-1, -2))
 
 
 @pytest.mark.parametrize("checksums", [False, True])
@@ -72,7 +82,7 @@ def test_matrices_larger_than_a_tile_are_transposed(checksums, tmp_path):
         assert file.has_checksums is checksums
         piece = Piece(file, "w", LINEAR, (2100, 700), 0)
         for first, last in ((0, 2100), (0, 30), (1000, 2100)):
-            part = reader.read([piece], ((first, last), (0, 700)), np.float32, False)
+            part = reader.read([piece], ((first, last), (0, 700)), np.float32, ())
             np.testing.assert_array_equal(part, weight.T[first:last])
 
 
@@ -80,6 +90,6 @@ def test_special_values_survive_conversion_to_float32(tmp_path):
     values = np.array([[0.0, -0.0, np.inf], [-np.inf, 1e-40, np.nan]], jnp.bfloat16)
     nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": values}))
     with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
-        part = reader.read([Piece(file, "w", LINEAR, (3, 2), 0)], ((0, 3), (0, 2)), np.float32, False)
+        part = reader.read([Piece(file, "w", LINEAR, (3, 2), 0)], ((0, 3), (0, 2)), np.float32, ())
     np.testing.assert_array_equal(part, values.T.astype(np.float32))
     assert math.copysign(1.0, part[1, 0]) == -1.0

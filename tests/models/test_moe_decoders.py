@@ -1,0 +1,106 @@
+"""Decoders with mixtures of experts: stacks of layers, losses of routers, and what their configs can say."""
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnx
+from nnx.models.families import config_from_dict, config_to_dict
+from tests.models.published import GOLDEN, edited, golden_model, tiny_config, tiny_model, tokens_for
+
+EXPERTS = {"model_type": "mixtral", "num_experts": 4, "num_selected": 2, "norm_epsilon": 1e-5}
+
+
+def train(model, tokens):
+    """The losses of the routers, and their gradient."""
+
+    def loss(model):
+        model(tokens)
+        losses = nnx.router_losses(model)
+        return losses.load_balancing + losses.z
+
+    return nnx.jit(nnx.value_and_grad(loss))(model.train())
+
+
+def test_a_scanned_model_has_the_losses_and_gradients_of_its_list_of_layers():
+    scanned = tiny_model(scan_layers=True, **EXPERTS)
+    listed, tokens = scanned.unscanned(), tokens_for(scanned.config, 2, 6)
+    (value, grads), (expected, expected_grads) = train(scanned, tokens), train(listed, tokens)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    stacked = grads["layers/scan_module/layers/0/mlp/router"].value
+    for i in range(2):
+        np.testing.assert_allclose(stacked[i], expected_grads[f"layers/{i}/mlp/router"].value, rtol=1e-4, atol=1e-5)
+    assert scanned.layers.scan_module.layers[0].mlp.z_loss.shape == (2,)
+
+
+def test_losses_are_stored_in_training_only_and_never_by_decoding():
+    model = tiny_model(**EXPERTS)
+    tokens = tokens_for(model.config, 1, 4)
+    model(tokens)
+    assert nnx.router_losses(model).z == 0
+    model.train().decode(tokens, model.init_cache(1, 4))
+    assert nnx.router_losses(model).z == 0
+    model(tokens)
+    assert nnx.router_losses(model).z > 0
+
+
+def test_a_model_in_training_is_saved_without_its_losses(tmp_path):
+    model = tiny_model(**EXPERTS).train()
+    model(tokens_for(model.config, 1, 4))
+    nnx.models.save_pretrained(model, tmp_path)
+    again = nnx.models.from_pretrained(tmp_path, scan_layers=True)
+    assert nnx.router_losses(again) == nnx.RouterLosses(0, 0)
+    written, read = model.filter(nnx.Param).arrays(), again.unscanned().filter(nnx.Param).arrays()
+    assert written.keys() == read.keys()
+    assert all(np.array_equal(written[path], read[path]) for path in written)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_generate_writes_what_transformers_does(name):
+    with np.load(GOLDEN / name / "golden.npz") as golden:
+        tokens, greedy = golden["tokens"], golden["greedy"]
+    out = nnx.generate(golden_model(name), jnp.asarray(tokens), max_new_tokens=8, temperature=0)
+    np.testing.assert_array_equal(out, greedy[:, :8])
+
+
+def test_the_axis_of_experts_is_named_in_lists_and_stacks():
+    names = ("expert", "embed", "mlp")
+    listed, scanned = (nnx.name_axes(nnx.eval_shape(lambda s=s: tiny_model(scan_layers=s, **EXPERTS))) for s in (0, 1))
+    assert listed.layers[1].mlp.variable("gate").sharding == names
+    assert scanned.layers.scan_module.layers[0].mlp.variable("gate").sharding == ("layers", *names)
+
+
+class TestConfigs:
+    def test_both_numbers_of_experts_are_needed(self):
+        for wrong in ({"num_selected": None}, {"num_selected": 5}, {"num_experts": None}, {"num_selected": 0}):
+            with pytest.raises(ValueError, match="1 <= num_selected <= num_experts, got num_experts="):
+                tiny_config(**{**EXPERTS, **wrong})
+
+    def test_a_family_without_experts_cannot_express_them(self):
+        with pytest.raises(ValueError, match="A llama config.json cannot express num_experts=4"):
+            config_to_dict(tiny_config(**{**EXPERTS, "model_type": "llama"}))
+
+    def test_either_name_of_the_number_of_experts_is_read(self):
+        fields = json.loads((GOLDEN / "qwen3_moe" / "config.json").read_text())
+        count = fields.pop("num_local_experts", None) or fields.pop("num_experts")
+        read = [config_from_dict({**fields, key: count}) for key in ("num_experts", "num_local_experts")]
+        assert read[0] == read[1] and read[0].num_experts == 6
+        assert "num_local_experts" not in config_to_dict(read[1])
+
+    def test_dense_layers_among_the_others_are_refused(self, tmp_path):
+        directory = shutil.copytree(GOLDEN / "qwen3_moe", tmp_path / "model")
+        edited(directory, mlp_only_layers=[1])
+        with pytest.raises(ValueError, match=r"mlp_only_layers=\[1\] is not supported for qwen3_moe"):
+            nnx.models.from_pretrained(directory)
+
+    def test_a_missing_expert_is_named(self, tmp_path):
+        directory = shutil.copytree(GOLDEN / "mixtral", tmp_path / "model")
+        edited(directory, num_local_experts=6)
+        message = (
+            r"missing: model\.layers\.0\.block_sparse_moe\.experts\.5\.w1\.weight \[48, 32\], for layers/0/mlp/gate"
+        )
+        with pytest.raises(nnx.CheckpointError, match=message):
+            nnx.models.from_pretrained(directory)
