@@ -1,44 +1,78 @@
 """The same step in PyTorch: `torch.compile`, scaled-dot-product attention, bfloat16 autocast, fused AdamW.
 
-The model is that of nanoGPT, with one matrix for queries, keys and values, which suits PyTorch best.
+The models are that of nanoGPT and a Llama, each with one matrix for queries, keys and values (and one for gate and up),
+which suits PyTorch best. `cudnn` asks for cuDNN's attention; by default PyTorch chooses.
 """
 
 # PyTorch is not among the project's dependencies.
 # pyright: reportMissingImports=false
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+class Sizes(NamedTuple):
+    """The sizes of a decoder; `base` is that of the rotary embedding, None for the architecture of GPT-2."""
+
+    vocab: int
+    context: int
+    layers: int
+    heads: int
+    width: int
+    hidden: int
+    base: float | None
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int):
+    def __init__(self, sizes: Sizes):
         super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        width, self.heads, self.gated = sizes.width, sizes.heads, sizes.base is not None
+        norm, bias = (nn.RMSNorm, False) if self.gated else (nn.LayerNorm, True)
+        self.norm1, self.norm2 = norm(width, eps=1e-5), norm(width, eps=1e-5)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=bias), nn.Linear(width, width, bias=bias)
+        self.up = nn.Linear(width, sizes.hidden * (2 if self.gated else 1), bias=bias)
+        self.down = nn.Linear(sizes.hidden, width, bias=bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: Any) -> torch.Tensor:
         batch, length, width = x.shape
         parts = self.qkv(self.norm1(x)).split(width, dim=2)
         query, key, value = (p.view(batch, length, self.heads, -1).transpose(1, 2) for p in parts)
+        if rotation is not None:
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        h = self.up(self.norm2(x))
+        if not self.gated:
+            return x + self.down(F.gelu(h, approximate="tanh"))
+        gate, up = h.chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
 
 
-class GPT(nn.Module):
-    def __init__(self, vocab: int, context: int, layers: int, heads: int, width: int):
+def rotate(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class Decoder(nn.Module):
+    def __init__(self, sizes: Sizes):
         super().__init__()
-        self.embed, self.position = nn.Embedding(vocab, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocab, bias=False)
+        self.embed = nn.Embedding(sizes.vocab, sizes.width)
+        self.position = nn.Embedding(sizes.context, sizes.width) if sizes.base is None else None
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.norm = self.blocks[0].norm1.__class__(sizes.width, eps=1e-5)
+        self.head = nn.Linear(sizes.width, sizes.vocab, bias=False)
         self.head.weight = self.embed.weight
+        if sizes.base is not None:
+            half = sizes.width // sizes.heads // 2
+            angles = torch.outer(torch.arange(sizes.context), sizes.base ** -(torch.arange(half) / half))
+            self.register_buffer("sin", angles.sin())
+            self.register_buffer("cos", angles.cos())
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
@@ -46,9 +80,13 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        x, rotation = self.embed(tokens), None
+        if self.position is None:
+            rotation = self.sin, self.cos
+        else:
+            x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, rotation)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
 
@@ -66,21 +104,24 @@ class Pending:
         torch.cuda.synchronize()
 
 
-def make_contender(sizes: tuple[int, int, int, int, int], batch: int, rate: float, decay: float) -> Callable[[], Any]:
-    """Makes a function that runs one step on random tokens; `sizes` are vocab, context, layers, heads, width."""
+def make_contender(
+    sizes: Sizes, batch: int, rate: float, decay: float, *, mode: str | None = None, cudnn: bool = False
+) -> Callable[[], Any]:
+    """Makes a function that runs one step on random tokens; `mode` is that of `torch.compile`."""
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    model = GPT(*sizes).cuda()
+    model = Decoder(sizes).cuda()
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)
-    compiled = torch.compile(model)
-    tokens = torch.randint(0, sizes[0], (batch, sizes[1] + 1), device="cuda")
+    compiled = torch.compile(model, mode=mode)
+    tokens = torch.randint(0, sizes.vocab, (batch, sizes.context + 1), device="cuda")
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def step() -> Pending:
-        with torch.autocast("cuda", torch.bfloat16):
+        attention = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cudnn else nullcontext()
+        with torch.autocast("cuda", torch.bfloat16), attention:
             loss = compiled(inputs, targets)
         loss.backward()
         optimizer.step()

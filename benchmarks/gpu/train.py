@@ -1,14 +1,16 @@
-"""Training steps of GPT-2 per second: nnx, hand-written JAX and PyTorch, interleaved in one process.
+"""Training steps per second: nnx, hand-written JAX and PyTorch, interleaved in one process.
 
     python -m benchmarks.gpu.train                  GPT-2 small, batches of 32 × 1024 tokens, on a GPU
+    python -m benchmarks.gpu.train --model llama    a Llama of 350 million parameters, 16 × 1024 tokens
     python -m benchmarks.gpu.train --tiny           the default without a GPU: a tiny model, to see that it runs
     python -m benchmarks.gpu.train --seconds 60     measure longer
-    python -m benchmarks.gpu.train --without torch  leave a contender out
+    python -m benchmarks.gpu.train --without torch.compile  leave a contender out
+    python -m benchmarks.gpu.train --autotune       PyTorch's "max-autotune" as well, which compiles for minutes
 
 All contenders compute in bfloat16 with float32 parameters, and use AdamW. Tokens are random, because speed does not
-depend on them. The JAX steps start from the same weights, and therefore from the same loss. "The same, tuned" is
-hand-written JAX with the changes that examples/gpt/model.py explains (see raw_train.py): any remaining difference to
-nnx is the library's. PyTorch takes part if it is installed and there is a GPU.
+depend on them. For GPT-2, the JAX steps start from the same weights, and therefore from the same loss. "The same,
+tuned" is hand-written JAX with the changes that the performance page explains (see raw_train.py): any remaining
+difference to nnx is the library's. PyTorch takes part if it is installed and there is a GPU.
 """
 
 import argparse
@@ -36,14 +38,20 @@ RATE, DECAY = 6e-4, 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is measured."""
+    """What is measured: a model and batches of `batch × context` tokens. A `base` makes it a Llama."""
 
     config: Config
     batch: int
+    hidden: int
+    base: float | None = None
 
 
-GPT2 = Setting(Config(vocab=50304, dtype=jnp.bfloat16, unroll=12), batch=32)
-TINY = Setting(Config(vocab=64, context=16, layers=1, heads=2, width=32, dtype=jnp.bfloat16), batch=2)
+SETTINGS = {
+    "gpt2": Setting(Config(vocab=50304, dtype=jnp.bfloat16, unroll=12), batch=32, hidden=3072),
+    "llama": Setting(Config(32000, 1024, 24, 16, 1024, dtype=jnp.bfloat16), batch=16, hidden=2816, base=10000.0),
+}
+TINY = Config(vocab=64, context=16, layers=1, heads=2, width=32, dtype=jnp.bfloat16)
+TINY_SETTINGS = {"gpt2": Setting(TINY, batch=2, hidden=128), "llama": Setting(TINY, batch=2, hidden=64, base=10000.0)}
 
 
 def random_tokens(setting: Setting) -> jax.Array:
@@ -55,15 +63,34 @@ def adamw(mask: Any) -> optax.GradientTransformation:
     return optax.adamw(RATE, b2=0.95, weight_decay=DECAY, mask=mask)
 
 
+def make_model(setting: Setting) -> Any:
+    """Makes the model of examples/gpt, or a Decoder of `nnx.models`."""
+    config = setting.config
+    if setting.base is None:
+        return GPT(config, ctx=nnx.context(0))
+    llama = nnx.models.DecoderConfig(
+        model_type="llama",
+        vocab_size=config.vocab,
+        features=config.width,
+        hidden_features=setting.hidden,
+        num_layers=config.layers,
+        num_heads=config.heads,
+        max_length=config.context,
+        rotary=nnx.models.RotaryConfig(base=setting.base),
+        tie_embeddings=True,
+    )
+    return nnx.models.Decoder(llama, dtype=config.dtype, ctx=nnx.context(0))
+
+
 def make_ours(setting: Setting) -> Callable[[], jax.Array]:
-    """Makes the training step of the model in examples/gpt."""
-    model = GPT(setting.config, ctx=nnx.context(0))
+    """Makes the training step of an nnx model."""
+    model = make_model(setting)
     optimizer = nnx.Optimizer(model, adamw(decayed))
     tokens = random_tokens(setting)
 
     @nnx.jit(donate_argnums=0, compiler_options=GPU_OPTIONS)
     def train_step(optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
-        def loss_fn(model: GPT) -> jax.Array:
+        def loss_fn(model: Any) -> jax.Array:
             return nnx.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
 
         loss, grads = nnx.value_and_grad(loss_fn)(optimizer.model)
@@ -93,13 +120,13 @@ def nested_params(model: GPT) -> dict[str, Any]:
     return model.filter(nnx.Param).map(lambda _, param: param.value).to_nested()
 
 
-def make_torch(setting: Setting) -> Callable[[], Any]:
+def make_torch(setting: Setting, **options: Any) -> Callable[[], Any]:
     """Makes the step in PyTorch."""
-    from benchmarks.gpu.torch_train import make_contender
+    from benchmarks.gpu.torch_train import Sizes, make_contender
 
     config = setting.config
-    sizes = (config.vocab, config.context, config.layers, config.heads, config.width)
-    return make_contender(sizes, setting.batch, RATE, DECAY)
+    sizes = Sizes(config.vocab, config.context, config.layers, config.heads, config.width, setting.hidden, setting.base)
+    return make_contender(sizes, setting.batch, RATE, DECAY, **options)
 
 
 CONTENDERS: dict[str, Callable[[Setting], Callable[[], Any]]] = {
@@ -107,21 +134,29 @@ CONTENDERS: dict[str, Callable[[Setting], Callable[[], Any]]] = {
     "hand-written JAX": make_raw,
     "the same, tuned": functools.partial(make_raw, tuned=True),
     "torch.compile": make_torch,
+    "torch, cuDNN": functools.partial(make_torch, cudnn=True),
+    "torch, autotune": functools.partial(make_torch, mode="max-autotune-no-cudagraphs"),
 }
+HAND_WRITTEN = {"hand-written JAX", "the same, tuned"}  # for GPT-2 only
+TORCH = {"torch.compile", "torch, cuDNN", "torch, autotune"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SETTINGS, default="gpt2")
     parser.add_argument("--tiny", action="store_true", help="a tiny model; the default without a GPU")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long to measure, in all")
     parser.add_argument("--without", action="append", default=[], choices=CONTENDERS, help="leave this one out")
+    parser.add_argument("--autotune", action="store_true", help="PyTorch's max-autotune as well")
     args = parser.parse_args()
     on_gpu = jax.default_backend() == "gpu"
     tiny = args.tiny or not on_gpu
-    setting = TINY if tiny else GPT2
-    left_out = set(args.without)
+    setting = (TINY_SETTINGS if tiny else SETTINGS)[args.model]
+    left_out = set(args.without) | (set() if args.autotune else {"torch, autotune"})
     if not on_gpu or importlib.util.find_spec("torch") is None:
-        left_out.add("torch.compile")
+        left_out |= TORCH
+    if setting.base is not None:
+        left_out |= HAND_WRITTEN
 
     contenders = {name: make(setting) for name, make in CONTENDERS.items() if name not in left_out}
     first_losses = {name: float(run()) for name, run in contenders.items()}
