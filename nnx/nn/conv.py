@@ -37,7 +37,7 @@ from nnx.nn.parameters import (
     kernel_init_for,
     make_param,
 )
-from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, default_promote_dtype
+from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, cast, default_promote_dtype
 
 KernelMask = Callable[[jax.Array], jax.Array]
 
@@ -140,14 +140,14 @@ class _Convolution(Module):
     def _masked_kernel(self) -> jax.Array:
         kernel = self.kernel
         if self.mask is not None:
-            return kernel * self.mask
+            return kernel * self.mask.astype(kernel.dtype)
         if self.mask_fn is None:
             return kernel
         masked = self.mask_fn(kernel)
         if masked.shape != kernel.shape:
             name = type(self).__name__
             raise ValueError(MASK_SHAPE.format(layer=name, argument="mask_fn", expected=kernel.shape, got=masked.shape))
-        return masked
+        return cast(masked, kernel.dtype)
 
 
 class Conv(_Convolution):

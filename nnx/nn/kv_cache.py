@@ -11,7 +11,8 @@ The same as plain data, for a caller that owns the cache: `LayerCache` holds the
 written. Inside `jit`, `scan` and the like, the index is not known while tracing. There a row that overflows is
 *poisoned*: its new values become NaN, so every output of that row is NaN from then on, and its index stays above
 `max_length`, which `overflowed` shows and `check` raises on. Old tokens are never silently overwritten. (A chunk longer
-than the whole cache raises `ValueError` even while tracing.)
+than the whole cache raises `ValueError` even while tracing.) `seq_lengths` below zero or above the number of given
+tokens are refused in the same two ways.
 """
 
 import dataclasses
@@ -38,6 +39,10 @@ NOT_FLOATS = "{cache} stores floating-point numbers: expected such a dtype, got 
 NO_ROOM = "{cache}: expected max_length >= 1, got {got}."
 WRONG_SHAPE = "{cache}: expected {name} of shape {expected} (batch..., length, heads, head_dim), got {got}."
 UNPAIRED = "{cache}: expected as many keys as values, got {keys} and {values}."
+IMPOSSIBLE_LENGTHS = (
+    "{cache}: expected seq_lengths from 0 to {length}, the number of tokens in each row of the keys, got {got}. "
+    "Nothing was written."
+)
 WRONG_LENGTHS = "{cache}: expected {name} of shape {expected}, one per row, got {got}."
 
 
@@ -118,8 +123,8 @@ class KVCache(Module):
             All keys and all values, `[batch..., max_length, num_heads, …]`; hide unwritten slots with `mask`.
 
         Raises:
-            ValueError: if shapes do not fit, or a row would overflow. While tracing, an overflow poisons the row
-                instead: its outputs become NaN, and `check` raises later.
+            ValueError: if shapes do not fit, a row would overflow, or `seq_lengths` are impossible. While tracing, the
+                last two poison the row instead: its outputs become NaN, and `check` raises later.
         """
         _check_append("KVCache", self.key, self.value, self.index, key, value, seq_lengths)
         self.key, self.value, self.index = _append(self.key, self.value, self.index, key, value, seq_lengths)
@@ -212,8 +217,8 @@ class LayerCache:
                 kept.
 
         Raises:
-            ValueError: if shapes do not fit, or a row would overflow. While tracing, an overflow poisons the row
-                instead: its outputs become NaN.
+            ValueError: if shapes do not fit, a row would overflow, or `seq_lengths` are impossible. While tracing, the
+                last two poison the row instead: its outputs become NaN.
         """
         _check_append("LayerCache", self.key, self.value, lengths, key, value, seq_lengths)
         aligned = self.aligned and seq_lengths is None
@@ -332,7 +337,12 @@ def _check_append(
     for name, given in (("lengths", index), ("seq_lengths", seq_lengths)):
         if given is not None and given.shape != batch:
             raise ValueError(WRONG_LENGTHS.format(cache=cache, name=name, expected=batch, got=given.shape))
-    _check_room(cache, keys.shape[-3], index, key.shape[-3], seq_lengths)
+    length = key.shape[-3]
+    if seq_lengths is not None and _is_known(seq_lengths):
+        given = np.asarray(seq_lengths)
+        if ((given < 0) | (given > length)).any():
+            raise ValueError(IMPOSSIBLE_LENGTHS.format(cache=cache, length=length, got=given.tolist()))
+    _check_room(cache, keys.shape[-3], index, length, seq_lengths)
 
 
 def _check_room(cache: str, max_length: int, index: jax.Array, length: int, seq_lengths: jax.Array | None) -> None:
@@ -373,16 +383,18 @@ def _append(
     *,
     aligned: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the arrays of a cache after an append, with overflowing rows poisoned."""
+    """Returns the arrays of a cache after an append, with rows poisoned that overflow or have impossible lengths."""
     length, max_length = key.shape[-3], keys.shape[-3]
     tokens = jnp.arange(length, dtype=jnp.int32)
-    added = length if seq_lengths is None else seq_lengths.astype(jnp.int32)
+    added: Any = length if seq_lengths is None else seq_lengths.astype(jnp.int32)
     new_index = index + added
-    full = (new_index > max_length)[..., None]  # [batch..., 1]
-
     slots = index[..., None] + tokens  # [batch..., length]
     if seq_lengths is not None:
-        slots = jnp.where(tokens < seq_lengths[..., None], slots, max_length)  # out of range: not written
+        impossible = (added < 0) | (added > length)
+        new_index = jnp.where(impossible, max_length + 1, new_index)
+        real = (tokens < added[..., None]) | impossible[..., None]  # a poisoned row is poisoned at all its tokens
+        slots = jnp.where(real, slots, max_length)  # out of range: not written
+    full = (new_index > max_length)[..., None]  # [batch..., 1]
     # A row that overflows must not fail silently: a NaN goes into its last slot, which every later query sees. Without
     # the clamp, all its tokens could be out of range and be dropped.
     slots = jnp.where(full, jnp.minimum(slots, max_length - 1), slots)

@@ -28,7 +28,7 @@ from nnx.nn.parameters import (
     default_bias_init,
     initial_value,
 )
-from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, compiled_body, default_promote_dtype
+from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, cast, compiled_body, default_promote_dtype
 from nnx.sharding.axes import PARTITION_NAME, DefaultAxes, axis_names
 from nnx.sharding.explicit import result_sharding
 from nnx.transforms.vmap import vmap
@@ -47,6 +47,9 @@ STACKED = (
     "adaptations as well, `variable_axes={{nnx.Param: 0, nnx.LoRAParam: 0}}`."
 )
 NOT_CALLABLE = "LoRA: `base_module` must be callable, got {got}."
+CANNOT_MERGE = "merge_lora cannot merge the LoRA at {path!r}: {why} Nothing was changed."
+BASE_WITHOUT_KERNEL = "its base_module is a {base}, not a Linear with a kernel to add to."
+IS_THE_MODEL = "it is the model itself, which cannot be replaced in place. Merge a Module that holds it."
 BATCHED_KERNEL = (
     "add_lora: the LinearGeneral at {path!r} has batch axes, for which low-rank adaptation is not defined here. "
     "Leave it out with `where=`."
@@ -86,7 +89,7 @@ def _low_rank(
 class LoRA(Module):
     """Computes `y = scale * x @ lora_a @ lora_b`, plus the output of `base_module` if there is one.
 
-    Shape: `(..., in_features) -> (..., out_features)`.
+    Shape: `(..., in_features) -> (..., out_features)`. With a `base_module`, the result has the dtype of its output.
 
     Args:
         in_features: the size of the input's last axis.
@@ -163,9 +166,14 @@ class LoRA(Module):
         check_last_axis(self, x, self.in_features, "in_features")
         if self.lora_a.ndim != 2:
             raise ValueError(STACKED.format(got=self.lora_a.shape, features=self.in_features, rank=self.lora_rank))
-        y = _low_rank(x, self.lora_a, self.lora_b, scale=self.scale, dtype=self.dtype, promote=self.promote_dtype)
+        delta = _low_rank(x, self.lora_a, self.lora_b, scale=self.scale, dtype=self.dtype, promote=self.promote_dtype)
         base: Any = self.base_module
-        return y if base is None else y + base(x, **kwargs)
+        return delta if base is None else _adapted(base(x, **kwargs), delta)
+
+
+def _adapted(y: jax.Array, delta: jax.Array) -> jax.Array:
+    """Returns the sum in the dtype of `y`: an adaptation must not change the dtypes of the model around it."""
+    return y + cast(delta, y.dtype)
 
 
 class LoRALinear(Linear):
@@ -231,7 +239,7 @@ class LoRALinear(Linear):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Applies the layer and its adaptation; the arguments are those of `Linear`."""
-        return super().__call__(inputs, out_sharding) + self.lora(inputs)
+        return _adapted(super().__call__(inputs, out_sharding), self.lora(inputs))
 
 
 class LoRALinearGeneral(LinearGeneral):
@@ -246,7 +254,7 @@ class LoRALinearGeneral(LinearGeneral):
         x = jnp.moveaxis(inputs, self.axis, last)  # (*others, *in_features)
         others = x.shape[: inputs.ndim - len(self.axis)]
         delta = self.lora(jnp.reshape(x, (*others, math.prod(self.in_features))))
-        return y + jnp.reshape(delta, y.shape)
+        return _adapted(y, jnp.reshape(delta, y.shape))
 
 
 _ADAPTED: dict[type[Module], type[Module]] = {Linear: LoRALinear, LinearGeneral: LoRALinearGeneral}
@@ -351,11 +359,14 @@ def _stacked_like(layer: Linear | LinearGeneral, ctx: Context, *, rank: int, **o
 def merge_lora(model: Module) -> list[str]:
     """Adds every low-rank adaptation of a model to the kernel it belongs to, and removes it, in place.
 
+    A `LoRA` around a `base_module` is replaced by that module wherever the model uses it.
+
     Returns:
         The paths of the changed layers, which are plain `Linear` or `LinearGeneral` again.
 
     Raises:
-        ValueError: a kernel is quantized; nothing has changed then.
+        ValueError: a kernel is quantized, the `base_module` of a `LoRA` is not a `Linear`, or the model itself is a
+            `LoRA`; nothing has changed then.
 
     >>> ctx = nnx.context(0)
     >>> model = nnx.MLP(3, 8, 2, ctx=ctx)
@@ -363,13 +374,37 @@ def merge_lora(model: Module) -> list[str]:
     >>> nnx.merge_lora(model) == paths, type(model.layers[0]).__name__
     (True, 'Linear')
     """
-    adapted: dict[str, Any] = {path: module for path, module in model.named_modules() if type(module) in _PLAIN}
-    for path, module in adapted.items():
-        if module.kernel_scale is not None:
+    modules = list(model.named_modules())
+    adapted: dict[str, Any] = {path: module for path, module in modules if type(module) in _PLAIN}
+    wrappers = {path: lora for path, lora in modules if isinstance(lora, LoRA) and lora.base_module is not None}
+    bases = {path: _checked_base(path, wrapper, model) for path, wrapper in wrappers.items()}
+    for path, layer in {**adapted, **bases}.items():
+        if layer.kernel_scale is not None:
             raise ValueError(QUANTIZED_KERNEL.format(path=path))
     for module in adapted.values():
-        delta = module.lora.scale * (module.lora.lora_a @ module.lora.lora_b)
-        module.kernel = (module.kernel + jnp.reshape(delta, module.kernel.shape)).astype(module.kernel.dtype)
+        _add_to_kernel(module, module.lora)
         del module.lora
         object.__setattr__(module, "__class__", _PLAIN[type(module)])
-    return list(adapted)
+    for path, wrapper in wrappers.items():
+        _add_to_kernel(bases[path], wrapper)
+        for _, owner in list(model.named_modules()):
+            for name in [name for name, value in vars(owner).items() if value is wrapper]:
+                owner.set_path(name.removeprefix("/"), wrapper.base_module)
+    return [*adapted, *wrappers]
+
+
+def _checked_base(path: str, wrapper: LoRA, model: Module) -> Linear:
+    """Returns the layer below one or more `LoRA`s, after checking that they can be merged into it."""
+    base: Any = wrapper.base_module
+    while isinstance(base, LoRA) and base.base_module is not None:
+        base = base.base_module
+    if wrapper is model:
+        raise ValueError(CANNOT_MERGE.format(path=path, why=IS_THE_MODEL))
+    if not isinstance(base, Linear):
+        raise ValueError(CANNOT_MERGE.format(path=path, why=BASE_WITHOUT_KERNEL.format(base=type(base).__name__)))
+    return base
+
+
+def _add_to_kernel(layer: Any, adaptation: LoRA) -> None:
+    delta = adaptation.scale * (adaptation.lora_a @ adaptation.lora_b)
+    layer.kernel = (layer.kernel + jnp.reshape(delta, layer.kernel.shape)).astype(layer.kernel.dtype)

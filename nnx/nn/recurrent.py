@@ -108,7 +108,8 @@ class RNN(Module):
             inputs: `[batch..., time, *features]` with any number of batch axes, including none.
             initial_carry: the carry to start with; by default, the cell's `initialize_carry`.
             seq_lengths: `[batch...]`, the number of real steps in each row; they come first. The carry stops at a row's
-                last real step (with `reverse` it starts there); outputs past it are meaningless.
+                last real step (with `reverse` it starts there); inputs past it do not matter, outputs past it are
+                meaningless.
             return_carry, time_major, reverse, keep_order: override those of the instance.
             ctx: the Context, passed to a cell that takes it, with different keys in every step.
 
@@ -162,9 +163,12 @@ def _step(
 ) -> tuple[Any, Any]:
     """Runs one step of the scan; rows that have ended keep their carry."""
     x, number = step
+    real = None if number is None or seq_lengths is None else number < seq_lengths
+    if real is not None:
+        # A NaN in the padding would be in the derivative of this step, and zero times NaN is NaN.
+        x = jnp.where(_aligned(real, x), x, jnp.zeros_like(x))
     new_carry, y = cell(carry, x) if ctx is None or not accepts_ctx(cell) else cell(carry, x, ctx=ctx)
-    if number is not None and seq_lengths is not None:
-        real = number < seq_lengths
+    if real is not None:
         new_carry = jax.tree.map(lambda new, old: jnp.where(_aligned(real, new), new, old), new_carry, carry)
     return new_carry, y
 

@@ -30,7 +30,7 @@ class SimpleCell(Cell):
     Args:
         in_features: the number of features of the input.
         hidden_features: the number of features of carry and output.
-        dtype: the computation dtype; `None` for the dtype that inputs and parameters promote to.
+        dtype: the computation dtype; by default, the dtype that inputs and parameters promote to.
         param_dtype: the dtype of the parameters and of the carry.
         carry_init: the initializer of the carry; zeros by default.
         residual: whether to add the hidden state before the activation.
@@ -61,7 +61,7 @@ class SimpleCell(Cell):
         in_features: int,
         hidden_features: int,
         *,
-        dtype: DTypeLike | None = jnp.float32,
+        dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         carry_init: InitializerLike | None = None,
         residual: bool = False,

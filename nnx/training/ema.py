@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from nnx.core.dict_sequence import Dict
 from nnx.core.filters import Filter, check_wrt
 from nnx.core.module import Module
+from nnx.core.paths import listing
 from nnx.core.state import State
 from nnx.core.variables import Node, Param, Variable
 from nnx.sharding.axes import DefaultAxes
@@ -19,8 +20,8 @@ from nnx.training.variable_tree import variable_tree
 T = TypeVar("T")
 M = TypeVar("M", bound=Module)
 
-OTHER_MODEL = """EMA.update: this is not the model the EMA was made for: it has no {paths}. Make a new nnx.EMA after \
-changing the structure of a model."""
+OTHER_MODEL = """EMA.update: the parameters of the model are not those the EMA was made for ({changes}). Make a new \
+nnx.EMA after changing the structure of a model."""
 BAD_DECAY = "nnx.EMA: `decay` is a number from 0 to 1, or a function of the step; got {decay!r}."
 
 
@@ -73,12 +74,13 @@ class EMA(Module):
         """Updates the averages with the current parameters of the model.
 
         Raises:
-            ValueError: the model lacks a path that is averaged.
+            ValueError: the model lacks a path that is averaged, or has gained one that `wrt` selects.
         """
         values, averages = model.filter(self.wrt), self.average.get_state()
-        missing = [path for path in averages if path not in values]
-        if missing:
-            raise ValueError(OTHER_MODEL.format(paths=", ".join(map(repr, missing[:10]))))
+        gone, new = [path for path in averages if path not in values], [path for path in values if path not in averages]
+        if gone or new:
+            parts = [f"{label}: {listing(paths)}" for label, paths in (("new", new), ("gone", gone)) if paths]
+            raise ValueError(OTHER_MODEL.format(changes="; ".join(parts)))
         rate = 1 - (self.decay(self.step) if callable(self.decay) else self.decay)
         self.average.update_state(
             averages.map(lambda path, old: jax.tree.map(lambda a, x: _mix(a, x, rate), old.value, _raw(values[path])))

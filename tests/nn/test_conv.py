@@ -155,3 +155,11 @@ def test_wrong_inputs_say_what_was_expected():
         conv(3, 4, (3,))(jnp.ones((6, 1)))
     with pytest.raises(ValueError, match="`strides` must be an int or have 2 entries"):
         conv(3, 4, (3, 3), (1, 1, 1))
+
+
+@pytest.mark.parametrize("cls", [nnx.Conv, nnx.ConvTranspose])
+def test_a_mask_does_not_change_the_dtype(cls):
+    mask = np.ones((3, 2, 2), np.float32)
+    for options in ({"mask": jnp.asarray(mask)}, {"mask_fn": lambda kernel: kernel * mask}):
+        layer = cls(2, 2, (3,), **options, param_dtype=jnp.bfloat16, ctx=nnx.context(0))
+        assert layer(jnp.ones((5, 2), jnp.bfloat16)).dtype == jnp.bfloat16

@@ -273,3 +273,26 @@ class TestShapes:
         held = cache(value_dim=3)
         keys, values = held.append(tokens(1), jnp.ones((2, 1, 1, 3)))
         assert keys.shape == (2, 4, 1, 2) and values.shape == (2, 4, 1, 3)
+
+
+class TestImpossibleLengths:
+    @pytest.mark.parametrize("lengths", [[2, -1], [4, 1]])
+    def test_they_are_an_error_and_nothing_is_written(self, lengths):
+        held = cache()
+        with pytest.raises(ValueError, match=r"seq_lengths from 0 to 3.*got \[.*Nothing was written"):
+            held.append(tokens(3), tokens(3), jnp.array(lengths))
+        assert held.index.tolist() == [0, 0]
+        layer = nnx.LayerCache.empty(2, 8, 1, 2)
+        with pytest.raises(ValueError, match="LayerCache: expected seq_lengths from 0 to 3"):
+            layer.append(tokens(3), tokens(3), jnp.array([0, 0]), jnp.array(lengths))
+
+    @pytest.mark.parametrize("lengths", [[2, -1], [2, 4]])
+    def test_while_tracing_they_poison_the_row(self, lengths):
+        held = cache()
+        append = nnx.jit(lambda held, lengths: held.append(tokens(3), tokens(3), lengths))
+        append(held, jnp.array(lengths))
+        assert held.overflowed.tolist() == [False, True]
+        assert held.index[0] == 2
+        assert not jnp.isnan(held.value[0]).any() and jnp.isnan(held.value[1]).any()
+        with pytest.raises(ValueError, match="row 1"):
+            held.check()

@@ -183,3 +183,46 @@ def test_a_scan_that_does_not_slice_the_adaptations_is_told_so():
     nnx.add_lora(layers, 2, ctx=nnx.context(1))
     with pytest.raises(ValueError, match=r"\(3, 4, 2\), expected \(4, 2\).*nnx.LoRAParam: 0"):
         layers(X, None)
+
+
+@pytest.mark.parametrize("base", [{"param_dtype": jnp.bfloat16}, {"dtype": jnp.bfloat16}], ids=str)
+def test_an_adaptation_keeps_the_dtype_of_the_model(base):
+    ctx = nnx.context(0)
+    layer = nnx.Linear(4, 4, **base, ctx=ctx)
+    heads = nnx.LinearGeneral(4, (2, 2), **base, ctx=ctx)
+    around = nnx.LoRA(4, 2, 4, base_module=nnx.Linear(4, 4, **base, ctx=ctx), ctx=ctx)
+    nnx.add_lora(layer, 2, ctx=ctx)
+    nnx.add_lora(heads, 2, ctx=ctx)
+    x = X.astype(jnp.bfloat16)
+    assert [adapted(x).dtype for adapted in (layer, heads, around)] == [jnp.bfloat16] * 3
+
+    @nnx.scan(length=2)
+    def twice(layer, x, _):
+        return layer(x), None
+
+    assert twice(layer, x, None)[0].dtype == jnp.bfloat16
+
+
+def test_merging_replaces_a_lora_by_its_base_module_everywhere():
+    ctx = nnx.context(0)
+    inner = nnx.LoRA(4, 1, 4, base_module=nnx.Linear(4, 4, ctx=ctx), ctx=ctx)
+    outer = nnx.LoRA(4, 2, 4, base_module=inner, alpha=3.0, ctx=ctx)
+    net = nnx.Sequence([outer, nnx.LoRA(4, 2, 4, ctx=ctx), outer])
+    randomize_b(net)
+    expected = net(X)
+    assert sorted(nnx.merge_lora(net)) == ["0", "0/base_module"]
+    assert [type(layer) for layer in net] == [nnx.Linear, nnx.LoRA, nnx.Linear]
+    assert net[0] is net[2]
+    np.testing.assert_allclose(net(X), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_lora_that_cannot_be_merged_is_an_error_and_nothing_changes():
+    ctx = nnx.context(0)
+    layer = nnx.LoRA(4, 2, 4, base_module=nnx.MLP(4, 4, 4, ctx=ctx), ctx=ctx)
+    net = nnx.Sequence([nnx.LoRALinear(4, 4, lora_rank=2, ctx=ctx), layer])
+    with pytest.raises(ValueError, match=r"LoRA at '1': its base_module is a MLP.*Nothing was changed"):
+        nnx.merge_lora(net)
+    assert isinstance(net[0], nnx.LoRALinear)
+    alone = nnx.LoRA(4, 2, 4, base_module=nnx.Linear(4, 4, ctx=ctx), ctx=ctx)
+    with pytest.raises(ValueError, match="the model itself.*Merge a Module that holds it"):
+        nnx.merge_lora(alone)

@@ -259,3 +259,25 @@ class TestBidirectional:
     def test_outputs_are_always_aligned(self):
         with pytest.raises(ValueError, match="keep_order=False would merge"):
             both_ways()(numpy_normal(2, 5, 3), keep_order=False)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_nan_in_padded_steps_does_not_reach_gradients(reverse):
+    rnn = nnx.RNN(nnx.GRUCell(3, 4, ctx=nnx.context(0)), return_carry=True, reverse=reverse)
+    x, lengths = numpy_normal(2, 5, 3), jnp.array([5, 2])
+    padded = jnp.where((jnp.arange(5) < lengths[:, None])[..., None], x, jnp.nan)
+
+    def loss(rnn, x):
+        carry, y = rnn(x, seq_lengths=lengths)
+        return carry.sum() + jnp.where((jnp.arange(5) < lengths[:, None])[..., None], y, 0).sum()
+
+    expected = nnx.grad(loss)(rnn, jnp.asarray(x))
+    for path, gradient in nnx.grad(loss)(rnn, padded).items():
+        np.testing.assert_allclose(gradient.value, expected[path].value, rtol=1e-4, atol=1e-6)
+
+
+def test_cells_compute_in_the_dtype_of_their_parameters_by_default():
+    for cell in CELLS:
+        layer = cell(3, 4, param_dtype=jnp.bfloat16, ctx=nnx.context(0))
+        _, y = layer(layer.initialize_carry((3,)), jnp.ones(3, jnp.bfloat16))
+        assert y.dtype == jnp.bfloat16

@@ -80,7 +80,7 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="`decay` is a number from 0 to 1.*got 1.5"):
         nnx.EMA(model, 1.5)
     ema = nnx.EMA(model)
-    with pytest.raises(ValueError, match="it has no 'layer/w'"):
+    with pytest.raises(ValueError, match="gone: 'layer/w'"):
         ema.update(nnx.Dict(w=nnx.Param(jnp.ones(2))))
 
 
@@ -89,3 +89,11 @@ def test_donating_the_model_leaves_the_averages():
     ema = nnx.EMA(model)
     jax.jit(lambda x: x + 1, donate_argnums=0)(model.layer.w).block_until_ready()
     np.testing.assert_array_equal(ema.average["layer"]["w"], [1, 1])
+
+
+def test_a_parameter_that_the_model_gained_is_an_error():
+    model = nnx.Linear(2, 3, ctx=nnx.context(0))
+    ema = nnx.EMA(model)
+    model.extra = nnx.Param(jnp.ones(2))
+    with pytest.raises(ValueError, match=r"new: 'extra'.*Make a new nnx\.EMA"):
+        ema.update(model)
