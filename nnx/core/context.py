@@ -31,13 +31,17 @@ _fold_in = jax.jit(jax.random.fold_in)  # one dispatch where the eager function 
 
 
 class Stream:
-    """A key and the number of keys drawn from it."""
+    """A key and the number of keys drawn from it.
 
-    __slots__ = ("key", "count")
+    `shared_by` names the scan or vmap whose runs all get the same stream, if one does; layers that drop entries warn.
+    """
+
+    __slots__ = ("key", "count", "shared_by")
 
     def __init__(self, key: Any, count: Any = 0):
         self.key: Any = key
         self.count = count
+        self.shared_by: str | None = None
 
     def next(self) -> Any:
         key = _fold_in(self.key, self.count)

@@ -5,7 +5,9 @@ cost of an equation counts toward every scope around it: those of its own jaxpr,
 that jaxpr.
 
 A product or convolution counts two operations per multiply-add, floating-point arithmetic one per element, and a
-reduction one per reduced element. The body of a scan counts once per step, a `cond` counts its most expensive branch,
+reduction one per reduced element. Complex numbers count by their real parts: four times as much in a product, six
+operations for a multiplication, two otherwise. A function that reduces windows counts once per entry of a window. The
+body of a scan counts once per step, a `cond` counts its most expensive branch,
 and a `while` counts one iteration, because the number of iterations is not known.
 """
 
@@ -29,6 +31,9 @@ _ELEMENTWISE = frozenset(
 _REDUCING = frozenset(
     "argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce_max reduce_min reduce_prod reduce_sum".split()
 )
+
+
+_MULTIPLYING = frozenset("cumprod div integer_pow mul reduce_prod square".split())
 
 
 def scope(number: int) -> Any:
@@ -84,7 +89,17 @@ def _repetitions(equation: Any) -> int:
         case "scan":
             return equation.params["length"]
         case "shard_map":
-            return equation.params["mesh"].size
+            # On the other axes of the mesh, the body sees whole arrays. Versions of JAX name the parameter differently.
+            params = equation.params
+            axes = params.get("manual_axes", params.get("newly_manual_axes"))
+            return math.prod(params["mesh"].shape[axis] for axis in axes)
+        case "reduce_window":
+            window = math.prod(equation.params["window_dimensions"])
+            return equation.outvars[0].aval.size * window
+        case "reduce":
+            return equation.invars[0].aval.size
+        case "scatter" | "scatter-add" | "scatter-mul" | "scatter-min" | "scatter-max":
+            return equation.invars[2].aval.size
         case "pallas_call":
             grid = equation.params["grid_mapping"].grid
             return math.prod(size for size in grid if isinstance(size, int))
@@ -93,21 +108,24 @@ def _repetitions(equation: Any) -> int:
 
 def _operations(equation: Any) -> int:
     name, out = equation.primitive.name, equation.outvars[0].aval
+    is_complex = jnp.issubdtype(out.dtype, jnp.complexfloating)
+    multiply_add = 8 if is_complex else 2
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
-        return 2 * out.size * _sizes(equation.invars[0], contracted)
+        return multiply_add * out.size * _sizes(equation.invars[0], contracted)
     if name == "ragged_dot_general":
         (contracted, _), _ = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        return 2 * out.size * _sizes(equation.invars[0], contracted)
+        return multiply_add * out.size * _sizes(equation.invars[0], contracted)
     if name == "conv_general_dilated":
         kernel, features = equation.invars[1].aval, equation.params["dimension_numbers"].rhs_spec[0]
         # Input dilation inserts zeros, with which nothing has to be multiplied.
         holes = math.prod(equation.params["lhs_dilation"])
-        return 2 * out.size * kernel.size // (kernel.shape[features] * holes)
+        return multiply_add * out.size * kernel.size // (kernel.shape[features] * holes)
+    per_element = (6 if name in _MULTIPLYING else 2) if is_complex else 1
     if name in _ELEMENTWISE and jnp.issubdtype(out.dtype, jnp.inexact):
-        return out.size
+        return per_element * out.size
     if name in _REDUCING and jnp.issubdtype(equation.invars[0].aval.dtype, jnp.inexact):
-        return equation.invars[0].aval.size
+        return per_element * equation.invars[0].aval.size
     if name.startswith("reduce_window"):
         return out.size * math.prod(equation.params["window_dimensions"])
     return 0

@@ -46,6 +46,7 @@ from jax.typing import DTypeLike
 
 from nnx.core.module import Module
 from nnx.core.variables import Param
+from nnx.nn.checks import shape_of
 from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, compiled_body, default_promote_dtype
 
 
@@ -105,4 +106,5 @@ class PReLU(Module):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Applies the activation to an array of any shape."""
+        shape_of(self, inputs)
         return _prelu(inputs, self.negative_slope, dtype=self.dtype, promote=self.promote_dtype)

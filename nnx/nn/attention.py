@@ -18,6 +18,7 @@ from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.nn.activation_names import named
 from nnx.nn.attention_kernel import Implementation
+from nnx.nn.checks import shape_of
 from nnx.nn.dot_product import check_dropout_rate, dot_product_attention
 from nnx.nn.kv_cache import KVCache, LayerCache, causal_options, visible_part
 from nnx.nn.linear import DotGeneral, LinearGeneral
@@ -25,6 +26,7 @@ from nnx.nn.norm import LayerNorm, RMSNorm
 from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, default_bias_init, default_kernel_init
 from nnx.nn.rotary import RotaryEmbedding
 from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, cast, default_promote_dtype, resolve_mode
+from nnx.nn.stochastic import draw_key
 
 HEADS_DO_NOT_DIVIDE = "MultiHeadAttention: expected qkv_features to be a multiple of num_heads={heads}, got {got}."
 KV_HEADS_DO_NOT_DIVIDE = "MultiHeadAttention: expected num_kv_heads to divide num_heads={heads}, got {got}."
@@ -354,7 +356,7 @@ class MultiHeadAttention(Module):
             if not deterministic:
                 if ctx is None:
                     raise ValueError(NO_CONTEXT)
-                options["dropout_rng"] = ctx.make_rng(self.rng_collection)
+                options["dropout_rng"] = draw_key(self, self.rng_collection, ctx)
         else:
             deterministic = True
         options["module"] = self if sow_weights else None
@@ -418,7 +420,8 @@ class MultiHeadAttention(Module):
             ("inputs_k", inputs_k, self.in_kv_features),
             ("inputs_v", inputs_v, self.in_kv_features),
         ):
-            if inputs.ndim < 2 or inputs.shape[-1] != expected:
+            shape = shape_of(self, inputs)
+            if len(shape) < 2 or shape[-1] != expected:
                 raise ValueError(WRONG_INPUT.format(name=name, features=expected, got=inputs.shape))
         query = self.query(inputs_q, sharding)  # [batch..., query_length, heads, head_dim]
         key = self.key(inputs_k, sharding)  # [batch..., key_length, kv_heads, head_dim]

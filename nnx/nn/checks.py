@@ -19,6 +19,7 @@ WRONG_FEATURES = (
     "{layer} expected {expected} features {where}, got {got}: the input has shape {shape}. "
     "Pass an input with {expected} features there, or build the layer with `{argument}={got}`."
 )
+NOT_AN_ARRAY = "{layer} expected an array, got {got}. Convert it first: `jnp.asarray(x)`."
 TOO_FEW_AXES = "{layer} expected an input of shape {expected}, got shape {shape}, which has too few axes."
 TUPLE_NOT_INT = (
     "{layer} takes `{argument}` as a tuple with one entry per spatial dimension, got the number {got}. "
@@ -41,6 +42,23 @@ def as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
 # Inputs
 
 
+def shape_of(layer: object, x: Any) -> tuple[int, ...]:
+    """Returns the shape of an input.
+
+    Args:
+        layer: the layer it was passed to, or the name of a function.
+        x: the input.
+
+    Raises:
+        TypeError: if it is not an array but, say, a list.
+    """
+    try:
+        return x.shape
+    except AttributeError:
+        name = layer if isinstance(layer, str) else type(layer).__name__
+        raise TypeError(NOT_AN_ARRAY.format(layer=name, got=type(x).__name__)) from None
+
+
 def wrong_features(
     layer: object, expected: int, got: int, shape: Sequence[int], argument: str, where: str = "on the last axis"
 ) -> ValueError:
@@ -59,7 +77,7 @@ def too_few_axes(layer: str, expected: str, shape: Sequence[int]) -> ValueError:
 
 def check_last_axis(layer: object, x: Any, expected: int, argument: str) -> None:
     """Raises `ValueError` unless the last axis of `x` has `expected` entries."""
-    shape = x.shape
+    shape = shape_of(layer, x)
     if not shape:
         raise too_few_axes(type(layer).__name__, f"(..., {expected})", shape)
     if shape[-1] != expected:
@@ -68,7 +86,7 @@ def check_last_axis(layer: object, x: Any, expected: int, argument: str) -> None
 
 def check_spatial_axes(layer: str, x: Any, dimensions: int, features: int | str = "features") -> None:
     """Raises `ValueError` unless `x` has `dimensions` spatial axes and a feature axis."""
-    if x.ndim < dimensions + 1:
+    if len(shape_of(layer, x)) < dimensions + 1:
         spatial = ", ".join(f"d{i}" for i in range(dimensions))
         raise too_few_axes(layer, f"(..., {spatial}, {features})", x.shape)
 

@@ -49,6 +49,10 @@ GROUPS_DO_NOT_DIVIDE = (
     "got feature_group_count={groups}, in_features={inputs}, out_features={outputs}."
 )
 CAUSAL_IS_1D = '{layer}: padding "CAUSAL" is defined for one spatial dimension, got kernel_size={kernel_size}.'
+PADDING_AND_DILATION = (
+    'Conv: padding "{padding}" repeats the input beyond its ends, and input_dilation={dilation} puts zeros between its '
+    "entries; which comes first is not defined. Dilate or pad the input yourself."
+)
 MASK_SHAPE = "{layer}: `{argument}` must keep the kernel's shape {expected}, got {got}."
 MASK_TWICE = "{layer}: pass `mask_fn` or `mask`, not both."
 
@@ -247,6 +251,8 @@ class Conv(_Convolution):
         )
         dimensions = len(self.kernel_size)
         self.input_dilation = per_dimension(type(self).__name__, "input_dilation", input_dilation, dimensions)
+        if self.padding in ("CIRCULAR", "REFLECT") and any(d != 1 for d in self.input_dilation):
+            raise ValueError(PADDING_AND_DILATION.format(padding=self.padding, dilation=input_dilation))
         self.feature_group_count = feature_group_count
         self.conv_general_dilated = conv_general_dilated
 

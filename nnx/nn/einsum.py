@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from nnx.core.context import Context
 from nnx.core.module import Module
-from nnx.nn.checks import check_last_axis
+from nnx.nn.checks import check_last_axis, shape_of
 from nnx.nn.initializers import lecun_normal
 from nnx.nn.parameters import (
     NO_METADATA,
@@ -260,7 +260,7 @@ class Einsum(Module):
             raise ValueError(EQUATION_GIVEN.format(got="neither" if text is None else "both"))
         equation = parse_equation(text)
         equation.check_bias(self.kernel_shape, self.bias_shape)
-        equation.check_input(self.kernel_shape, inputs.shape)
+        equation.check_input(self.kernel_shape, shape_of(self, inputs))
         return _einsum(
             inputs,
             self.kernel,

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from nnx.core.context import Context
 from nnx.core.module import Module
-from nnx.nn.checks import check_last_axis
+from nnx.nn.checks import check_last_axis, shape_of
 from nnx.nn.initializers import normal, variance_scaling
 from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, compiled_initializer, make_param
 from nnx.nn.quantized import as_operand, to_weight
@@ -281,6 +281,7 @@ def _looked_up(
     layer: Module, table: jax.Array, indices: jax.Array, out_sharding: Any = None, from_end: bool = True
 ) -> jax.Array:
     """Returns the vectors at `indices`; unless `from_end`, negative ones are outside the table."""
+    shape_of(layer, indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(NOT_INTEGERS.format(layer=type(layer).__name__, dtype=indices.dtype, shape=indices.shape))
     if indices.dtype.itemsize < 4:

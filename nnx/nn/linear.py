@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.core.variables import ContainerMetadata, Param
-from nnx.nn.checks import as_tuple, check_last_axis, too_few_axes, wrong_features
+from nnx.nn.checks import as_tuple, check_last_axis, shape_of, too_few_axes, wrong_features
 from nnx.nn.parameters import (
     NO_METADATA,
     AxisNames,
@@ -319,7 +319,7 @@ class LinearGeneral(Module):
         Returns:
             An array with the batch axes, the other axes of the input, and `out_features`.
         """
-        shape = inputs.shape
+        shape = shape_of(self, inputs)
         for axis, size in zip(self.axis, self.in_features, strict=True):
             if not -len(shape) <= axis < len(shape):
                 raise too_few_axes(type(self).__name__, f"with an axis {axis} of size {size}", shape)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from nnx.core.context import Context
-from nnx.nn.checks import as_tuple
+from nnx.nn.checks import as_tuple, shape_of
 from nnx.nn.norm_base import Axes, IndexGroups, NormBase
 from nnx.nn.parameters import NO_METADATA, InitializerLike, default_bias_init, default_scale_init
 from nnx.nn.settings import PromoteDtype, default_promote_dtype
@@ -254,6 +254,7 @@ class GroupNorm(NormBase):
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalizes `x`; only entries where `mask` is true count toward the moments."""
         axes = self.reduction_axes
+        shape_of(self, x)
         if axes is None:
             axes = (*range(1, x.ndim - 1), -1)
         elif not {-1, x.ndim - 1} & set(axes):
@@ -342,6 +343,7 @@ class InstanceNorm(NormBase):
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalizes `x`; only entries where `mask` is true count toward the moments."""
+        shape_of(self, x)
         features = {axis % x.ndim for axis in self.feature_axes} if x.ndim else set()
         reduction_axes = tuple(axis for axis in range(1, x.ndim) if axis not in features)
         if not reduction_axes and x.ndim:

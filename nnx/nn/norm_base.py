@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from nnx.core.context import Context
 from nnx.core.module import Module
-from nnx.nn.checks import check_last_axis, too_few_axes, wrong_features
+from nnx.nn.checks import check_last_axis, shape_of, too_few_axes, wrong_features
 from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, make_param
 from nnx.nn.settings import (
     PromoteDtype,
@@ -227,7 +227,7 @@ class NormBase(Module):
 
     def _check(self, x: jax.Array, mask: jax.Array | None, feature_axes: tuple[int, ...]) -> None:
         """Raises `ValueError` unless the feature axes of `x` hold `num_features` entries and `mask` fits `x`."""
-        shape = x.shape
+        shape = shape_of(self, x)
         if feature_axes == (-1,):
             check_last_axis(self, x, self.num_features, "num_features")
         elif any(not -len(shape) <= axis < len(shape) for axis in feature_axes):
@@ -239,7 +239,7 @@ class NormBase(Module):
                 raise wrong_features(self, self.num_features, size, shape, "num_features", f"on axes {feature_axes}")
         if mask is None:
             return
-        if mask.ndim != x.ndim or any(m not in (1, n) for m, n in zip(mask.shape, shape, strict=True)):
+        if len(shape_of(self, mask)) != x.ndim or any(m not in (1, n) for m, n in zip(mask.shape, shape, strict=True)):
             raise ValueError(WRONG_MASK.format(layer=type(self).__name__, mask=mask.shape, shape=shape))
 
     def _normalize(

@@ -27,6 +27,11 @@ from nnx.nn.settings import cast, compiled_body, statistics_dtype
 
 POOL_PADDINGS = ("SAME", "VALID")
 
+ONLY_PADDING = (
+    "{layer}: with window_shape={window}, strides={strides} and padding={padding}, some windows of an input of shape "
+    "{shape} lie entirely in the padding, so there is nothing to reduce. Pad by less than the size of a window."
+)
+
 
 class _Window(NamedTuple):
     """A window as the reductions take it; it is hashable, so it can be a static setting."""
@@ -56,6 +61,18 @@ def _window_for(
     return window
 
 
+def _check_windows(layer: str, x: jax.Array, window: _Window) -> None:
+    """Raises `ValueError` if a window would hold nothing but padding; that has no maximum, minimum or average."""
+    shape, strides, padding = window
+    if isinstance(padding, str):
+        return
+    for size, wide, stride, (low, high) in zip(x.shape[-len(shape) - 1 : -1], shape, strides, padding, strict=True):
+        steps = (size + low + high - wide) // stride
+        if size > 0 and steps >= 0 and (low >= wide or steps * stride - low >= size):
+            text = {"window": shape, "strides": strides, "padding": padding, "shape": x.shape}
+            raise ValueError(ONLY_PADDING.format(layer=layer, **text))
+
+
 def _reduce_windows(x: jax.Array, init: Any, reduce_fn: Callable[..., Any], window: _Window) -> jax.Array:
     shape, strides, padding = window
     batch_axes = x.ndim - len(shape) - 1
@@ -67,11 +84,15 @@ def _reduce_windows(x: jax.Array, init: Any, reduce_fn: Callable[..., Any], wind
 
 def lowest(dtype: Any) -> np.ndarray:
     """Returns the identity of `max` for `dtype`."""
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return np.array(False)
     return np.array(-np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min, dtype)
 
 
 def highest(dtype: Any) -> np.ndarray:
     """Returns the identity of `min` for `dtype`."""
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return np.array(True)
     return np.array(np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max, dtype)
 
 
@@ -141,7 +162,9 @@ def max_pool(
     >>> nnx.max_pool(jnp.arange(4.0)[:, None], (2,), strides=(2,)).ravel().tolist()
     [1.0, 3.0]
     """
-    return _max(inputs, window=_window_for("max_pool", inputs, window_shape, strides, padding))
+    window = _window_for("max_pool", inputs, window_shape, strides, padding)
+    _check_windows("max_pool", inputs, window)
+    return _max(inputs, window=window)
 
 
 def min_pool(
@@ -152,7 +175,9 @@ def min_pool(
     >>> nnx.min_pool(jnp.arange(4.0)[:, None], (2,), strides=(2,)).ravel().tolist()
     [0.0, 2.0]
     """
-    return _min(inputs, window=_window_for("min_pool", inputs, window_shape, strides, padding))
+    window = _window_for("min_pool", inputs, window_shape, strides, padding)
+    _check_windows("min_pool", inputs, window)
+    return _min(inputs, window=window)
 
 
 def avg_pool(
@@ -171,6 +196,8 @@ def avg_pool(
     [0.5, 2.5]
     """
     window = _window_for("avg_pool", inputs, window_shape, strides, padding)
+    if not count_include_pad:
+        _check_windows("avg_pool", inputs, window)
     return _avg(inputs, window=window, count_include_pad=count_include_pad)
 
 
@@ -185,9 +212,13 @@ class _WindowPool(Module):
         window = _as_window(type(self).__name__, window_shape, strides, padding)
         self.window_shape, self.strides, self.padding = window
 
-    def _checked_window(self, inputs: jax.Array) -> _Window:
-        check_spatial_axes(type(self).__name__, inputs, len(self.window_shape))
-        return _Window(self.window_shape, self.strides, self.padding)
+    def _checked_window(self, inputs: jax.Array, padding_counts: bool = False) -> _Window:
+        name = type(self).__name__
+        check_spatial_axes(name, inputs, len(self.window_shape))
+        window = _Window(self.window_shape, self.strides, self.padding)
+        if not padding_counts:
+            _check_windows(name, inputs, window)
+        return window
 
 
 class MaxPool(_WindowPool):
@@ -243,4 +274,5 @@ class AvgPool(_WindowPool):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Returns the average of each window."""
-        return _avg(inputs, window=self._checked_window(inputs), count_include_pad=self.count_include_pad)
+        window = self._checked_window(inputs, self.count_include_pad)
+        return _avg(inputs, window=window, count_include_pad=self.count_include_pad)

@@ -16,6 +16,7 @@ from nnx.core.dict_sequence import accepts_ctx
 from nnx.core.module import Module
 from nnx.core.variables import Param
 from nnx.nn.cell_base import RNNCellBase
+from nnx.nn.checks import shape_of
 from nnx.transforms.scan import scan
 
 NO_TIME_AXIS = (
@@ -122,7 +123,7 @@ class RNN(Module):
         keep_order = self.keep_order if keep_order is None else keep_order
 
         feature_axes = self.cell.num_feature_axes
-        batch_axes = inputs.ndim - feature_axes - 1
+        batch_axes = len(shape_of(self, inputs)) - feature_axes - 1
         if batch_axes < 0:
             cell = type(self.cell).__name__
             raise ValueError(NO_TIME_AXIS.format(axes=feature_axes, cell=cell, shape=inputs.shape))

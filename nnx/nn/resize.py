@@ -19,6 +19,7 @@ from nnx.nn.settings import cast, compiled_body, statistics_dtype
 Reduction = Literal["max", "min", "avg"]
 Size = tuple[int | None, ...]
 
+EMPTY_OUTPUT = "{layer}: expected output_size with positive entries, or None to keep a dimension, got {got}."
 NO_SIZE = (
     "{layer} needs exactly one of `scale_factor` and `size`, got scale_factor={scale!r}, size={size!r}. "
     "Write e.g. `nnx.Upsample((2, 2))` or `nnx.Upsample(size=(64, 64))`."
@@ -72,8 +73,15 @@ def _adapt(x: jax.Array, *, output_size: Size, how: Reduction) -> jax.Array:
     return x
 
 
-def _adaptive_pool(name: str, inputs: jax.Array, output_size: Sequence[int | None], how: Reduction) -> jax.Array:
+def _checked_size(name: str, output_size: Sequence[int | None]) -> Size:
     size: Size = spatial_tuple(name, "output_size", output_size)
+    if any(entry is not None and entry < 1 for entry in size):
+        raise ValueError(EMPTY_OUTPUT.format(layer=name, got=size))
+    return size
+
+
+def _adaptive_pool(name: str, inputs: jax.Array, output_size: Sequence[int | None], how: Reduction) -> jax.Array:
+    size = _checked_size(name, output_size)
     check_spatial_axes(name, inputs, len(size))
     return _adapt(inputs, output_size=size, how=how)
 
@@ -108,7 +116,7 @@ class _AdaptivePool(Module):
     output_size: Size
 
     def __init__(self, output_size: Sequence[int | None]) -> None:
-        self.output_size = spatial_tuple(type(self).__name__, "output_size", output_size)
+        self.output_size = _checked_size(type(self).__name__, output_size)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Reduces `(*batch, *spatial, features)` to `(*batch, *output_size, features)`."""

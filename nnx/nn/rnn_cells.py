@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from nnx.core.context import Context
 from nnx.nn.cell_base import Activation, Cell, GatedCell, default_recurrent_kernel_init
-from nnx.nn.checks import PaddingLike, check_last_axis
+from nnx.nn.checks import PaddingLike, check_last_axis, shape_of
 from nnx.nn.conv import Conv
 from nnx.nn.linear import Linear
 from nnx.nn.parameters import NO_METADATA, InitializerLike, default_bias_init, default_kernel_init
@@ -94,7 +94,7 @@ class SimpleCell(Cell):
         Returns:
             The new carry, and the output `[batch..., hidden_features]`.
         """
-        self._check(carry, inputs, inputs.shape[:-1])
+        self._check(carry, inputs, shape_of(self, inputs)[:-1])
         hidden = self.dense_i(inputs) + self.dense_h(carry)
         if self.residual:
             hidden = hidden + cast(carry, hidden.dtype)
@@ -142,7 +142,7 @@ class GRUCell(GatedCell):
 
     def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Runs one step, with shapes as in `SimpleCell`."""
-        self._check(carry, inputs, inputs.shape[:-1])
+        self._check(carry, inputs, shape_of(self, inputs)[:-1])
         sizes, axis = [self.hidden_features] * 3, inputs.ndim - 1
         input_r, input_z, input_n = lax.split(self.dense_i(inputs), sizes, axis=axis)
         hidden_r, hidden_z, hidden_n = lax.split(self.dense_h(carry), sizes, axis=axis)
@@ -238,7 +238,7 @@ class LSTMCell(_LSTM):
         Returns:
             The new carry, and the output `[batch..., hidden_features]`.
         """
-        self._check(carry, inputs, inputs.shape[:-1])
+        self._check(carry, inputs, shape_of(self, inputs)[:-1])
         hidden = carry[1]
         input_gate = self.ii(inputs) + self.hi(hidden)
         forget_gate = self.if_(inputs) + self.hf(hidden)
@@ -271,7 +271,7 @@ class OptimizedLSTMCell(_LSTM):
 
     def __call__(self, carry: LSTMCarry, inputs: jax.Array) -> tuple[LSTMCarry, jax.Array]:
         """Runs one step, as in `LSTMCell`."""
-        self._check(carry, inputs, inputs.shape[:-1])
+        self._check(carry, inputs, shape_of(self, inputs)[:-1])
         gates = self.dense_i(inputs) + self.dense_h(carry[1])
         return _lstm_step(self, carry, *lax.split(gates, [self.hidden_features] * 4, axis=gates.ndim - 1))
 

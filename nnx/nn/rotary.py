@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.module import Module
+from nnx.nn.checks import shape_of
 from nnx.nn.settings import compiled_body
 
 ODD_ROTARY_DIM = (
-    "RotaryEmbedding rotates pairs of features: expected rotary_dim to be even and within 2..head_dim={head_dim}, "
-    "got {got}."
+    "{layer} rotates pairs of features: expected rotary_dim to be even and within 2..head_dim={head_dim}, got {got}."
 )
 WRONG_HEADS = "RotaryEmbedding: expected an input of shape [batch..., length, heads, head_dim={head_dim}], got {got}."
 NO_HEADS = "apply_rotary: expected x of shape [batch..., length, heads, head_dim], got {got}."
@@ -186,8 +186,7 @@ class RotaryEmbedding(Module):
         scaling: RotaryScaling | None = None,
     ) -> None:
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
-        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-            raise ValueError(ODD_ROTARY_DIM.format(head_dim=head_dim, got=rotary_dim))
+        _check_rotary_dim("RotaryEmbedding", rotary_dim, head_dim)
         self.head_dim = head_dim
         self.base = float(base)
         self.rotary_dim = rotary_dim
@@ -204,7 +203,7 @@ class RotaryEmbedding(Module):
         Returns:
             An array with the shape and dtype of `x`; angles are computed in float32.
         """
-        if x.ndim < 3 or x.shape[-1] != self.head_dim:
+        if len(shape_of(self, x)) < 3 or x.shape[-1] != self.head_dim:
             raise ValueError(WRONG_HEADS.format(head_dim=self.head_dim, got=x.shape))
         return apply_rotary(
             x,
@@ -236,7 +235,7 @@ def apply_rotary(
     >>> bool((nnx.apply_rotary(x)[0] == x[0]).all())  # position 0 is not turned
     True
     """
-    if x.ndim < 3:
+    if len(shape_of("apply_rotary", x)) < 3:
         raise ValueError(NO_HEADS.format(got=x.shape))
     if positions is None:
         positions = jnp.arange(x.shape[-3], dtype=jnp.int32)
@@ -245,7 +244,13 @@ def apply_rotary(
             WRONG_POSITIONS.format(tokens=x.shape[:-2], length=x.shape[-3:-2], shape=x.shape, got=positions.shape)
         )
     rotary_dim = x.shape[-1] if rotary_dim is None else rotary_dim
+    _check_rotary_dim("apply_rotary", rotary_dim, x.shape[-1])
     return _rotate(x, positions, base=base, rotary_dim=rotary_dim, interleaved=interleaved, scaling=scaling)
+
+
+def _check_rotary_dim(layer: str, rotary_dim: int, head_dim: int) -> None:
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(ODD_ROTARY_DIM.format(layer=layer, head_dim=head_dim, got=rotary_dim))
 
 
 def _one_per_token(positions: tuple[int, ...], tokens: tuple[int, ...]) -> bool:

@@ -4,13 +4,15 @@ Each takes its mode, `deterministic`, from the call, else the instance, else the
 from the Context passed to the call.
 """
 
+import warnings
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from nnx.core.context import Context
+from nnx.core.context import Context, streams_of
 from nnx.core.module import Module
+from nnx.nn.checks import shape_of
 from nnx.nn.settings import compiled_body, resolve_mode
 from nnx.sharding.explicit import result_sharding
 
@@ -19,6 +21,11 @@ NEEDS_CONTEXT = (
     "{layer} draws random numbers when `deterministic` is False, but the call got no Context. "
     "Write `layer(x, ctx=ctx)` with `ctx = nnx.context(0, {stream}=1)`, or `deterministic=True`."
 )
+SHARED_MASK = (
+    "{layer} draws from the stream {stream!r} inside {transform}, and `split_rngs` does not select it: all steps or "
+    "members get the same random numbers. To draw different ones, add it: `split_rngs={stream!r}`, or a tuple of names."
+)
+WRONG_BROADCAST_DIMS = "Dropout: broadcast_dims={dims} are axes of the input, and it has {ndim}: shape {shape}."
 TOO_FEW_BATCH_AXES = (
     "DropPath expected an input with at least batch_dims={batch_dims} axes, got shape {shape}. "
     "For an unbatched input write `nnx.DropPath(rate, batch_dims=0)`."
@@ -35,10 +42,16 @@ def _checked_rate(layer: Module, rate: float) -> float:
     return rate
 
 
-def _key(layer: Module, stream: str, ctx: Context | None) -> jax.Array:
+def draw_key(layer: Module, stream: str, ctx: Context | None) -> jax.Array:
+    """Returns a key from the Context; warns if all runs of a scan or vmap around the layer get the same one."""
     if ctx is None:
         raise ValueError(NEEDS_CONTEXT.format(layer=type(layer).__name__, stream=stream))
-    return ctx.make_rng(stream)
+    key = ctx.make_rng(stream)
+    transform = streams_of(ctx)[stream].shared_by
+    if transform is not None:
+        text = SHARED_MASK.format(layer=type(layer).__name__, stream=stream, transform=transform)
+        warnings.warn(text, UserWarning, stacklevel=3)
+    return key
 
 
 @compiled_body
@@ -101,10 +114,13 @@ class Dropout(Module):
         """
         if self.rate == 0.0 or resolve_mode(self, "deterministic", deterministic, ctx):
             return inputs
-        mask_shape = list(inputs.shape)
+        mask_shape = list(shape_of(self, inputs))
+        if any(not -len(mask_shape) <= axis < len(mask_shape) for axis in self.broadcast_dims):
+            shape = tuple(mask_shape)
+            raise ValueError(WRONG_BROADCAST_DIMS.format(dims=self.broadcast_dims, ndim=len(shape), shape=shape))
         for axis in self.broadcast_dims:
             mask_shape[axis] = 1
-        key = _key(self, self.rng_collection, ctx)
+        key = draw_key(self, self.rng_collection, ctx)
         return _drop(inputs, key, rate=self.rate, mask_shape=tuple(mask_shape), rescale=True)
 
 
@@ -151,10 +167,10 @@ class DropPath(Module):
         """Drops examples of `inputs`; the arguments are those of `Dropout`."""
         if self.rate == 0.0 or resolve_mode(self, "deterministic", deterministic, ctx):
             return inputs
-        if inputs.ndim < self.batch_dims:
+        if len(shape_of(self, inputs)) < self.batch_dims:
             raise ValueError(TOO_FEW_BATCH_AXES.format(batch_dims=self.batch_dims, shape=inputs.shape))
         mask_shape = inputs.shape[: self.batch_dims] + (1,) * (inputs.ndim - self.batch_dims)
-        key = _key(self, self.rng_collection, ctx)
+        key = draw_key(self, self.rng_collection, ctx)
         return _drop(inputs, key, rate=self.rate, mask_shape=mask_shape, rescale=self.rescale)
 
 
@@ -194,6 +210,7 @@ class GaussianNoise(Module):
         """Adds noise to `inputs`; the arguments are those of `Dropout`."""
         if self.stddev == 0.0 or resolve_mode(self, "deterministic", deterministic, ctx):
             return inputs
+        shape_of(self, inputs)
         if not jnp.issubdtype(inputs.dtype, jnp.inexact):
             raise ValueError(NOT_FLOATS.format(got=inputs.dtype))
-        return _add_noise(inputs, _key(self, self.rng_collection, ctx), self.stddev)
+        return _add_noise(inputs, draw_key(self, self.rng_collection, ctx), self.stddev)

@@ -276,7 +276,9 @@ class Welford(Metric):
         center = jax.lax.psum(share * exact_sums.value(self.mean_pair), axis_name)
         distance = exact_sums.value(exact_sums.subtract(self.mean_pair, exact_sums.from_float(center)))
         correction = jax.lax.psum(share * distance, axis_name)
-        between = exact_sums.from_float(count * (distance - correction) ** 2)
+        distance -= correction
+        # Not `distance**2`, which would overflow for a large first value and then meet a count of zero.
+        between = exact_sums.from_float(distance * (distance * count))
         self.m2_pair = exact_sums.sum_members(exact_sums.add(self.m2_pair, between), axis_name)
         self.count_pair, self.mean_pair = count_pair, exact_sums.from_float(center, correction)
 
@@ -298,7 +300,8 @@ def _combined(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.A
     count_pair = exact_sums.add(a[0], b[0])
     delta = exact_sums.value(exact_sums.subtract(b[1], a[1]))
     share = exact_sums.value(b[0]) / jnp.maximum(exact_sums.value(count_pair), 1)
-    between = exact_sums.from_float(delta**2 * exact_sums.value(a[0]) * share)
+    # Not `delta**2`, which would overflow for a large first value and then meet a count of zero.
+    between = exact_sums.from_float(delta * (delta * exact_sums.value(a[0]) * share))
     mean_pair = exact_sums.add(a[1], exact_sums.from_float(delta * share))
     return count_pair, mean_pair, exact_sums.add(exact_sums.add(a[2], b[2]), between)
 

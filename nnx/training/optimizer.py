@@ -71,6 +71,9 @@ class Optimizer(Module, Generic[M]):
     and shardings of their parameters, whether the model is sharded before or after, or built together with the
     optimizer by `nnx.init_sharded`. The Optimizer of an abstract model (`nnx.eval_shape`) is abstract.
 
+    For complex parameters, conjugate the gradients first: `jax.grad` returns the conjugate of the direction of steepest
+    ascent, and optax subtracts what it gets.
+
     Args:
         model: the Module to train; it becomes the attribute `model`.
         tx: the transformation; chains, schedules, clipping, accumulation (`optax.MultiSteps`) and masks come from
@@ -220,6 +223,8 @@ class Optimizer(Module, Generic[M]):
         for moment in self.opt_structure.moments:
             if moment.parameter not in params or moment.axes != tuple(range(moment.rank)):
                 continue
+            if getattr(params[moment.parameter], "value", params) is None:
+                raise ValueError(MODEL_CHANGED.format(changes=f"{moment.parameter!r} is None"))
             was, now = moments[moment.path].shape, getattr(params[moment.parameter], "shape", None)
             if now is not None and was != now:
                 raise ValueError(OTHER_PARAMETER.format(path=moment.parameter, was=list(was), now=list(now)))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nnx.core.context import rng_predicate
+from nnx.core.context import rng_predicate, streams_of
 from nnx.core.filters import describe, to_predicate, untyped_parts
 from nnx.core.kinds import NODE, box
 from nnx.core.paths import join
@@ -216,7 +216,11 @@ class Stacking:
         return split, shared
 
     def contexts(self, call: Call, split: list[Any], shared: list[Any]) -> list[Any]:
-        return [d.merge({**s, **o}) for d, s, o in zip(call.signature.contexts, split, shared)]
+        contexts = [d.merge({**s, **o}) for d, s, o in zip(call.signature.contexts, split, shared)]
+        for ctx, keys in zip(contexts, shared):
+            for name in keys:
+                streams_of(ctx)[name].shared_by = self.name
+        return contexts
 
     # Specs inside and outside
 

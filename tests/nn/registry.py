@@ -31,6 +31,11 @@ class Entry:
         blames: the name in those errors, where it is that of a layer inside.
         arrange: turns the inputs into the arguments of the call, where they are not the inputs themselves.
         pick: takes the array to look at out of the output.
+        wide: makes a function whose output has variance 1 if its inputs have, and the shapes of these inputs. It is a
+            new layer with a fan-in initializer, or a projection in one.
+        mask: the value of the argument `mask` that leaves the first row without any valid entry.
+        empty: shapes of inputs without entries, for a layer without `leading`; by default, the suite adds an axis of 0.
+        offset: whether the output is a smooth function of inputs with a large mean: neither random nor saturated.
         differentiable: whether the suite takes gradients with respect to the float inputs.
         stateless: whether a call leaves the layer's state as it was.
     """
@@ -47,6 +52,10 @@ class Entry:
     blames: str | None = None
     arrange: Callable[..., tuple[Any, ...]] = lambda *inputs: inputs
     pick: Callable[[Any], Any] = lambda out: out
+    wide: Callable[[nnx.Context], tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] | None = None
+    mask: Any = None
+    empty: tuple[Any, ...] | None = None
+    offset: bool = True
     differentiable: bool = True
     stateless: bool = True
 
@@ -57,9 +66,9 @@ class Entry:
     def build(self, seed: int = 0, **dtypes: Any) -> Any:
         return self.make(nnx.context(seed), **dtypes)
 
-    def run(self, layer: Any, *inputs: Any) -> Any:
+    def run(self, layer: Any, *inputs: Any, **more: Any) -> Any:
         """The layer's (picked) output."""
-        options = dict(self.call)
+        options = {**self.call, **more}
         if self.ctx:
             options["ctx"] = nnx.context(dropout=3, flags={"deterministic": True, "use_running_average": True})
         return self.pick(layer(*self.arrange(*inputs), **options))
@@ -90,6 +99,7 @@ def _layers() -> list[Entry]:
             ((2, 3),),
             (2, 4),
             wrong=(((2, 1),), ((2, 4),), ((),)),
+            wide=lambda ctx: (nnx.Linear(256, 64, ctx=ctx), ((64, 256),)),
         ),
         e("Linear no bias", lambda ctx, **d: nnx.Linear(3, 4, use_bias=False, ctx=ctx, **d), ((3,),), (4,)),
         e(
@@ -98,6 +108,7 @@ def _layers() -> list[Entry]:
             ((6, 2, 3),),
             (6, 4, 5),
             wrong=(((6, 3, 2),), ((6, 1, 3),), ((3,),)),
+            wide=lambda ctx: (nnx.LinearGeneral((8, 32), (8, 8), axis=(-2, -1), ctx=ctx), ((64, 8, 32),)),
         ),
         e(
             "LinearGeneral batched",
@@ -106,6 +117,8 @@ def _layers() -> list[Entry]:
             (2, 5, 4),
             leading=False,
             wrong=(((1, 5, 3),), ((2, 5, 1),)),
+            empty=((2, 0, 3),),
+            wide=lambda ctx: (nnx.LinearGeneral(64, 64, batch_axis={0: 8}, ctx=ctx), ((8, 32, 64),)),
         ),
         e(
             "Einsum",
@@ -113,6 +126,7 @@ def _layers() -> list[Entry]:
             ((5, 2),),
             (5, 3, 4),
             wrong=(((5, 1),), ((5, 3),), ((2,),)),
+            wide=lambda ctx: (nnx.Einsum("...ta,hab->...thb", (8, 64, 32), ctx=ctx), ((64, 64),)),
         ),
         e(
             "Bilinear",
@@ -120,10 +134,26 @@ def _layers() -> list[Entry]:
             ((2, 3), (2, 4)),
             (2, 5),
             wrong=(((2, 4), (2, 4)), ((2, 3), (2, 1)), ((1, 3), (2, 4)), ((3,), (2, 4))),
+            wide=lambda ctx: (nnx.Bilinear(16, 16, 64, ctx=ctx), ((128, 16), (128, 16))),
         ),
         e("Identity", lambda ctx: nnx.Identity(), ((2, 3),), (2, 3), dtypes=()),
-        e("MLP", lambda ctx, **d: nnx.MLP(3, (4, 4), 2, ctx=ctx, **d), ((2, 3),), (2, 2), ctx=True, wrong=(((2, 1),),)),
-        e("GatedMLP", lambda ctx, **d: nnx.GatedMLP(3, 4, ctx=ctx, **d), ((2, 3),), (2, 3), wrong=(((2, 1),),)),
+        e(
+            "MLP",
+            lambda ctx, **d: nnx.MLP(3, (4, 4), 2, ctx=ctx, **d),
+            ((2, 3),),
+            (2, 2),
+            ctx=True,
+            wrong=(((2, 1),),),
+            wide=lambda ctx: (nnx.MLP(256, (), 64, ctx=ctx), ((64, 256),)),
+        ),
+        e(
+            "GatedMLP",
+            lambda ctx, **d: nnx.GatedMLP(3, 4, ctx=ctx, **d),
+            ((2, 3),),
+            (2, 3),
+            wrong=(((2, 1),),),
+            wide=lambda ctx: (nnx.GatedMLP(256, 64, ctx=ctx).up, ((64, 256),)),
+        ),
         e(
             "GatedMLP with biases",
             lambda ctx, **d: nnx.GatedMLP(3, 4, 2, activation=nnx.gelu, use_bias=True, ctx=ctx, **d),
@@ -137,6 +167,7 @@ def _layers() -> list[Entry]:
             (5, 3),
             stateless=False,
             wrong=(((2, 1),), ((),)),
+            wide=lambda ctx: (_expert_projection(ctx), ((4, 32, 64),)),
         ),
         # convolution
         e(
@@ -145,6 +176,7 @@ def _layers() -> list[Entry]:
             ((6, 3),),
             (6, 4),
             wrong=(((6, 1),), ((6, 4),), ((3,),)),
+            wide=lambda ctx: (nnx.Conv(64, 64, (4,), padding="VALID", ctx=ctx), ((64, 64),)),
         ),
         e(
             "Conv 2d",
@@ -152,6 +184,10 @@ def _layers() -> list[Entry]:
             ((6, 5, 4),),
             (3, 5, 4),
             wrong=(((6, 5, 2),), ((6, 5, 1),)),
+            wide=lambda ctx: (
+                nnx.Conv(64, 64, (3, 3), padding="CIRCULAR", feature_group_count=4, ctx=ctx),
+                ((8, 8, 64),),
+            ),
         ),
         e(
             "Conv 3d",
@@ -165,6 +201,24 @@ def _layers() -> list[Entry]:
             ((3, 2, 3),),
             (6, 4, 2),
             wrong=(((3, 2, 1),), ((3, 3),)),
+            wide=lambda ctx: (nnx.ConvTranspose(64, 32, (4,), 2, padding="CIRCULAR", ctx=ctx), ((64, 64),)),
+        ),
+        e(
+            "ConvTranspose transposed",
+            lambda ctx, **d: nnx.ConvTranspose(3, 2, (3,), transpose_kernel=True, ctx=ctx, **d),
+            ((3, 3),),
+            (3, 2),
+            wide=lambda ctx: (
+                nnx.ConvTranspose(64, 16, (3,), padding="CIRCULAR", transpose_kernel=True, ctx=ctx),
+                ((128, 64),),
+            ),
+        ),
+        e(
+            "Conv dilated",
+            lambda ctx, **d: nnx.Conv(3, 4, (4,), input_dilation=2, padding="VALID", ctx=ctx, **d),
+            ((4, 3),),
+            (4, 4),
+            wide=lambda ctx: (nnx.Conv(64, 64, (4,), input_dilation=2, padding="VALID", ctx=ctx), ((64, 64),)),
         ),
         # normalization
         e(
@@ -183,6 +237,8 @@ def _layers() -> list[Entry]:
             leading=False,
             stateless=False,
             wrong=(((5, 1),), ((4,),)),
+            mask=np.zeros((1, 4), bool),
+            empty=((0, 4),),
         ),
         e(
             "LayerNorm",
@@ -190,8 +246,16 @@ def _layers() -> list[Entry]:
             ((3, 4),),
             (3, 4),
             wrong=(((3, 1),), ((3, 5),), ((),)),
+            mask=np.array([[False], [True], [True]]),
         ),
-        e("RMSNorm", lambda ctx, **d: nnx.RMSNorm(4, ctx=ctx, **d), ((3, 4),), (3, 4), wrong=(((3, 1),), ((3, 5),))),
+        e(
+            "RMSNorm",
+            lambda ctx, **d: nnx.RMSNorm(4, ctx=ctx, **d),
+            ((3, 4),),
+            (3, 4),
+            wrong=(((3, 1),), ((3, 5),)),
+            mask=np.array([[False], [True], [True]]),
+        ),
         e("RMSNorm with an offset", lambda ctx, **d: nnx.RMSNorm(4, scale_offset=1.0, ctx=ctx, **d), ((3, 4),), (3, 4)),
         e(
             "GroupNorm",
@@ -199,6 +263,7 @@ def _layers() -> list[Entry]:
             ((5, 6),),
             (5, 6),
             wrong=(((5, 3),), ((5, 1),)),
+            mask=np.arange(6)[None] >= 2,
         ),
         e(
             "InstanceNorm",
@@ -207,6 +272,8 @@ def _layers() -> list[Entry]:
             (2, 5, 3),
             leading=False,
             wrong=(((2, 5, 1),), ((5, 3),)),
+            mask=np.array([False, True])[:, None, None],
+            empty=((0, 5, 3),),
         ),
         e(
             "SpectralNorm",
@@ -267,6 +334,8 @@ def _layers() -> list[Entry]:
             ctx=True,
             dtypes=(),
             leading=False,
+            offset=False,
+            empty=((0, 3),),
         ),
         e(
             "DropPath",
@@ -277,6 +346,8 @@ def _layers() -> list[Entry]:
             dtypes=(),
             leading=False,
             wrong=(((),),),
+            offset=False,
+            empty=((0, 3),),
         ),
         e("GaussianNoise", lambda ctx: nnx.GaussianNoise(0.1), ((2, 3),), (2, 3), ctx=True, dtypes=()),
         # activations with parameters
@@ -291,6 +362,7 @@ def _layers() -> list[Entry]:
             ((5, 3),),
             (5, 4),
             wrong=(((5, 1),),),
+            wide=lambda ctx: (nnx.LoRALinear(256, 64, lora_rank=2, ctx=ctx), ((64, 256),)),
         ),
         # embeddings
         e(
@@ -299,6 +371,7 @@ def _layers() -> list[Entry]:
             (((2, 3), jnp.int32),),
             (2, 3, 4),
             wrong=(((2, 3),),),
+            wide=lambda ctx: (nnx.Embed(64, 256, ctx=ctx).attend, ((64, 256),)),
         ),
         e(
             "LearnedPositionEmbed",
@@ -334,6 +407,9 @@ def _layers() -> list[Entry]:
             call={"is_causal": True},
             wrong=(((3, 1),), ((8,),), ((3, 8), (3, 1)), ((3, 8), (2, 3, 8))),
             blames="MultiHeadAttention|dot_product_attention",
+            offset=False,
+            mask=np.array([False, True, True])[:, None],
+            wide=lambda ctx: (nnx.MultiHeadAttention(4, 256, 64, num_kv_heads=2, ctx=ctx).query, ((64, 256),)),
         ),
         e(
             "MultiHeadAttention capped",
@@ -343,6 +419,8 @@ def _layers() -> list[Entry]:
             ((3, 8),),
             (3, 8),
             call={"is_causal": True},
+            offset=False,
+            wide=lambda ctx: (nnx.MultiHeadAttention(4, 256, 256, 64, ctx=ctx).out, ((64, 4, 64),)),
         ),
         e(
             "MultiHeadAttention across",
@@ -350,6 +428,8 @@ def _layers() -> list[Entry]:
             ((3, 8), (2, 5)),
             (3, 6),
             wrong=(((3, 8), (2, 8)), ((3, 5), (2, 5))),
+            offset=False,
+            mask=np.array([False, True, True])[:, None],
         ),
         e(
             "MultiHeadAttention decoding",
@@ -359,6 +439,7 @@ def _layers() -> list[Entry]:
             leading=False,
             stateless=False,
             wrong=(((2, 3, 8),),),
+            offset=False,
             blames="KVCache",
         ),
         # recurrence
@@ -371,6 +452,7 @@ def _layers() -> list[Entry]:
                 arrange=lambda memory, hidden, x: ((memory, hidden), x),
                 pick=lambda out: out[1],
                 wrong=(((2, 4), (2, 4), (2, 1)), ((1, 4), (2, 4), (2, 3)), ((2, 4), (4,), (2, 3))),
+                wide=lambda ctx, cell=cell: (_input_projection(cell, ctx), ((64, 256),)),
             )
             for cell in (nnx.LSTMCell, nnx.OptimizedLSTMCell)
         ),
@@ -382,6 +464,7 @@ def _layers() -> list[Entry]:
                 (2, 4),
                 pick=lambda out: out[1],
                 wrong=(((2, 4), (2, 1)), ((1, 4), (2, 3)), ((2, 1), (2, 3)), ((4,), (2, 3))),
+                wide=lambda ctx, cell=cell: (_input_projection(cell, ctx), ((64, 256),)),
             )
             for cell in (nnx.GRUCell, nnx.SimpleCell)
         ),
@@ -393,6 +476,7 @@ def _layers() -> list[Entry]:
             arrange=lambda memory, hidden, x: ((memory, hidden), x),
             pick=lambda out: out[1],
             wrong=(((5, 4), (5, 4), (5, 1)), ((1, 4), (5, 4), (5, 3)), ((5, 4), (5, 1), (5, 3))),
+            wide=lambda ctx: (nnx.ConvLSTMCell(64, 16, (3,), padding="VALID", ctx=ctx).ih, ((64, 64),)),
         ),
         e(
             "RNN",
@@ -417,6 +501,16 @@ def _attention_with_cache(ctx: nnx.Context, **dtypes: Any) -> nnx.MultiHeadAtten
     layer = nnx.MultiHeadAttention(2, 8, decode=True, ctx=ctx, **dtypes)
     layer.init_cache((8, 8))
     return layer
+
+
+def _expert_projection(ctx: nnx.Context) -> Any:
+    kernels = nnx.MoE(64, 64, 4, 2, ctx=ctx).up  # (experts, in, hidden)
+    return lambda x: jnp.einsum("eti,eih->eth", x, kernels)
+
+
+def _input_projection(make: Any, ctx: nnx.Context) -> Any:
+    cell = make(256, 64, recurrent_kernel_init=nnx.initializers.zeros(), ctx=ctx)
+    return cell.ii if hasattr(cell, "ii") else cell.dense_i
 
 
 LAYERS = _layers()

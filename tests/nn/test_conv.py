@@ -163,3 +163,9 @@ def test_a_mask_does_not_change_the_dtype(cls):
     for options in ({"mask": jnp.asarray(mask)}, {"mask_fn": lambda kernel: kernel * mask}):
         layer = cls(2, 2, (3,), **options, param_dtype=jnp.bfloat16, ctx=nnx.context(0))
         assert layer(jnp.ones((5, 2), jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("padding", ["CIRCULAR", "REFLECT"])
+def test_repeating_paddings_refuse_input_dilation(padding):
+    with pytest.raises(ValueError, match=f'padding "{padding}".*input_dilation=2.*yourself'):
+        conv(2, 3, (3,), padding=padding, input_dilation=2)

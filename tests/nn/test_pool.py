@@ -95,3 +95,34 @@ def test_upsample_needs_one_size():
         nnx.Upsample()
     with pytest.raises(TypeError, match=r"scale_factor=\(2,\)"):
         nnx.Upsample(2)
+
+
+def test_booleans_are_pooled_by_or_and_and():
+    x = jnp.array([False, True, True, False, False])[:, None]
+    assert nnx.max_pool(x, (2,)).ravel().tolist() == [True, True, True, False]
+    assert nnx.min_pool(x, (2,)).ravel().tolist() == [False, True, False, False]
+    assert nnx.adaptive_max_pool(x, (2,)).ravel().tolist() == [True, True]
+
+
+@pytest.mark.parametrize("options", [{"padding": ((2, 0),)}, {"padding": 3}, {"padding": ((0, 2),)}], ids=str)
+def test_windows_that_hold_only_padding_are_an_error(options):
+    x = jnp.ones((4, 1))
+    for function in (nnx.max_pool, nnx.min_pool, lambda *a, **k: nnx.avg_pool(*a, **k, count_include_pad=False)):
+        with pytest.raises(ValueError, match=r"_pool: with window_shape=\(2,\).*entirely in the padding.*Pad by less"):
+            function(x, (2,), **options)
+    with pytest.raises(ValueError, match="MaxPool: .*entirely in the padding"):
+        nnx.MaxPool((2,), **options)(x)
+    assert jnp.isfinite(nnx.avg_pool(x, (2,), **options)).all()  # padding counts as zeros
+
+
+def test_padding_that_no_window_reaches_is_not_an_error():
+    assert nnx.max_pool(jnp.ones((4, 1)), (2,), 3, ((0, 2),)).shape == (2, 1)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_adaptive_pooling_to_nothing_is_an_error(size):
+    for function in (nnx.adaptive_avg_pool, nnx.adaptive_max_pool):
+        with pytest.raises(ValueError, match=rf"output_size with positive entries.*got \({size},\)"):
+            function(jnp.ones((4, 1)), (size,))
+    with pytest.raises(ValueError, match="AdaptiveAvgPool: expected output_size"):
+        nnx.AdaptiveAvgPool((size,))

@@ -154,3 +154,9 @@ def test_wrong_head_dim_says_expected_and_got():
 def test_wrong_positions_say_expected_and_got(shape):
     with pytest.raises(ValueError, match=r"expected positions of shape \(2, 3\)"):
         nnx.apply_rotary(jnp.ones((2, 3, 1, HEAD_DIM)), jnp.zeros(shape, jnp.int32))
+
+
+@pytest.mark.parametrize("rotary_dim", [3, 6, 0])
+def test_the_function_refuses_the_sizes_that_the_layer_refuses(rotary_dim):
+    with pytest.raises(ValueError, match=f"apply_rotary rotates pairs.*within 2..head_dim=4, got {rotary_dim}"):
+        nnx.apply_rotary(jnp.ones((3, 1, 4)), rotary_dim=rotary_dim)

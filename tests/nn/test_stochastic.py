@@ -105,3 +105,34 @@ def test_gaussian_noise_has_its_deviation():
         nnx.GaussianNoise(-1.0)
     with pytest.raises(ValueError, match="GaussianNoise expected floating point numbers, got int32"):
         nnx.GaussianNoise(1.0)(jnp.ones(3, jnp.int32), deterministic=False, ctx=nnx.context(dropout=0))
+
+
+def test_axes_to_broadcast_that_the_input_does_not_have_are_an_error():
+    layer = nnx.Dropout(0.5, (-3,), deterministic=False)
+    with pytest.raises(ValueError, match=r"broadcast_dims=\(-3,\).*it has 2: shape \(2, 3\)"):
+        layer(jnp.ones((2, 3)), ctx=nnx.context(dropout=0))
+
+
+def attention_with_dropout():
+    return nnx.MultiHeadAttention(1, 4, dropout_rate=0.5, deterministic=False, ctx=nnx.context(0))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: nnx.Dropout(0.5, deterministic=False), attention_with_dropout],
+    ids=["Dropout", "MultiHeadAttention"],
+)
+def test_a_mask_shared_by_all_runs_of_a_transform_is_reported(make):
+    layer, x = make(), jnp.ones((3, 2, 4))
+    scanned = nnx.scan(lambda layer, carry, x, ctx: (carry, layer(x, ctx=ctx)), split_rngs="params")
+    mapped = nnx.vmap(lambda layer, x, ctx: layer(x, ctx=ctx), in_axes=(None, 0, None))
+    name = type(layer).__name__
+    with pytest.warns(
+        UserWarning, match=f"{name} draws from the stream 'dropout' inside nnx.scan.*split_rngs='dropout'"
+    ):
+        scanned(layer, 0, x, nnx.context(dropout=0))
+    with pytest.warns(UserWarning, match=f"{name} draws from the stream 'dropout' inside nnx.vmap"):
+        mapped(layer, x, nnx.context(dropout=0))
+    nnx.vmap(lambda layer, x, ctx: layer(x, ctx=ctx), in_axes=(None, 0, None), split_rngs="dropout")(
+        layer, x, nnx.context(dropout=0)
+    )

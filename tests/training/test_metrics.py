@@ -283,3 +283,22 @@ def test_members_with_very_different_counts_reduce_to_one():
     np.testing.assert_allclose(out["average"], np.full(4, values.mean()), rtol=1e-7)
     np.testing.assert_allclose(out["spread"].mean, np.full(4, values.mean()), rtol=1e-7)
     np.testing.assert_allclose(out["spread"].standard_deviation, np.full(4, values.std()), rtol=1e-5)
+
+
+def test_welford_survives_a_large_first_value():
+    metric = nnx.Welford()
+    for _ in range(2):
+        metric.update(values=jnp.array([3e19]))
+    mean, _, deviation = metric.compute()
+    assert float(mean) == pytest.approx(3e19) and float(deviation) == 0
+    metric.merge(nnx.Welford())
+    assert float(metric.compute().standard_deviation) == 0
+
+    def member(x, mask):
+        metric = nnx.Welford()
+        metric.update(values=x, mask=mask)
+        metric.reduce("members")
+        return metric.compute()
+
+    found = jax.vmap(member, axis_name="members")(jnp.full(2, 3e19), jnp.array([True, False]))
+    assert found.mean.tolist() == pytest.approx([3e19] * 2) and found.standard_deviation.tolist() == [0, 0]

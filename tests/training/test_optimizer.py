@@ -498,3 +498,29 @@ def test_a_learning_rate_that_optax_hides_is_an_error_that_says_how_to_inject_it
             action()
     with pytest.raises(ValueError, match="it is one number, got"):
         injected().learning_rate = jnp.ones(2)
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (lambda model: setattr(model, "kernel", jnp.ones((4, 3))), r"'kernel' has the shape \[4, 3\].*shape \[2, 3\]"),
+        (lambda model: setattr(model, "kernel", jnp.ones(3)), r"'kernel' has the shape \[3\].*shape \[2, 3\]"),
+        (lambda model: setattr(model, "bias", None), "'bias' is None"),
+    ],
+)
+def test_a_parameter_of_another_shape_is_named(change, text):
+    model = nnx.Linear(2, 3, ctx=nnx.context(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3))
+    change(model)
+    grads = jax.tree.map(jnp.ones_like, model.filter(nnx.Param))
+    with pytest.raises(ValueError, match=text + r".*Make a new nnx\.Optimizer"):
+        optimizer.update(grads)
+
+
+def test_conjugated_gradients_minimize_over_complex_parameters():
+    model = nnx.Dict(z=nnx.Param(jnp.array(1.0 + 2.0j)))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.25))
+    for _ in range(40):
+        grads = nnx.grad(lambda model: jnp.abs(model.z - 3j) ** 2)(model)
+        optimizer.update(jax.tree.map(jnp.conj, grads))
+    assert jnp.allclose(model.z, 3j, atol=1e-4)
