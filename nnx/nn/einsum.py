@@ -108,11 +108,6 @@ class Equation(NamedTuple):
                 raise ValueError(message)
 
     @property
-    def summed_axes(self) -> tuple[int, ...]:
-        """The axes of the kernel that are not axes of the output."""
-        return tuple(axis for axis, letter in enumerate(self.kernel) if letter not in self.output)
-
-    @property
     def kept_order(self) -> tuple[int, ...]:
         """The order in which the other axes of the kernel appear in the output."""
         kept = [letter for letter in self.kernel if letter in self.output]
@@ -159,7 +154,7 @@ def _einsum(
         x, kernel, bias = promote((x, kernel, bias), dtype=dtype)
     else:
         x, _, bias = promote((x, scale, bias), dtype=dtype)
-        kernel, scale = as_operand(kernel, scale, equation.summed_axes, x.dtype, whole=einsum_op is not jnp.einsum)
+        kernel, scale = as_operand(kernel, scale, equation.kernel_axes()[0], x.dtype, whole=einsum_op is not jnp.einsum)
     options = {} if out_sharding is None else {"out_sharding": out_sharding}
     # Sums of products with integers can be large, so they are not rounded before they are scaled.
     wide = preferred_element_type if scale is None else preferred_element_type or statistics_dtype(x.dtype)

@@ -203,7 +203,7 @@ def _weight(path: str, layer: Any) -> Weight:
         return Weight("kernel", shape, tuple(range(first, first + len(layer.in_features))))
     if layer.einsum_str is None:
         raise ValueError(NO_EQUATION.format(path=path))
-    summed = parse_equation(layer.einsum_str).summed_axes
+    summed = parse_equation(layer.einsum_str).kernel_axes()[0]
     if not summed:
         raise ValueError(NO_SUM.format(path=path, equation=layer.einsum_str))
     return Weight("kernel", layer.kernel_shape, summed)
