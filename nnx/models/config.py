@@ -170,7 +170,10 @@ class DecoderConfig:
 
 # Entries of a `config.json` that describe the file or the class rather than the architecture. They are written from
 # what is known, never kept.
-FILE_ENTRIES = {"model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path"}
+FILE_ENTRIES = {
+    *("model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path"),
+    "quantization_config",  # weights are read, and written again, without their scales
+}
 
 
 def frozen_extra(fields: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

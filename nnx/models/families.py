@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nnx.models.config import FILE_ENTRIES, SIZES, DecoderConfig, frozen_extra
+from nnx.models.fp8 import block_size
 from nnx.models.rope import read_rope, write_rope
 
 UNKNOWN_MODEL = "{where}: the model_type {got!r} is not among the known ones: {known}."
 NO_KEY = "{where}: the entry {key!r}, which a {family} model needs, is missing."
 NOT_A_NUMBER = "{where}: expected {key!r} to be {expected}, got {got!r}."
 NOT_SUPPORTED = "{where}: {key}={got!r} is not supported for {family}; only {only!r} is."
-QUANTIZED = "{where}: the checkpoint is quantized ({method}), which cannot be read. Use the original, unquantized one."
 BAD_LAYER_TYPE = "{where}: expected layer_types of 'full_attention' and 'sliding_attention', got {got!r}."
 
 CANNOT_EXPRESS = (
@@ -220,14 +220,6 @@ def family_of(model_type: Any, where: str) -> Family:
     return FAMILIES[model_type]
 
 
-def refuse_quantized(fields: Mapping[str, Any], where: str) -> None:
-    """Raises `ValueError` if the entries of a `config.json` say that the weights are quantized."""
-    settings = fields.get("quantization_config")
-    if settings:
-        method = settings.get("quant_method", "unknown method") if isinstance(settings, Mapping) else settings
-        raise ValueError(QUANTIZED.format(where=where, method=method))
-
-
 def config_from_dict(fields: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
     """Translates the entries of a `config.json`.
 
@@ -241,7 +233,7 @@ def config_from_dict(fields: Mapping[str, Any], where: str = "config.json") -> D
     family = family_of(fields.get("model_type"), where)
     renamed = {key: fields[alias] for alias, key in family.aliases.items() if alias in fields and key not in fields}
     fields = {**renamed, **{key: value for key, value in fields.items() if key not in family.aliases}}
-    refuse_quantized(fields, where)
+    block_size(fields, where)  # raises if the weights are quantized in a way that cannot be read
     for key, only in family.only.items():
         if fields.get(key) not in (None, only):
             raise ValueError(

@@ -30,6 +30,7 @@ from nnx.interop.safetensors import write_arrays
 from nnx.interop.safetensors_file import Pending, TensorFile
 from nnx.interop.safetensors_index import holds_safetensors, open_model
 from nnx.models.architecture import Architecture
+from nnx.models.fp8 import AnyFile, block_size, reopened, scaled_files
 from nnx.models.reading import Piece, Reader
 from nnx.models.registry import architecture_named, architecture_of
 from nnx.models.tables import Link, Shape
@@ -96,7 +97,7 @@ def from_pretrained(
     Args:
         directory: the directory.
         dtype: the dtype of parameters and computation; by default, that of the first parameter in the file, such as the
-            embedding.
+            embedding. Weights in 8-bit floats with scales (`"quant_method": "fp8"`) are converted as well.
         mesh: the mesh to place the parameters on; by default, that of `jax.set_mesh`, if any.
         rules: the rules from logical axis names to mesh axes; by default, those of `nnx.logical_axis_rules`.
         scan_layers, remat: as in `Decoder`; other models do not have these options.
@@ -121,10 +122,13 @@ def from_pretrained(
     True
     """
     path = Path(directory).absolute()
-    architecture, config = read_config(path)
+    fields, file = read_entries(path), str(path / "config.json")
+    architecture = architecture_named(fields.get("model_type"), file)
+    config, block = architecture.read_config(fields, file), block_size(fields, file)
     options = _options(path, architecture, config, {"scan_layers": scan_layers, "remat": remat})
     with contextlib.ExitStack() as opened:
-        files = _open(path, opened)
+        stored = _open(path, opened)
+        files: Mapping[str, AnyFile] = stored if block is None else scaled_files(stored, block)
         found = {name: file.tensors[name] for name, file in files.items()}
         param_dtype = _stored_dtype(architecture, config, found) if dtype is None else as_dtype(dtype)
         if not jnp.issubdtype(param_dtype, jnp.floating):
@@ -194,8 +198,8 @@ def save_pretrained(
     Exchange(f"nnx.models.save_pretrained({str(directory)!r})").together(lambda: _write(path / "config.json", text))
 
 
-def read_config(directory: Path) -> tuple[Architecture, Any]:
-    """Returns the architecture of the model in a directory, and its config."""
+def read_entries(directory: Path) -> dict[str, Any]:
+    """Returns the entries of the `config.json` in a directory."""
     if not directory.is_dir():
         raise FileNotFoundError(NO_DIRECTORY.format(path=directory))
     file = directory / "config.json"
@@ -207,8 +211,7 @@ def read_config(directory: Path) -> tuple[Architecture, Any]:
         raise ValueError(BAD_JSON.format(path=file, reason=error)) from error
     if not isinstance(fields, dict):
         raise ValueError(BAD_JSON.format(path=file, reason="it is not an object"))
-    architecture = architecture_named(fields.get("model_type"), str(file))
-    return architecture, architecture.read_config(fields, str(file))
+    return fields
 
 
 # Loading
@@ -298,7 +301,7 @@ def _check(
         raise CheckpointError(DOES_NOT_FIT.format(path=path, family=config.model_type, differences=differences))
 
 
-def _fill(model: Module, known: list[Link], files: Mapping[str, TensorFile], place: Callable[..., jax.Array]) -> None:
+def _fill(model: Module, known: list[Link], files: Mapping[str, AnyFile], place: Callable[..., jax.Array]) -> None:
     """Puts the values of the files into an abstract model."""
     state = model.get_state()
     values = values_by_path(model)
@@ -332,10 +335,10 @@ def _place_when_run(pieces: list[Piece], target: jax.ShapeDtypeStruct, stack: Sh
 
     def read() -> np.ndarray:
         with contextlib.ExitStack() as opened:
-            files: dict[Path, TensorFile] = {}
-            for path, _ in places:
+            files: dict[Path, AnyFile] = {}
+            for path, piece in places:
                 if path not in files:
-                    files[path] = opened.enter_context(TensorFile(path))
+                    files[path] = reopened(piece.file, opened)
             again = [piece._replace(file=files[path]) for path, piece in places]
             whole = tuple((0, size) for size in target.shape)
             return opened.enter_context(Reader()).read(again, whole, target.dtype, stack)

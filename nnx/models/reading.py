@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.aligned_memory import aligned_zeros
-from nnx.interop.safetensors_file import THREADS, TensorFile
+from nnx.interop.safetensors_file import THREADS
+from nnx.models.fp8 import AnyFile
 from nnx.models.tables import Layout, Shape
 
 Bounds = tuple[tuple[int, int], ...]
@@ -41,7 +42,7 @@ class Piece(NamedTuple):
         offset: the position at which a fused parameter begins, along the tensor's output axis.
     """
 
-    file: TensorFile
+    file: AnyFile
     name: str
     layout: Layout
     shape: Shape
