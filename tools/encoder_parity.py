@@ -9,7 +9,7 @@ import numpy as np
 
 import nnx
 
-TOLERANCE = 1e-4  # of the relative error
+TOLERANCE, ROUNDING = 1e-4, 1e-6  # of the relative error
 FAMILIES = tuple(encoders.RANDOM)
 
 
@@ -19,11 +19,13 @@ class Comparison(NamedTuple):
     read: float
     write: float
     fresh: float
+    same: bool  # whether every tensor survived the round trip bit for bit
 
     @property
     def agrees(self) -> bool:
         """Whether all of it is as it should be."""
-        return self.read <= TOLERANCE and self.fresh <= TOLERANCE and self.write == 0
+        # The same tensors can have outputs that differ: the order of torch's sums depends on where they are in memory.
+        return self.read <= TOLERANCE and self.fresh <= TOLERANCE and self.write <= ROUNDING and self.same
 
 
 def computed(model: Any, given: encoders.Arrays) -> encoders.Arrays:
@@ -54,13 +56,16 @@ def compare(family: str, seed: int, folder: pathlib.Path) -> Comparison:
     read = relative_error(computed(model, given), expected)
 
     nnx.models.save_pretrained(model, folder / "ours", max_shard_size="10KB" if seed % 3 == 1 else "1GB")
-    write = relative_error(encoders.outputs(encoders.load(folder / "ours", case.cls), given), expected)
+    again = encoders.load(folder / "ours", case.cls)
+    write = relative_error(encoders.outputs(again, given), expected)
+    before, after = theirs.state_dict(), again.state_dict()
+    same = before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
 
     made_here = type(model)(model.config.replace(extra=()), ctx=nnx.context(seed))
     nnx.models.save_pretrained(made_here, folder / "fresh")
     loaded = encoders.load(folder / "fresh", case.cls)
     fresh = relative_error(computed(made_here, given), encoders.outputs(loaded, given))
-    return Comparison(read, write, fresh)
+    return Comparison(read, write, fresh, same)
 
 
 def compare_family(family: str, cases: int) -> bool:
@@ -71,6 +76,8 @@ def compare_family(family: str, cases: int) -> bool:
             results.append(compare(family, seed, pathlib.Path(folder)))
         if not results[-1].agrees:
             print(f"{family}, configuration {seed}: {results[-1]}", flush=True)
-    read, write, fresh = np.max(results, axis=0)
-    print(f"{family:12}  {cases} configurations   read {read:.1e}   write {write:.1e}   fresh {fresh:.1e}", flush=True)
+    read, write, fresh = (np.max([getattr(result, way) for result in results]) for way in ("read", "write", "fresh"))
+    equal = f"{sum(result.same for result in results)} of {cases} with equal tensors"
+    errors = f"read {read:.1e}   write {write:.1e}, {equal}   fresh {fresh:.1e}"
+    print(f"{family:12}  {cases} configurations   {errors}", flush=True)
     return all(result.agrees for result in results)

@@ -31,6 +31,7 @@ class Case(NamedTuple):
 
 _SMALL = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40)
 _BERT = dict(**_SMALL, vocab_size=60, max_position_embeddings=16)
+_STAGES = dict(embedding_size=8, hidden_sizes=[16, 24], depths=[1, 2])
 
 GOLDENS = {
     "bert": Case("BertModel", _BERT),
@@ -56,6 +57,8 @@ GOLDENS = {
             projection_dim=6,
         ),
     ),
+    "resnet": Case("ResNetModel", dict(**_STAGES, layer_type="basic", downsample_in_first_stage=True)),
+    "resnet_classifier": Case("ResNetForImageClassification", dict(**_STAGES, num_labels=4)),
 }
 
 
@@ -108,7 +111,24 @@ def clip(draw: np.random.Generator) -> Case:
     return Case("CLIPModel", fields)
 
 
-RANDOM = {"bert": bert, "vit": vit, "clip": clip}
+def resnet(draw: np.random.Generator) -> Case:
+    """Both kinds of blocks, and every way to shrink the image."""
+    stages = int(draw.integers(1, 4))
+    fields = dict(
+        num_channels=int(draw.choice([1, 3])),
+        embedding_size=int(draw.choice([4, 8])),
+        hidden_sizes=[int(draw.choice([8, 12, 16])) for _ in range(stages)],
+        depths=[int(draw.integers(1, 4)) for _ in range(stages)],
+        layer_type=str(draw.choice(["basic", "bottleneck"])),
+        hidden_act=str(draw.choice(["relu", "gelu"])),
+        downsample_in_first_stage=bool(draw.integers(2)),
+        downsample_in_bottleneck=bool(draw.integers(2)),
+        num_labels=int(draw.integers(1, 9)),
+    )
+    return Case(str(draw.choice(["ResNetModel", "ResNetForImageClassification"])), fields)
+
+
+RANDOM = {"bert": bert, "vit": vit, "clip": clip, "resnet": resnet}
 
 
 def make(case: Case, seed: int) -> Any:
@@ -157,7 +177,8 @@ def inputs(config: Any, seed: int) -> Arrays:
 
 def images(config: Any, draw: np.random.Generator, number: int) -> np.ndarray:
     """Returns random images, `[number, height, width, channels]`."""
-    return draw.standard_normal((number, config.image_size, config.image_size, config.num_channels), np.float32)
+    height, width = (37, 30) if config.model_type == "resnet" else (config.image_size, config.image_size)
+    return draw.standard_normal((number, height, width, config.num_channels), np.float32)
 
 
 def texts(config: Any, draw: np.random.Generator) -> np.ndarray:
@@ -182,4 +203,8 @@ def outputs(model: Any, given: Arrays) -> Arrays:
     names = [*("logits", "last_hidden_state", "pooler_output")]
     if model.config.model_type == "clip":
         names = ["logits_per_image", "logits_per_text", "text_embeds", "image_embeds"]
-    return {name: out[name].numpy() for name in names if name in out}
+    found = {name: out[name].numpy() for name in names if name in out}
+    if model.config.model_type == "resnet" and "pooler_output" in found:
+        found["last_hidden_state"] = found["last_hidden_state"].transpose(0, 2, 3, 1)  # channels last
+        found["pooler_output"] = found["pooler_output"][:, :, 0, 0]
+    return found

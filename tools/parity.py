@@ -11,7 +11,8 @@ For each configuration `transformers` saves a tiny random model, and
 - *fresh*: NNX makes a new model from the fields of `DecoderConfig` alone and saves it; `transformers` loads that, and
   its logits agree with those of NNX.
 
-Encoders do not write text, so *greedy* does not apply to them; the others compare all their outputs.
+Encoders do not write text, so *greedy* does not apply to them; the others compare all their outputs, and *write* that
+every tensor is equal bit for bit.
 
 Runs in its own environment, which has both packages.
 """

@@ -23,6 +23,11 @@ from nnx.models.patches import PatchEmbed as PatchEmbed
 from nnx.models.pretrained import from_pretrained as from_pretrained
 from nnx.models.pretrained import save_pretrained as save_pretrained
 from nnx.models.registry import ARCHITECTURES as ARCHITECTURES
+from nnx.models.resnet import NormedConv as NormedConv
+from nnx.models.resnet import ResNet as ResNet
+from nnx.models.resnet import ResNetBlock as ResNetBlock
+from nnx.models.resnet import ResNetClassifier as ResNetClassifier
+from nnx.models.resnet import ResNetConfig as ResNetConfig
 from nnx.models.tokenizer import Tokenizer as Tokenizer
 from nnx.models.vit import ViT as ViT
 from nnx.models.vit import ViTClassifier as ViTClassifier

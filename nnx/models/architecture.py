@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
+
 from nnx.core.module import Module
 from nnx.models.tables import Link
 
@@ -30,6 +32,7 @@ class Architecture:
         dtype_paths: parameters, one of which every model has; its dtype is that of the checkpoint.
         options: the options of `from_pretrained` that `build` takes in addition.
         options_of: a function from a model to those options that decide its structure.
+        constants: a function `constants(config, paths)` that returns tensors to write in addition, by name.
     """
 
     model_types: tuple[str, ...]
@@ -42,3 +45,4 @@ class Architecture:
     dtype_paths: tuple[str, ...]
     options: tuple[str, ...] = ()
     options_of: Callable[[Any], dict[str, Any]] = lambda model: {}
+    constants: Callable[[Any, Collection[str]], Mapping[str, np.ndarray]] = lambda config, paths: {}

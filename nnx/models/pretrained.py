@@ -184,11 +184,13 @@ def save_pretrained(
         raise ValueError(NOT_ITS_CONFIG.format(differences="\n".join(f"  {line}" for line in differences[:_SHOWN])))
     tensors = {link.name: pending_tensor(link, values) for link in known}
     by_name = {link.name: link for link in known}
+    constants = architecture.constants(config, values)
+    tensors |= {name: Pending(array.dtype, array.shape) for name, array in constants.items()}
     metadata = {"format": "pt"}  # what transformers writes; it refuses files without it
     write_arrays(
         path / "model.safetensors",
         tensors,
-        lambda name: _tensor(by_name[name], values),
+        lambda name: constants[name] if name in constants else _tensor(by_name[name], values),
         max_shard_size=max_shard_size,
         metadata=metadata,
     )

@@ -11,6 +11,7 @@ from nnx.models.clip_files import CLIP_MODELS
 from nnx.models.config import DecoderConfig
 from nnx.models.decoder import Decoder
 from nnx.models.families import FAMILIES, UNKNOWN_MODEL, config_from_dict, config_to_dict
+from nnx.models.resnet_files import RESNET
 from nnx.models.tables import Link, checkpoint_prefix, is_ignored, links
 from nnx.models.vit import VIT
 from nnx.transforms.class_forms import ScanModule
@@ -36,9 +37,9 @@ DECODERS = Architecture(
     options_of=lambda model: {"scan_layers": isinstance(model.layers, ScanModule)},
 )
 
-ARCHITECTURES = {
-    name: architecture for architecture in (DECODERS, BERT, VIT, CLIP_MODELS) for name in architecture.model_types
-}
+_ALL = (DECODERS, BERT, VIT, CLIP_MODELS, RESNET)
+
+ARCHITECTURES = {model_type: architecture for architecture in _ALL for model_type in architecture.model_types}
 """The known architectures by the `model_type` of `config.json`."""
 
 

@@ -77,3 +77,45 @@ class TestCLIP:
         edited(directory, text_config={"hidden_size": -1})
         with pytest.raises(ValueError, match=r"config.json \(text_config\): expected 'hidden_size' to be a positive"):
             nnx.models.from_pretrained(directory)
+
+
+class TestResNet:
+    def test_training_uses_the_statistics_of_the_batch_and_updates_the_averages(self):
+        model = golden_model("resnet_classifier").clone()
+        images = jnp.asarray(np.random.default_rng(0).standard_normal((4, 32, 32, 3)), jnp.float32)
+        before = model.encoder.stem.norm.mean
+
+        @nnx.jit
+        def train(model, images):
+            return model(images, use_running_average=False)
+
+        out = train(model, images)
+        seen = model.encoder.stem.conv(images).mean(axis=(0, 1, 2))
+        np.testing.assert_allclose(model.encoder.stem.norm.mean, 0.9 * before + 0.1 * seen, rtol=1e-4, atol=1e-5)
+        assert np.abs(out - golden_model("resnet_classifier")(images)).max() > 0.1
+
+    def test_statistics_stay_in_float32(self, tmp_path):
+        model = nnx.models.from_pretrained(GOLDEN / "resnet", dtype=jnp.bfloat16)
+        assert model.stem.norm.var.dtype == jnp.float32 and model.stem.norm.scale.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(model.stem.norm.var, golden_model("resnet").stem.norm.var)
+        nnx.models.save_pretrained(model, tmp_path)
+        assert nnx.models.from_pretrained(tmp_path).get_state() == model.get_state()
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"depths": (1, 2)}, r"one depth per stage, got .*2048\) and depths=\(1, 2\)"),
+            ({"depths": (3, 4, 0, 3)}, r"depths to be a positive integer, got \(3, 4, 0, 3\)"),
+            ({"block": "wide"}, "'basic' or 'bottleneck', got 'wide'"),
+            ({"stage_features": (6,), "depths": (1,)}, r"expected multiples of 4, got \(6,\)"),
+        ],
+    )
+    def test_configs_that_make_no_sense_are_refused(self, changes, message):
+        with pytest.raises(ValueError, match=f"ResNetConfig: .*{message}"):
+            nnx.models.ResNetConfig(**changes)
+
+    def test_images_can_have_any_size_but_not_any_channels(self):
+        model = golden_model("resnet")
+        assert nnx.eval_shape(lambda model: model(jnp.ones((1, 64, 48, 3))), model).pooler_output.shape == (1, 24)
+        with pytest.raises(ValueError, match=r"ResNet: expected images of shape \[batch, height, width, 3\], got"):
+            model(jnp.ones((1, 64, 48, 4)))
