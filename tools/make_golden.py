@@ -14,6 +14,7 @@ import shutil
 from typing import Any
 
 import encoders
+import image_goldens
 import numpy as np
 import reference
 
@@ -128,8 +129,11 @@ def write_encoder(name: str) -> str:
 
 
 if __name__ == "__main__":
-    known = [*CASES, *encoders.GOLDENS]
+    known = [*CASES, *encoders.GOLDENS, "images"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(known)}; all by default")
     for case in parser.parse_args().names or known:
-        print((write if case in CASES else write_encoder)(case), flush=True)
+        if case == "images":
+            print(*(image_goldens.write(name, GOLDEN) for name in image_goldens.CASES), sep="\n")
+        else:
+            print((write if case in CASES else write_encoder)(case), flush=True)

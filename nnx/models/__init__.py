@@ -19,6 +19,8 @@ from nnx.models.decoder import DecoderBlock as DecoderBlock
 from nnx.models.encoder import EncoderBlock as EncoderBlock
 from nnx.models.encoder import EncoderOutput as EncoderOutput
 from nnx.models.families import FAMILIES as FAMILIES
+from nnx.models.images import ImageProcessor as ImageProcessor
+from nnx.models.images import resize_image as resize_image
 from nnx.models.patches import PatchEmbed as PatchEmbed
 from nnx.models.pretrained import from_pretrained as from_pretrained
 from nnx.models.pretrained import save_pretrained as save_pretrained

@@ -17,7 +17,7 @@ from nnx.nn.settings import as_dtype, as_optional_dtype, promote_dtype
 
 WRONG_IMAGES = "{model}: expected images of shape [batch, {height}, {width}, {channels}], got {got}.{more}"
 CHANNELS_FIRST = " Channels come last: transpose them with `images.transpose(0, 2, 3, 1)`."
-NOT_FLOATS = "{model}: expected images of floating-point numbers, got dtype {dtype}."
+NOT_FLOATS = "{model}: expected images of floating-point numbers, got dtype {dtype}. See `nnx.models.ImageProcessor`."
 DOES_NOT_DIVIDE = "{config}: expected image_size={image} to be a multiple of patch_size={patch}."
 
 

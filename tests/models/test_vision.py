@@ -24,7 +24,7 @@ def test_images_that_do_not_fit_are_errors(shape, message):
 
 
 def test_integers_are_not_images():
-    with pytest.raises(ValueError, match=r"floating-point numbers, got dtype uint8"):
+    with pytest.raises(ValueError, match=r"floating-point numbers, got dtype uint8. See `nnx.models.ImageProcessor`"):
         golden_model("vit")(np.zeros((2, 12, 12, 3), np.uint8))
 
 
