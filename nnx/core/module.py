@@ -26,6 +26,7 @@ from nnx.core.load_state import load_state
 from nnx.core.modes import set_mode
 from nnx.core.module_info import ModuleBase, class_of, info_of, is_view, new_module, values_of
 from nnx.core.module_repr import module_repr
+from nnx.core.module_str import module_str
 from nnx.core.moduledef import ModuleDef
 from nnx.core.mutable_leaf import MutableLeaf
 from nnx.core.paths import join, segment_of
@@ -479,6 +480,10 @@ class Module(ModuleBase, metaclass=ModuleType):
 
     def __repr__(self) -> str:
         return module_repr(self)
+
+    def __str__(self) -> str:
+        is_own = type(self).__repr__ is Module.__repr__  # else the class says itself how it prints
+        return module_str(self) if is_own else repr(self)
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name not in HINTS or hasattr(self, name)]

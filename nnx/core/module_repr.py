@@ -33,14 +33,14 @@ def module_repr(root: Any) -> str:
             lines.append(f"{indent}{label}{name}(...)")
             continue
         seen.add(id(item))
-        info = info_of(item)
+        info, values = info_of(item), values_of(item)
         known = defaults.get(type(item))
         if known is None:
-            known = defaults[type(item)] = _constructor_defaults(type(item))
+            known = defaults[type(item)] = constructor_defaults(type(item))
         shown = [
             attribute
             for attribute in info.sorted_names()
-            if not (info.kinds[attribute] is STATIC and _is_option_left_alone(known, attribute, item))
+            if not (info.kinds[attribute] is STATIC and is_option_left_alone(known, attribute, values[attribute]))
         ]
         if not shown:
             lines.append(f"{indent}{label}{name}()")
@@ -48,13 +48,14 @@ def module_repr(root: Any) -> str:
         lines.append(f"{indent}{label}{name}(")
         stack.append((depth, "", ")"))
         for attribute in reversed(shown):
-            kind, value = info.kinds[attribute], values_of(item).get(attribute)
-            text = value if kind is SUBMODULE else _attribute_text(kind, value)
+            kind, value = info.kinds[attribute], values.get(attribute)
+            text = value if kind is SUBMODULE else attribute_text(kind, value)
             stack.append((depth + 1, f"{segment_of(attribute)}: ", text))
     return "\n".join(lines)
 
 
-def _constructor_defaults(cls: type) -> dict[str, Any]:
+def constructor_defaults(cls: type) -> dict[str, Any]:
+    """Returns the default values in the signature of a class's constructor, by name."""
     try:
         parameters = inspect.signature(cls.__init__).parameters
     except (TypeError, ValueError):  # a constructor without a signature
@@ -62,17 +63,18 @@ def _constructor_defaults(cls: type) -> dict[str, Any]:
     return {name: p.default for name, p in parameters.items() if p.default is not p.empty}
 
 
-def _is_option_left_alone(defaults: dict[str, Any], name: str, module: Any) -> bool:
+def is_option_left_alone(defaults: dict[str, Any], name: str, value: Any) -> bool:
     """Whether a flag, function, dtype or None is the default that the constructor has for that name."""
     if name not in defaults:
         return False
-    value, default = values_of(module)[name], defaults[name]
+    default = defaults[name]
     if isinstance(value, np.dtype):
         return default is not None and value == default
     return value is default and (value is None or isinstance(value, bool) or callable(value))
 
 
-def _attribute_text(kind: Any, value: Any) -> str:
+def attribute_text(kind: Any, value: Any) -> str:
+    """Returns an attribute that is not a submodule as text."""
     if type(kind) is Absent:
         return f"{kind.spec} without state"
     if type(kind) is Ref:

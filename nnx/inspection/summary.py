@@ -29,6 +29,7 @@ from nnx.inspection.recording import Recording, record
 MAX_OUTPUT = 60
 
 NOT_A_MODULE = "nnx.summary takes a Module, got {value} of type {type}."
+NOT_CALLED = "FLOPs in parentheses are those of the submodules: the Module was not called itself, as in a loop over it."
 NOT_COUNTABLE = """nnx.count_params takes a Module, a State or a Pure, got {value} of type {type}. For a plain pytree \
 of arrays: sum(x.size for x in jax.tree.leaves(tree))."""
 
@@ -81,7 +82,8 @@ class Summary:
         """Returns the table as text; with a `depth`, only the Modules up to that depth below the root."""
         lines = _aligned(self._header(), self._cells(depth), left=3 if self.flops is not None else 2)
         totals = _aligned(("collection", "arrays", "elements", "bytes"), self._total_cells(), left=1)
-        return "\n".join([*lines, "", *totals])
+        note = ["", NOT_CALLED] if any(cells[-1].startswith("(") for cells in self._cells(depth)) else []
+        return "\n".join([*lines, *note, "", *totals])
 
     def print(self, depth: int | None = None) -> None:
         """Prints the table, in color if rich is installed."""
@@ -113,10 +115,20 @@ class Summary:
                 continue
             output, flops = (), ()
             if self.flops is not None:
-                output, flops = (row.output or "",), ("" if row.flops is None else _scaled(row.flops),)
+                output, flops = (row.output or "",), (self._flops_text(row),)
             label = row.path or "(root)"
             cells.append((label, row.layer, *output, f"{row.parameters:,}", _memory(row.bytes), *flops))
         return cells
+
+    def _flops_text(self, row: Row) -> str:
+        """Returns the FLOPs of a Module; in parentheses those of its submodules, if it was not called itself."""
+        if row.flops is not None:
+            return _scaled(row.flops)
+        total, counted = 0, ()  # rows are depth first, so what is inside a Module that was counted comes right after it
+        for path, *_, flops in self.rows:
+            if path.startswith(f"{row.path}/") and flops is not None and not (counted and path.startswith(counted)):
+                total, counted = total + flops, (f"{path}/",)
+        return f"({_scaled(total)})" if counted else ""
 
     def _total_cells(self) -> list[tuple[str, ...]]:
         totals = {**self.collections, "total": _sum(self.collections.values())}

@@ -129,11 +129,6 @@ def test_repr_of_shapes_deleted_arrays_keys_and_big_statics():
         assert name in text
 
 
-def test_str_is_repr():
-    m = Linear()
-    assert str(m) == repr(m)
-
-
 def test_the_type_text_of_a_value_tells_shapes_dtypes_and_structures_apart():
     values = [
         jnp.ones(2),
@@ -148,3 +143,68 @@ def test_the_type_text_of_a_value_tells_shapes_dtypes_and_structures_apart():
     assert texts[0] == "float32[2]" and len(set(texts)) == len(values)
     assert "'a'" in texts[3] and texts[3].endswith("of float32[2]")
     assert type_text({"a": jnp.zeros(2)}) == texts[3]
+
+
+# What `print` shows
+
+
+class Block(nnx.Module):
+    def __init__(self, size):
+        self.inner = nnx.Linear(size, size, ctx=nnx.context(0))
+        self.conv = nnx.Conv(size, size, (3, 3), use_bias=False, ctx=nnx.context(0))
+
+
+def test_print_has_one_line_per_layer_and_one_entry_for_equal_items():
+    model = nnx.Dict(blocks=[Block(2), Block(2), Block(2), Block(4)], scale=0.5)
+    linear = "Linear(bias: Param(float32[{0}]), in_features: {0}, kernel: Param(float32[{0},{0}]), out_features: {0})"
+    kernel = "kernel: Param(float32[3,3,{0},{0}]), kernel_size: (3, 3)"
+    conv = f"Conv(in_features: {{0}}, {kernel}, out_features: {{0}}, use_bias: False)"
+    expected = f"""\
+Dict(
+  blocks: Sequence(
+    0-2: Block(
+      conv: {conv.format(2)}
+      inner: {linear.format(2)}
+    )
+    3: Block(
+      conv: {conv.format(4)}
+      inner: {linear.format(4)}
+    )
+  )
+  scale: 0.5
+)"""
+    assert str(model) == expected
+    assert len(repr(model).splitlines()) > 40
+
+
+def test_print_shows_sharing_and_cycles():
+    model = nnx.Dict(a=nnx.Dropout(0.5))
+    model.b, model.me = model.a, model
+    assert str(model) == "Dict(\n  a: Dropout(rate: 0.5)\n  b: Dropout(...)\n  me: Dict(...)\n)"
+
+
+def test_items_that_differ_or_are_not_next_to_each_other_are_not_one_entry():
+    a, b = nnx.Dropout(0.5), nnx.Dropout(0.25)
+    text = str(nnx.Sequence([a, b, nnx.Dropout(0.25), a, jnp.sin, jnp.sin]))
+    labels = [line.split(":")[0].strip() for line in text.splitlines()[1:-1]]
+    assert labels == ["0", "1-2", "3", "4-5"]
+
+
+def test_print_of_a_class_with_its_own_repr_is_that_repr():
+    class Named(nnx.Module):
+        def __repr__(self):
+            return "mine"
+
+    assert str(Named()) == "mine"
+
+
+def test_print_of_a_deep_model_does_not_recurse():
+    model = nnx.Dict(n=1)
+    for _ in range(3000):
+        model = nnx.Dict(inner=model)
+    assert str(model).count("Dict(") == 3001
+
+
+def test_print_of_a_view_shows_its_values():
+    model = nnx.Sequence([nnx.Dropout(0.5)])
+    assert "deterministic: True" in str(model.view(deterministic=True)) and "deterministic" not in str(model)

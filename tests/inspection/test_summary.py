@@ -468,3 +468,21 @@ def test_a_model_of_seventy_billion_parameters_is_summarised_in_seconds():
     assert flops == pytest.approx(2 * parameters * 4096, rel=0.1)  # two per parameter and token, and attention
     assert seconds < 10
     assert megabytes < 1000
+
+
+def test_a_list_that_a_loop_runs_over_shows_the_flops_of_its_items():
+    class Stack(nnx.Module):
+        def __init__(self):
+            self.layers = [nnx.MLP(2, 4, 2, ctx=nnx.context(0)) for _ in range(2)]
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    summary = nnx.summary(Stack(), jnp.ones((1, 2)))
+    by_path = {row.path: row for row in summary.rows}
+    assert by_path["layers"].flops is None
+    line = next(line for line in str(summary).splitlines() if line.startswith("layers "))
+    assert line.endswith(f"({by_path['layers/0'].flops + by_path['layers/1'].flops})")
+    assert "FLOPs in parentheses are those of the submodules" in str(summary)
