@@ -15,7 +15,7 @@ SECONDS ?= 600
 
 export PYTHONHASHSEED := 0
 
-.PHONY: help demo test fuzz torture parity goldens lint format bench docs examples distributed clean
+.PHONY: help demo test matrix fuzz torture parity goldens lint format bench docs examples distributed clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -26,6 +26,9 @@ demo: $(VENV)/.ready-all ## train a small model and show it learning (ARGS="--st
 
 test: $(VENV)/.ready-dev ## run every test (ARGS="tests/core -k partition")
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+matrix: ## run the tests on every supported Python and JAX this machine has (ARGS="--only 3.12/0.12 -- tests/core")
+	@$(PYTHON) tools/matrix.py $(ARGS)
 
 fuzz: $(VENV)/.ready-dev ## compare lifted with eager on random programs (SECONDS=600 ARGS="--start 1")
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
@@ -58,7 +61,7 @@ distributed: $(VENV)/.ready-dev ## train on two processes, kill one, resume (ARG
 	@$(BIN)/python examples/distributed/rehearse.py $(ARGS)
 
 clean: ## remove everything these targets made
-	rm -rf $(VENV) $(PARITY) site dist build .pytest_cache .ruff_cache .hypothesis benchmarks/results examples/output
+	rm -rf $(VENV) $(PARITY) .matrix site dist build .pytest_cache .ruff_cache .hypothesis benchmarks/results examples/output
 	find nnx tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # .ready-X says that the extras X of pyproject.toml are installed; it is older than pyproject.toml when they may not be.
