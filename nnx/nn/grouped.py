@@ -6,7 +6,7 @@ padded to whole *blocks* of equal size. A block belongs to one group and has a *
 is then a batched one: each block times the matrix of its group. A block of one row wastes nothing, so with few rows,
 as in decoding, the matrices that are needed are gathered, row by row.
 
-`jax.lax.ragged_dot` is not used: on CPUs it multiplies every row with the matrix of every group.
+`jax.lax.ragged_dot` is not used: on CPUs and GPUs it multiplies every row with the matrix of every group.
 """
 
 from typing import Any, NamedTuple

@@ -126,6 +126,18 @@ def test_its_operations_are_those_of_the_selected_experts(experts, selected, tok
     assert 3 * needed <= cost(jax.value_and_grad(forward, argnums=(0, 1)), state, x) <= 1.3 * 3 * needed
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_the_program_of_a_large_layer_has_no_more_operations_on_any_platform(platform):
+    options = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "update_stats": False}
+    layer = nnx.eval_shape(lambda: nnx.MoE(1024, 4096, 64, 8, ctx=nnx.context(0), **options))
+    (state, moduledef), x = layer.partition(), jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)
+    traced = jax.jit(jax.grad(lambda state, x: moduledef.merge(state)(x).sum(), argnums=(0, 1))).trace(state, x)
+    # Counted before it is compiled: XLA does not count the operations of cuBLAS.
+    operations = traced.lower(lowering_platforms=(platform,)).cost_analysis()["flops"]
+    needed = 3 * 8192 * 8 * 6 * 1024 * 4096
+    assert 0.9 * needed <= operations <= 1.3 * needed
+
+
 def test_a_ragged_product_would_compute_every_expert_on_a_cpu():
     if jax.default_backend() != "cpu":
         pytest.skip("about CPUs")
