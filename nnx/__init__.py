@@ -265,6 +265,7 @@ from nnx.inspection.train_log import TrainLog as TrainLog
 from nnx.interop.entries import checkpoint_entries as checkpoint_entries
 from nnx.interop.safetensors import load_safetensors as load_safetensors
 from nnx.interop.safetensors import save_safetensors as save_safetensors
+from nnx.interop.torch_state_dict import load_torch_state_dict as load_torch_state_dict
 
 # isort: split
 # models: published architectures, under `nnx.models`
@@ -322,7 +323,7 @@ __all__ = [
     "capture", "count_params", "display", "find_nans", "intercept", "NotFinite", "plot_metrics", "read_metrics",
     "summary", "tensorboard_sink", "TrainLog", "wandb_sink",
     # interop
-    "checkpoint_entries", "load_safetensors", "save_safetensors",
+    "checkpoint_entries", "load_safetensors", "load_torch_state_dict", "save_safetensors",
     # generation
     "generate",
 ]

@@ -120,7 +120,7 @@ MODULE: dict[str, str] = {
     "children": "model.modules(), or model.named_modules() for paths as well",
     "named_children": "model.named_modules()",
     "state_dict": "model.get_state(); model.get_state().arrays() for plain arrays",
-    "load_state_dict": "model.load_state(mapping)",
+    "load_state_dict": "model.load_state(mapping); nnx.load_torch_state_dict(model, mapping) for weights of PyTorch",
     "to": "nnx.set_dtypes(model, dtype=jnp.bfloat16) for dtypes, nnx.shard(model, mesh, rules) for devices",
     "half": "nnx.set_dtypes(model, dtype=jnp.float16, param_dtype=jnp.float16)",
     "bfloat16": "nnx.set_dtypes(model, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)",

@@ -111,6 +111,8 @@ class GRUCell(GatedCell):
     Args:
         in_features: the number of features of the input.
         hidden_features: the number of features of carry and output.
+        hidden_bias: whether the projection of the hidden state has biases as well, as in PyTorch's `GRU`. It makes a
+            difference for `n`, where the reset gate applies to `h Whn + bhn`.
         gate_fn: the activation of the gates.
         activation_fn: the activation of the update.
         kernel_init: the initializer of the kernel on the input.
@@ -133,12 +135,52 @@ class GRUCell(GatedCell):
     (2, 4)
     """
 
+    hidden_bias: bool
     dense_i: Linear
     dense_h: Linear
 
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        hidden_bias: bool = False,
+        gate_fn: Activation = lax.logistic,
+        activation_fn: Activation = lax.tanh,
+        kernel_init: InitializerLike = default_kernel_init,
+        recurrent_kernel_init: InitializerLike = default_recurrent_kernel_init,
+        bias_init: InitializerLike = default_bias_init,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        carry_init: InitializerLike | None = None,
+        promote_dtype: PromoteDtype = default_promote_dtype,
+        ctx: Context,
+        kernel_metadata: Mapping[str, Any] = NO_METADATA,
+        recurrent_kernel_metadata: Mapping[str, Any] = NO_METADATA,
+        bias_metadata: Mapping[str, Any] = NO_METADATA,
+    ) -> None:
+        self.hidden_bias = hidden_bias
+        super().__init__(
+            in_features,
+            hidden_features,
+            gate_fn=gate_fn,
+            activation_fn=activation_fn,
+            kernel_init=kernel_init,
+            recurrent_kernel_init=recurrent_kernel_init,
+            bias_init=bias_init,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            carry_init=carry_init,
+            promote_dtype=promote_dtype,
+            ctx=ctx,
+            kernel_metadata=kernel_metadata,
+            recurrent_kernel_metadata=recurrent_kernel_metadata,
+            bias_metadata=bias_metadata,
+        )
+
     def _make_projections(self, from_input: Callable[..., Linear], from_hidden: Callable[..., Linear]) -> None:
         self.dense_i = from_input(3 * self.hidden_features)
-        self.dense_h = from_hidden(3 * self.hidden_features, use_bias=False)
+        self.dense_h = from_hidden(3 * self.hidden_features, use_bias=self.hidden_bias)
 
     def __call__(self, carry: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Runs one step, with shapes as in `SimpleCell`."""

@@ -4,6 +4,7 @@ from typing import Any, assert_type
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import nnx
 
@@ -68,7 +69,13 @@ def one_filter_returns_a_state_and_several_a_tuple(model: Tied, state: nnx.State
     assert_type(model.partition().pop_state(nnx.Param), tuple[nnx.State, nnx.Pure[Tied]])
 
 
+def loading_returns_a_report(model: Tied, weights: dict[str, np.ndarray]) -> None:
+    assert_type(nnx.load_torch_state_dict(model, weights), nnx.LoadReport)
+    assert_type(nnx.load_torch_state_dict(model, {"embed": jnp.ones(2)}, strict=False).missing, list[str])
+
+
 def mistakes(model: Tied, state: nnx.State) -> None:
+    nnx.load_torch_state_dict({}, model)  # pyright: ignore[reportArgumentType]
     model.filter()  # pyright: ignore[reportCallIssue]
     model.filter(3)  # pyright: ignore[reportArgumentType]
     model.pop_state()  # pyright: ignore[reportCallIssue]
