@@ -33,6 +33,8 @@ from nnx.nn.parameters import AxisNames
 from nnx.nn.rotary import RotaryEmbedding
 from nnx.nn.settings import as_dtype, as_optional_dtype
 from nnx.sharding.axes import PARTITION_NAME, DefaultAxes
+from nnx.sharding.constraints import with_logical_constraint
+from nnx.sharding.rules import RulesFallback
 from nnx.transforms.class_forms import Scan, ScanModule
 from nnx.transforms.remat import remat as checkpointed
 from nnx.transforms.scan import scan
@@ -113,7 +115,7 @@ class DecoderBlock(Module):
     ) -> jax.Array:  # [batch, length, features]
         """Applies the layer to whole texts, `[batch, length, features]`."""
         attended = self.attention(self.attention_norm(x), is_causal=True, positions=positions, mask=mask)
-        return self._with_mlp(x, attended)
+        return _constrained(self._with_mlp(x, attended))
 
     def decode_step(
         self, x: jax.Array, cache: LayerCache, lengths: jax.Array, seq_lengths: jax.Array | None = None
@@ -255,7 +257,7 @@ class Decoder(Module):
             Logits of shape `[batch, length, vocab_size]`.
         """
         check_tokens("Decoder", tokens, self.config.vocab_size)
-        x = self._embedded(tokens, positions)
+        x = _constrained(self._embedded(tokens, positions))
         if isinstance(self.layers, ScanModule):
             x, _ = self._scanned(x, positions, mask)
         for block in self.tail if isinstance(self.layers, ScanModule) else self.layers:
@@ -374,6 +376,14 @@ def _mlp(config: DecoderConfig, options: dict[str, Any]) -> GatedMLP | MLP | MoE
         )
     mlp: Any = GatedMLP if config.gated else MLP
     return mlp(*sizes, config.features, activation=activation, use_bias=config.use_mlp_bias, **options)
+
+
+def _constrained(x: jax.Array) -> jax.Array:
+    """Returns features between layers, split by the rules in force.
+
+    Left alone, the compiler splits them like the parameters of FSDP, by features, and sums instead of gathering.
+    """
+    return with_logical_constraint(x, ("batch", "length", "embed"), fallback=RulesFallback.NO_CONSTRAINT)
 
 
 def _norm(config: DecoderConfig, features: int, options: dict[str, Any]) -> RMSNorm | LayerNorm:

@@ -1,8 +1,8 @@
 """Ready-made rule sets for the axis names of the built-in layers (see the table in this room's README).
 
-Each set ends with `(name, None)` for every parameter name, so an axis that does not divide, or whose mesh axis is
-already taken, stays whole and is not an error; `nnx.sharding_report` lists those axes. Put your own rules in front: the
-first one that fits wins.
+Each set ends with `(name, None)` for every name of a parameter and for "batch" and "length". So an axis that does not
+divide, or whose mesh axis is already taken, stays whole and is not an error; `nnx.sharding_report` lists axes that do
+not divide. Put your own rules in front: the first one that fits wins.
 """
 
 from nnx.sharding.rules import MeshAxes, Rule, Rules
@@ -12,7 +12,7 @@ PARAMETER_NAMES = ("expert", "heads", "mlp", "vocab", "embed", "in", "out", "hea
 
 _SPLIT_BY_TENSOR_PARALLELISM = ("heads", "mlp", "vocab", "out")
 _SPLIT_BY_FSDP = ("embed", "in", "mlp", "out", "vocab")  # in this order: one axis of each array is split
-_LEFT_WHOLE: Rules = tuple((name, None) for name in PARAMETER_NAMES)
+_LEFT_WHOLE: Rules = tuple((name, None) for name in (*PARAMETER_NAMES, "batch", "length"))
 
 
 def data_parallel_rules(data: MeshAxes = "data") -> Rules:
