@@ -26,6 +26,7 @@ from nnx.core.variables import Intermediate
 from nnx.nn.attention_kernel import Implementation, Window, attention_implementation, fusion_obstacle
 from nnx.nn.masks import positions_visible
 from nnx.nn.settings import PromoteDtype, compiled_body, default_promote_dtype
+from nnx.sharding.explicit import heads_like
 
 WRONG_LENGTHS = "dot_product_attention: expected {name} of shape {expected}, one per row, got {got}."
 NO_DROPOUT_KEY = (
@@ -128,6 +129,7 @@ def dot_product_attention(
         if lengths is not None and lengths.shape != batch:
             raise ValueError(WRONG_LENGTHS.format(name=name, expected=batch, got=lengths.shape))
 
+    key, value = heads_like(query, key, value)
     check_dropout_rate("dot_product_attention", dropout_rate)
     dropout = dropout_rate > 0.0 and not deterministic
     if dropout and dropout_rng is None:

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nnx.core.context import Context
+from nnx.core.context import Context, streams_of
 from nnx.core.dict_sequence import accepts_ctx
 from nnx.core.module import Module
 from nnx.core.variables import Param
 from nnx.nn.cell_base import RNNCellBase
 from nnx.nn.checks import shape_of
+from nnx.sharding.explicit import is_split, with_types
+from nnx.transforms.eval_shape import eval_shape
 from nnx.transforms.scan import scan
 
 NO_TIME_AXIS = (
@@ -133,6 +135,8 @@ class RNN(Module):
         if seq_lengths is not None and seq_lengths.shape != batch:
             raise ValueError(WRONG_LENGTHS.format(expected=batch, inputs=inputs.shape, got=seq_lengths.shape))
         carry = self.cell.initialize_carry(steps.shape[1:], ctx) if initial_carry is None else initial_carry
+        if steps.shape[0] and is_split((steps, self.cell.get_state())):
+            carry = with_types(carry, _carry_types(self.cell, carry, steps[0], ctx))
 
         run = scan(
             _step,
@@ -153,6 +157,13 @@ class RNN(Module):
         if time_axis:
             outputs = jax.tree.map(lambda y: jnp.moveaxis(y, 0, time_axis), outputs)
         return (carry, outputs) if return_carry else outputs
+
+
+def _carry_types(cell: Any, carry: Any, x: jax.Array, ctx: Context | None) -> Any:
+    """Returns how the cell splits its carry on explicit mesh axes, where a loop has to start with the same types."""
+    if ctx is not None:  # the same streams, but none of the keys of this Context is drawn
+        ctx = ctx.definition().merge({name: stream.key for name, stream in streams_of(ctx).items()})
+    return eval_shape(lambda cell, carry, x, ctx: _step(cell, carry, (x, None), None, ctx)[0], cell, carry, x, ctx)
 
 
 def _step(

@@ -5,6 +5,7 @@ Manual axes (inside a shard_map) are left out, because the array there already i
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx.core.variables import with_metadata
 from nnx.sharding.axes import aligned_names, axis_names
-from nnx.sharding.rules import AnyMesh, Rules, RulesFallback, RulesLike, as_rules, resolve
+from nnx.sharding.rules import AnyMesh, Rules, RulesFallback, RulesLike, as_rules, names_in, resolve
 
 
 def with_logical_constraint(
@@ -27,7 +28,8 @@ def with_logical_constraint(
 ) -> Any:
     """Returns the same array, split as the rules say for these axis names.
 
-    Without a mesh or without rules, returns `x` itself.
+    Without a mesh or without rules, returns `x` itself. If no rule has any of the names, warns that every device gets
+    the whole array.
 
     Args:
         x: an array, or a pytree of arrays that all have these axes.
@@ -48,7 +50,34 @@ def with_logical_constraint(
     mesh = current_mesh(mesh)
     if names is None or mesh is None or not rules:
         return x
+    _note_names(names_in(axis_names(names)), rules, mesh, fallback)
     return jax.tree.map(lambda leaf: _constrain(leaf, names, rules, mesh, fallback), x)
+
+
+_MAX_RULE_SETS = 64
+_constrained: dict[Rules, set[str]] = {}  # by the rules in force; a set per program, in practice
+
+
+def constrained_names(rules: Rules) -> frozenset[str]:
+    """Returns the axis names that `with_logical_constraint` was called with under these rules, in this process."""
+    return frozenset(_constrained.get(rules, ()))
+
+
+def _note_names(names: tuple[str, ...], rules: Rules, mesh: Any, fallback: RulesFallback) -> None:
+    """Notes the names of a constraint for `sharding_report`; warns if no rule knows any of them."""
+    if rules not in _constrained:
+        if len(_constrained) >= _MAX_RULE_SETS:
+            _constrained.pop(next(iter(_constrained)), None)
+        _constrained[rules] = set()
+    _constrained[rules].update(names)
+    unsharded = fallback is RulesFallback.AXIS_IS_UNSHARDED
+    if names and unsharded and mesh.size > 1 and not {name for name, _ in rules}.intersection(names):
+        warnings.warn(MATCHES_NOTHING.format(names=names, rules=rules), UserWarning, stacklevel=3)
+
+
+MATCHES_NOTHING = """with_logical_constraint: no rule has any of the axis names {names}, so every device gets the \
+whole array. The rules are {rules}. Add a rule for one of the names, (name, None) if this is intended, or pass \
+fallback=nnx.RulesFallback.NO_CONSTRAINT to leave the array to the compiler."""
 
 
 def with_logical_partitioning(

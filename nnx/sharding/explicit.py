@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -57,6 +58,43 @@ def with_automatic_axes(fn: Callable[..., Array], like: Array) -> Callable[..., 
     sharding = jax.typeof(like).sharding
     auto_axes: Any = jax.sharding.auto_axes
     return auto_axes(fn, out_sharding=sharding) if any(sharding.spec) else fn
+
+
+def heads_like(query: Array, *others: Array) -> tuple[Array, ...]:
+    """Returns keys and values that can be paired with the queries, `[..., heads, head_dim]`, on explicit axes.
+
+    If the mesh splits the heads of the queries and cannot split the fewer ones of the keys the same way, each key head
+    is repeated for its query heads, and every device keeps those of its own queries.
+    """
+    split = jax.typeof(query).sharding.spec[-2]
+    if split is None:
+        return others
+    return tuple(other if jax.typeof(other).sharding.spec[-2] == split else _repeated(other, query) for other in others)
+
+
+def _repeated(x: Array, query: Array) -> Array:
+    sharding = jax.typeof(x).sharding
+    *outer, _, last = sharding.spec
+    heads = query.shape[-2]
+    whole = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*outer, None, last)))
+    groups = jnp.broadcast_to(whole[..., :, None, :], (*x.shape[:-1], heads // x.shape[-2], x.shape[-1]))
+    repeated = jnp.reshape(groups, (*x.shape[:-2], heads, x.shape[-1]))
+    split = jax.typeof(query).sharding
+    return jax.sharding.reshard(repeated, NamedSharding(split.mesh, PartitionSpec(*outer, split.spec[-2], last)))
+
+
+def is_split(tree: Any) -> bool:
+    """Whether an array of a tree is split over explicit axes."""
+    return any(any(jax.typeof(leaf).sharding.spec) for leaf in jax.tree.leaves(tree))
+
+
+def with_types(tree: Any, types: Any) -> Any:
+    """Returns arrays that are split like those described by `jax.ShapeDtypeStruct`s, as a loop's carry has to be."""
+
+    def split(x: Any, like: Any) -> Any:
+        return x if like.sharding is None else jax.sharding.reshard(x, like.sharding)
+
+    return jax.tree.map(split, tree, types)
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Placement: putting a Module onto a mesh, or building it there from the start."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -8,11 +9,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from nnx.core.context import Context
+from nnx.core.context import Context, streams_of
 from nnx.core.module import Module
 from nnx.core.pure import Pure
 from nnx.core.repr import short
 from nnx.sharding.defaults import name_axes
+from nnx.sharding.findings import left_whole
+from nnx.sharding.report import sharding_report
 from nnx.sharding.rules import RulesLike, as_rules, logical_axis_rules
 from nnx.sharding.specs import logical_to_mesh_sharding
 
@@ -23,7 +26,7 @@ def shard(model: T, mesh: Mesh | None = None, rules: RulesLike = None) -> T:
     """Places a Module on a mesh, in place: every array is split as the rules say for its axis names.
 
     Variables without names get the default names of their layer (`nnx.name_axes`). Arrays that have no name at all are
-    replicated on every device.
+    replicated on every device; if they are large, a warning lists them.
 
     Args:
         model: a Module, which is changed in place; or a State, TrainState or other pytree, which is copied.
@@ -46,9 +49,10 @@ def shard(model: T, mesh: Mesh | None = None, rules: RulesLike = None) -> T:
     mesh = _concrete(mesh)
     if mesh is None:
         return model
-    if not isinstance(model, Module):
-        return _put(model, logical_to_mesh_sharding(model, mesh, rules))
     shardings = logical_to_mesh_sharding(model, mesh, rules)
+    _warn_of_findings(model, mesh, rules)
+    if not isinstance(model, Module):
+        return _put(model, shardings)
     state = model.get_state()
     placed = _put(state, shardings)
     model.update_state(placed)
@@ -60,15 +64,16 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: RulesL
     """Builds a Module that is split over a mesh from the start: none of its arrays is ever whole on one device.
 
     The constructor is traced for its shapes first, and then compiled with the shardings that follow from them. The
-    values are those the constructor makes on one device. At its peak, a CPU device holds three times its part of the
-    largest array in addition to the parts it keeps, for the random bits; the one GPU that was measured needed no more.
+    values are those of `build(ctx)`, bit for bit, and the Context has drawn the same keys afterward. At its peak, a CPU
+    device holds three times its part of the largest array in addition to the parts it keeps, for the random bits; the
+    one GPU that was measured needed no more.
     An optimizer or average built along with the model is split like the parameters it belongs to.
 
     Args:
         build: a function of a Context that returns the Module, or a TrainState or other pytree. It is traced twice.
         mesh: the mesh to build on, or None for that of `jax.set_mesh`. If there is none, `build` is simply called.
         rules: the rules to use, also inside `build`; None for those of `logical_axis_rules`.
-        ctx: the Context to build with. It is forked, so it can be used again afterwards.
+        ctx: the Context to build with.
 
     Returns:
         The result of `build`, placed on the mesh.
@@ -88,10 +93,18 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: RulesL
     mesh = _concrete(mesh)
     if mesh is None:
         with logical_axis_rules(rules):
-            return build(ctx.fork())
+            return build(ctx)
+    ctx.check_level("...")
+    streams, definition = streams_of(ctx), ctx.definition()
+    counts = {name: stream.count for name, stream in streams.items()}
+    drawn: dict[str, int] = {}
 
-    def make(pure_ctx: Any) -> Any:
-        built = build(pure_ctx.merge())
+    def make(keys: Any) -> Any:
+        inner = definition.merge(keys)
+        for name, stream in streams_of(inner).items():
+            stream.count = counts[name]
+        built = build(inner)
+        drawn.update({name: stream.count for name, stream in streams_of(inner).items()})
         if isinstance(built, Module):
             return name_axes(built).partition()
         if any(isinstance(leaf, Module) for leaf in jax.tree.leaves(built)):
@@ -100,15 +113,32 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: RulesL
 
     # With explicit axes every value would be computed whole before it is split, so the partitioner decides here.
     automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    pure_ctx = jax.tree.map(lambda key: _onto(automatic, key), ctx.partition())
+    keys = {name: _onto(automatic, stream.key) for name, stream in streams.items()}
     with jax.set_mesh(automatic), logical_axis_rules(rules):
-        abstract = jax.eval_shape(make, pure_ctx)
+        abstract = jax.eval_shape(make, keys)
         shardings = logical_to_mesh_sharding(abstract, automatic, rules)
+        _warn_of_findings(abstract, automatic, rules)
         options = ONE_ARRAY_AFTER_ANOTHER.get(automatic.devices.flat[0].platform)
-        built = jax.jit(make, out_shardings=shardings, compiler_options=options)(pure_ctx)
+        built = jax.jit(make, out_shardings=shardings, compiler_options=options)(keys)
     built = _put(built, logical_to_mesh_sharding(abstract, mesh, rules))
+    for name, stream in streams.items():
+        stream.count = drawn[name]
     return built.merge() if isinstance(built, Pure) else built
 
+
+def _warn_of_findings(model: Any, mesh: Mesh, rules: RulesLike) -> None:
+    """Warns once of everything that is probably not what the rules were meant to do."""
+    if mesh.size == 1:
+        return
+    report = sharding_report(model, mesh, rules)
+    if left_whole(report.rows, report.mesh_shape, report.rules):
+        lines = "\n".join(f"- {finding}" for finding in report.findings)
+        warnings.warn(LOOK_AT_THE_REPORT.format(findings=lines), UserWarning, stacklevel=3)
+
+
+LOOK_AT_THE_REPORT = """Large arrays of this model are not split:
+{findings}
+See nnx.sharding_report(model, mesh, rules). To leave an axis whole on purpose, add the rule (name, None)."""
 
 ONE_ARRAY_AFTER_ANOTHER = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
 """Compiler options by platform. By default a CPU draws all arrays at once and needs scratch space for all of them."""

@@ -9,7 +9,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from nnx.core.sizes import size_in_bytes
-from nnx.sharding.constraints import current_mesh
+from nnx.sharding.constraints import constrained_names, current_mesh
+from nnx.sharding.findings import find, size_text
 from nnx.sharding.rules import AnyMesh, Rules, RulesLike, as_rules, resolve
 from nnx.sharding.specs import map_named
 
@@ -54,11 +55,16 @@ class ShardingReport:
         rows: the arrays, one row each.
         mesh_shape: the size of every mesh axis; empty if there is no mesh.
         rules: the rules that were tried.
+        findings: what deserves a look: rules, mesh axes and names in constraints that have no effect, large arrays that
+            every device holds as a whole, and pairs of `Linear`s that tensor parallelism gathers between.
+        device_memory: the bytes of memory of one device, if known.
     """
 
     rows: tuple[ShardingRow, ...]
     mesh_shape: Mapping[str, int]
     rules: Rules
+    findings: tuple[str, ...] = ()
+    device_memory: int | None = None
 
     @property
     def bytes(self) -> int:
@@ -71,13 +77,19 @@ class ShardingReport:
         return sum(row.bytes_per_device for row in self.rows)
 
     @property
+    def free_per_device(self) -> int | None:
+        """The memory of a device that is left for gradients, activations and buffers, negative if the model does not
+        fit; None if the memory is not known."""
+        return None if self.device_memory is None else self.device_memory - self.bytes_per_device
+
+    @property
     def errors(self) -> dict[str, tuple[str, ...]]:
         """The reasons why `nnx.shard` would fail, by path."""
         return {row.path: row.errors for row in self.rows if row.errors}
 
     @property
     def notes(self) -> dict[str, tuple[str, ...]]:
-        """The axes that could not be divided, or whose mesh axis was already claimed, by path."""
+        """The axes that a rule would split but could not, by path."""
         return {row.path: row.notes for row in self.rows if row.notes}
 
     def __str__(self) -> str:
@@ -87,20 +99,33 @@ class ShardingReport:
         return "\n".join([lines[0], rule, *lines[1:], rule, self._summary(), *self._remarks()])
 
     def _summary(self) -> str:
-        total, devices = _size(self.bytes), math.prod(self.mesh_shape.values())
+        total, devices = size_text(self.bytes), math.prod(self.mesh_shape.values())
         if not self.mesh_shape:
             return f"{total} in {len(self.rows)} arrays; no mesh, so nothing is split"
         axes = " × ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
-        return (
-            f"{total} in {len(self.rows)} arrays on {devices} devices ({axes}): {_size(self.bytes_per_device)} on each"
-        )
+        parts = f"{size_text(self.bytes_per_device)} on each"
+        return f"{total} in {len(self.rows)} arrays on {devices} devices ({axes}): {parts}{self._fit(devices)}"
+
+    def _fit(self, devices: int) -> str:
+        if self.device_memory is None or self.free_per_device is None:
+            return ""
+        memory = size_text(self.device_memory)
+        if self.free_per_device >= 0:
+            return f" of {memory}, which leaves {size_text(self.free_per_device)} for everything else"
+        least = math.ceil(self.bytes / self.device_memory)
+        if least > devices:
+            return f", but they have {memory}: even fully split, this takes at least {least} devices"
+        return f", but they have {memory}: fully split, {size_text(-(-self.bytes // devices))} on each would fit"
 
     def _remarks(self) -> list[str]:
         errors = [f"! {path}: {text}" for path, texts in self.errors.items() for text in texts]
-        return errors + [f"* {path}: {text}" for path, texts in self.notes.items() for text in texts]
+        notes = [f"* {path}: {text}" for path, texts in self.notes.items() for text in texts]
+        return [*errors, *notes, *(f"? {text}" for text in self.findings)]
 
 
-def sharding_report(model: Any, mesh: AnyMesh | None = None, rules: RulesLike = None) -> ShardingReport:
+def sharding_report(
+    model: Any, mesh: AnyMesh | None = None, rules: RulesLike = None, *, device_memory: int | None = None
+) -> ShardingReport:
     """Reports how a model would be split over a mesh: names, mesh axes, bytes per device, and what could not be split.
 
     Nothing is allocated or placed. The model can be abstract (`nnx.eval_shape`), and so can the mesh
@@ -110,6 +135,8 @@ def sharding_report(model: Any, mesh: AnyMesh | None = None, rules: RulesLike = 
         model: a Module, State, TrainState or other pytree, of arrays or `jax.ShapeDtypeStruct`s.
         mesh: the mesh to plan for; by default that of `jax.set_mesh`.
         rules: the rules to use; by default those of `logical_axis_rules`.
+        device_memory: the bytes of memory of one device, to see what fits; by default what the devices of the mesh
+            say, if it has devices and they know.
 
     Returns:
         The report, whose `str` is a table.
@@ -135,7 +162,17 @@ def sharding_report(model: Any, mesh: AnyMesh | None = None, rules: RulesLike = 
         rows.append(ShardingRow(path, shape, dtype, names, resolution.spec, shard_shape, on_each, errors, notes))
 
     map_named(add, model)
-    return ShardingReport(tuple(rows), mesh_shape, rules)
+    findings = find(rows, mesh_shape, rules, constrained_names(rules)) if mesh_shape else []
+    memory = _memory_of(mesh) if device_memory is None else device_memory
+    return ShardingReport(tuple(rows), mesh_shape, rules, tuple(findings), memory)
+
+
+def _memory_of(mesh: Any) -> int | None:
+    """Returns the memory of the smallest device of this process; None if it is not known, as on a CPU."""
+    if not isinstance(mesh, jax.sharding.Mesh):
+        return None
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    return min((entry["bytes_limit"] for entry in stats if "bytes_limit" in entry), default=None)
 
 
 def _is_number(leaf: Any) -> bool:
@@ -155,7 +192,7 @@ def _cells(row: ShardingRow) -> tuple[str, ...]:
         str(row.dtype),
         _axes(row.logical_axes),
         _axes(tuple(row.mesh_axes)),
-        _size(row.bytes_per_device),
+        size_text(row.bytes_per_device),
         "!" if row.errors else "*" if row.notes else "",
     )
 
@@ -168,11 +205,3 @@ def _axes(names: Sequence[Any]) -> str:
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-
-
-def _size(count: int) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count} B" if unit == "B" else f"{count:.1f} {unit}"
-        count = count / 1024  # type: ignore[assignment]
-    raise AssertionError("the last unit returns")

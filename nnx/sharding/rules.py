@@ -129,7 +129,8 @@ class Resolution:
     Attributes:
         spec: the mesh axes of the array.
         errors: the reasons why the array cannot be placed.
-        notes: the names that have a rule but got no mesh axis, and why.
+        notes: the names that have a rule but got no mesh axis, and why. A mesh axis that splits another dimension is
+            a reason only if no later rule decides the name.
         without_rule: the names that no rule decided.
     """
 
@@ -156,21 +157,22 @@ def resolve(
     """
     yields = isinstance(names, PartialAxes)
     names = axis_names(names)
-    flat = [name for entry in names for name in _entry_names(entry)]
+    flat = names_in(names)
     repeated = sorted({name for name in flat if flat.count(name) > 1})
     if repeated:
         return Resolution(PartitionSpec(), (REPEATED_NAME.format(name=repeated[0], names=names),))
     if shape is not None and len(names) > len(shape):
         text = TOO_MANY_NAMES.format(names=names, count=len(names), shape=tuple(shape), rank=len(shape))
         return Resolution(PartitionSpec(), (text,))
-    place = {name: (axis, entry) for axis, entry in enumerate(names) for name in _entry_names(entry)}
+    place = {name: (axis, entry) for axis, entry in enumerate(names) for name in names_in_entry(entry)}
     given: dict[str, tuple[str, ...] | None] = {}  # the mesh axes of each name that is decided
     claimed: dict[str, str] = {}  # the name that has each mesh axis
-    refusals: dict[str, list[str]] = {}  # per name, the rules that could not be applied
+    refusals: dict[str, list[str]] = {}  # per name, the rules whose mesh axis does not divide
+    crowded: dict[str, list[str]] = {}  # per name, the rules whose mesh axis splits another dimension; often intended
     unfit: dict[str, str] = {}  # refusals that are errors, unless a later rule decides the name
     unknown: list[str] = []
     for rule in rules:
-        name, axes = rule[0], _mesh_axes(rule[1])
+        name, axes = rule[0], mesh_axes_of(rule[1])
         if name not in place or name in given:
             continue
         if not axes:
@@ -180,7 +182,7 @@ def resolve(
         taken = next((mesh_axis for mesh_axis in axes if mesh_axis in claimed), None)
         if taken is not None:
             text = CLAIMED_TWICE.format(axis=axis, name=name, mesh_axis=taken, other=claimed[taken], rule=rule)
-            refusals.setdefault(name, []).append(text)
+            crowded.setdefault(name, []).append(text)
             continue
         if mesh_shape is not None:
             missing = next((mesh_axis for mesh_axis in axes if mesh_axis not in mesh_shape), None)
@@ -189,7 +191,7 @@ def resolve(
                 continue
             if shape is not None:
                 # One dimension can have several names, whose mesh axes divide it together.
-                shared = [a for other in _entry_names(entry) if other != name for a in given.get(other) or ()]
+                shared = [a for other in names_in_entry(entry) if other != name for a in given.get(other) or ()]
                 parts = math.prod(mesh_shape[a] for a in (*shared, *axes))
                 if shape[axis] % parts:
                     text = DOES_NOT_DIVIDE.format(
@@ -205,7 +207,10 @@ def resolve(
     return Resolution(
         PartitionSpec(*(_assigned(entry, given) for entry in names)),
         errors,
-        tuple(text for name, texts in refusals.items() for text in texts if not given.get(name)),
+        (
+            *(text for name, texts in refusals.items() for text in texts if not given.get(name)),
+            *(text for name, texts in crowded.items() for text in texts if name not in given),
+        ),
         tuple(name for name in flat if name not in given),
     )
 
@@ -234,19 +239,26 @@ DOES_NOT_DIVIDE = (
 LEAVE_IT_WHOLE = "Change the size, or add the rule ({name!r}, None) after it to leave such axes whole."
 
 
-def _entry_names(entry: Any) -> tuple[str, ...]:
+def names_in(names: Iterable[Any]) -> tuple[str, ...]:
+    """Returns the axis names in the entries of a `sharding`, one after another."""
+    return tuple(name for entry in names for name in names_in_entry(entry))
+
+
+def names_in_entry(entry: Any) -> tuple[str, ...]:
+    """Returns the axis names in one entry: none, one, or several."""
     names = entry if isinstance(entry, tuple) else (entry,)
     return tuple(name for name in names if isinstance(name, str))
 
 
-def _mesh_axes(axes: MeshAxes) -> tuple[str, ...]:
+def mesh_axes_of(axes: MeshAxes) -> tuple[str, ...]:
+    """Returns the mesh axes of a rule as a tuple."""
     return () if axes is None else (axes,) if isinstance(axes, str) else axes
 
 
 def _assigned(entry: Any, given: Mapping[str, tuple[str, ...] | None]) -> Any:
     if entry is PartitionSpec.UNCONSTRAINED:
         return entry
-    axes = tuple(axis for name in _entry_names(entry) for axis in given.get(name) or ())
+    axes = tuple(axis for name in names_in_entry(entry) for axis in given.get(name) or ())
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 

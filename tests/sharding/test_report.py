@@ -71,6 +71,56 @@ def test_the_text_is_a_table():
     assert any(line.startswith("* odd: axis 0") for line in lines)
 
 
+def test_mesh_axes_another_dimension_has_are_no_remark_if_a_rule_leaves_the_axis_whole():
+    model = nnx.eval_shape(lambda ctx: nnx.MLP(16, 64, 16, ctx=ctx), nnx.context(0))
+    report = nnx.sharding_report(model, AbstractMesh((8,), ("data",)), nnx.fsdp_rules())
+    assert not report.notes and not report.findings
+
+
+def test_rules_mesh_axes_and_names_in_constraints_without_effect_are_findings():
+    rules = [("embed", "data"), ("mpl", "data"), ("batch", "data"), ("sequence", "data")]
+    with jax.sharding.use_abstract_mesh(MESH):
+        jax.eval_shape(
+            lambda x: nnx.with_logical_constraint(x, ("batch", "sequence", "lenght"), rules), jnp.ones((4, 4, 2))
+        )
+    found = nnx.sharding_report(Model(), MESH, rules).findings
+    assert [text.split(",")[0] for text in found] == [
+        "no array has the axis name of the rule ('mpl'",
+        "no rule uses the mesh axis 'model' of size 2",
+        "no rule has the axis name 'lenght'",
+    ]
+    assert "? no rule uses the mesh axis 'model'" in str(nnx.sharding_report(Model(), MESH, rules))
+
+
+def test_large_arrays_that_no_rule_leaves_whole_on_purpose_are_findings():
+    def big(*names, rows=4096):
+        return nnx.Param(jax.ShapeDtypeStruct((rows, 2048), jnp.float32), names or None)
+
+    model = nnx.Dict(split=big("embed"), whole=big("norm"), odd=big("embed", rows=4098), none=big(), new=big("rows"))
+    rules = [("embed", "data"), ("embed", None), ("norm", None), ("x", "model")]
+    found = {text.split(":")[0]: text for text in nnx.sharding_report(model, MESH, rules).findings if "MiB" in text}
+    assert set(found) == {"odd", "none", "new"}
+    assert found["none"].endswith("32.0 MiB whole on each of 8 devices: it has no axis names.")
+    assert found["new"].endswith("no rule decides 'rows'.") and "no rule fits its sizes (4098, 2048)" in found["odd"]
+
+
+def test_the_memory_of_a_device_says_what_fits():
+    huge = nnx.Dict(
+        split=nnx.Param(jax.ShapeDtypeStruct((2**13, 2**15), jnp.float32), ("mlp", "embed")),
+        whole=nnx.Param(jax.ShapeDtypeStruct((2**13, 2**15), jnp.float32), ("norm", "norm2")),
+    )
+    rules = [*RULES, ("norm", None), ("norm2", None)]
+
+    def report(gib):
+        return nnx.sharding_report(huge, MESH, rules, device_memory=int(gib * 2**30))
+
+    assert report(2).free_per_device == 2**30 - 2**27
+    assert "1.1 GiB on each of 2.0 GiB, which leaves 896.0 MiB for everything else" in str(report(2))
+    assert "but they have 1.0 GiB: fully split, 256.0 MiB on each would fit" in str(report(1))
+    assert "even fully split, this takes at least 21 devices" in str(report(0.1))
+    assert nnx.sharding_report(huge, MESH, rules).free_per_device is None
+
+
 def test_it_works_on_abstract_models_of_any_size():
     huge = nnx.Dict(w=nnx.Param(jax.ShapeDtypeStruct((2**17, 2**15), jnp.bfloat16), ("mlp", "embed")))
     report = nnx.sharding_report(huge, MESH, RULES)

@@ -1,0 +1,121 @@
+"""Findings: what deserves a look before a model is split over a mesh.
+
+A *finding* is a sentence about something that has no effect although somebody wrote it (a rule, a mesh axis, the name
+in a constraint), about a large array that every device holds as a whole, or about layers that need more communication
+than they have to. An array that a rule leaves whole on purpose, `(name, None)`, is not a finding.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from nnx.sharding.rules import Rules, mesh_axes_of, names_in
+from nnx.sharding.rulesets import PARAMETER_NAMES
+
+LARGE = 16 << 20
+"""The bytes from which on an array that is left whole is a finding."""
+
+BUILT_IN_NAMES = frozenset((*PARAMETER_NAMES, "batch", "length", "layers"))
+"""Names of the built-in layers and rule sets. A rule for one of them is not a typo, even if this model lacks it."""
+
+UNMATCHED_RULE = "no array has the axis name of the rule {rule}, and no constraint so far has used it."
+IDLE_MESH_AXIS = "no rule uses the mesh axis {axis!r} of size {size}, so its devices all hold and compute the same."
+UNKNOWN_IN_CONSTRAINT = "no rule has the axis name {name!r}, which a constraint uses, so that axis is not split."
+LEFT_WHOLE = "{path}: {size} whole on each of {devices} devices: {reason}."
+NO_NAMES = "it has no axis names"
+NO_RULE = "no rule decides {names}"
+NO_FIT = "no rule fits its sizes {shape}"
+SPLIT_PAIR = """{first} and {second} are split by their outputs, so the features between them are gathered on every \
+device. If the second layer follows the first, let the class that holds them name the hidden axis, as nnx.MLP does: \
+logical_axes = {{"{up}/kernel": ("embed", "mlp"), "{up}/bias": ("mlp",), "{down}/kernel": ("mlp", "embed")}}."""
+
+
+class Row(Protocol):
+    """What findings need to know about one array; see `ShardingRow`."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def logical_axes(self) -> tuple[Any, ...]: ...
+    @property
+    def mesh_axes(self) -> Any: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def errors(self) -> tuple[str, ...]: ...
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+
+def find(rows: Sequence[Row], mesh_shape: Mapping[str, int], rules: Rules, constrained: Iterable[str]) -> list[str]:
+    """Returns the findings about a model on a mesh; none without a mesh, or if it has one device.
+
+    Args:
+        rows: the arrays of the model.
+        mesh_shape: the size of every mesh axis.
+        rules: the rules.
+        constrained: the names that constraints have used under these rules.
+    """
+    if math.prod(mesh_shape.values()) == 1:
+        return []
+    used = {name for row in rows for name in names_in(row.logical_axes)}
+    decided = {name for name, _ in rules}
+    constrained = set(constrained)
+    matched = used | constrained | BUILT_IN_NAMES
+    idle = set(mesh_shape) - {axis for _, axes in rules for axis in mesh_axes_of(axes)}
+    return [
+        *(UNMATCHED_RULE.format(rule=rule) for rule in rules if rule[1] and rule[0] not in matched),
+        *(IDLE_MESH_AXIS.format(axis=a, size=n) for a, n in mesh_shape.items() if a in idle and n > 1),
+        *(UNKNOWN_IN_CONSTRAINT.format(name=name) for name in sorted(constrained - decided - BUILT_IN_NAMES)),
+        *left_whole(rows, mesh_shape, rules),
+        *_split_pairs(rows),
+    ]
+
+
+def left_whole(rows: Sequence[Row], mesh_shape: Mapping[str, int], rules: Rules) -> list[str]:
+    """Returns the findings about large arrays that are not split, unless rules leave them whole on purpose."""
+    decided, found = {name for name, _ in rules}, []
+    devices = math.prod(mesh_shape.values())
+    for row in rows:
+        if row.bytes < LARGE or row.errors or any(row.mesh_axes):
+            continue
+        names = names_in(row.logical_axes)
+        undecided = [name for name in names if name not in decided]
+        if names and not undecided and not row.notes:
+            continue
+        no_rule = NO_RULE.format(names=", ".join(map(repr, undecided)))
+        reason = NO_NAMES if not names else no_rule if undecided else NO_FIT.format(shape=row.shape)
+        found.append(LEFT_WHOLE.format(path=row.path, size=size_text(row.bytes), devices=devices, reason=reason))
+    return found
+
+
+def _split_pairs(rows: Sequence[Row]) -> list[str]:
+    """Returns a finding for every two layers of a Module that widen and narrow again, both split by their outputs."""
+    by_parent: dict[str, list[Row]] = {}
+    for row in rows:
+        layer, _, name = row.path.rpartition("/")
+        if name == "kernel" and row.logical_axes[-2:] == ("in", "out") and any(row.mesh_axes[-1:]):
+            by_parent.setdefault(layer.rpartition("/")[0], []).append(row)
+    found = []
+    for layers in by_parent.values():
+        for up in layers:
+            wide, narrow = up.shape[-1], up.shape[-2]
+            down = next((row for row in layers if row.shape[-2:] == (wide, narrow) and wide > narrow), None)
+            if down is not None and down.mesh_axes[-1] == up.mesh_axes[-1]:
+                first, second = (row.path.rpartition("/")[0] for row in (up, down))
+                names = {"up": first.rpartition("/")[2], "down": second.rpartition("/")[2]}
+                found.append(SPLIT_PAIR.format(first=first, second=second, **names))
+    return found
+
+
+def size_text(count: float) -> str:
+    """Returns a number of bytes as text, in a unit that fits."""
+    if count < 1024:
+        return f"{count} B"
+    for unit in ("KiB", "MiB"):
+        count = count / 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} GiB"

@@ -1,0 +1,190 @@
+"""What test_layers_on_devices looks at: run with eight virtual devices, prints one JSON object."""
+
+import contextlib
+import json
+import sys
+import tempfile
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import nnx
+from benchmarks.plan_sharded import make_plan
+from nnx.models.decoder import DecoderBlock
+from tests.sharding.optimizer_checks import Layers
+from tests.sharding.programs import ROOT
+from tests.sharding.transformer import LanguageModel, collectives, mesh_of
+from tests.test_readme import python_blocks
+
+TENSOR = nnx.tensor_parallel_rules()
+BOTH = nnx.fsdp_tensor_parallel_rules()
+CONFIG = nnx.models.DecoderConfig(
+    model_type="llama",
+    vocab_size=64,
+    features=32,
+    hidden_features=64,
+    num_layers=1,
+    num_heads=8,
+    num_kv_heads=2,
+    max_length=8,
+)
+BRANCHES = {
+    "MLP": lambda ctx: nnx.MLP(32, 64, 32, ctx=ctx),
+    "GatedMLP": lambda ctx: nnx.GatedMLP(32, 64, ctx=ctx),
+    "attention": lambda ctx: nnx.MultiHeadAttention(8, 32, ctx=ctx),
+    "grouped attention": lambda ctx: nnx.MultiHeadAttention(8, 32, num_kv_heads=2, ctx=ctx),
+    "DecoderBlock": lambda ctx: DecoderBlock(CONFIG, False, ctx=ctx),
+    "Linear pair": lambda ctx: nnx.Sequence([nnx.Linear(32, 64, ctx=ctx), nnx.relu, nnx.Linear(64, 32, ctx=ctx)]),
+}
+
+
+def tensor_parallel_collectives() -> dict[str, Any]:
+    """The collectives of one call under tensor parallelism, and what the report says."""
+    mesh, found = mesh_of(("model", 8)), {}
+    x = jax.device_put(jnp.ones((2, 4, 32)), NamedSharding(mesh, P()))
+    for name, build in BRANCHES.items():
+        model = nnx.init_sharded(build, mesh, TENSOR, nnx.context(0))
+        text = nnx.jit(lambda model, x: model(x)).lower(model, x).compile().as_text()
+        found[name] = {"kinds": [kind for kind, _ in collectives(text)]}
+        found[name]["findings"] = nnx.sharding_report(model, mesh, TENSOR).findings
+    return found
+
+
+EXPLICIT = {
+    "grouped attention": (lambda ctx: nnx.MultiHeadAttention(8, 32, num_kv_heads=2, ctx=ctx), (4, 6, 32)),
+    "LSTM": (lambda ctx: nnx.RNN(nnx.LSTMCell(32, 16, ctx=ctx)), (4, 6, 32)),
+    "ConvLSTM": (lambda ctx: nnx.RNN(nnx.ConvLSTMCell(8, 16, (3,), ctx=ctx)), (4, 3, 5, 8)),
+}
+
+
+def squares(model: Any, x: Any) -> Any:
+    return (model(x) ** 2).mean()
+
+
+def explicit_layers() -> dict[str, Any]:
+    """Gradients on explicit axes next to those of one device, as the largest difference, and their types."""
+    mesh, found = mesh_of(("data", 2), ("model", 4), type=AxisType.Explicit), {}
+    for name, (build, shape) in EXPLICIT.items():
+        x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        expected = nnx.jit(nnx.grad(squares))(build(nnx.context(0)), x)
+        model = nnx.init_sharded(build, mesh, BOTH, nnx.context(0))
+        with jax.set_mesh(mesh):
+            grads = nnx.jit(nnx.grad(squares))(model, jax.device_put(x, NamedSharding(mesh, P("data"))))
+        pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True)
+        found[name] = {
+            "difference": max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs),
+            "types": all(
+                jax.typeof(grads[path].value) == jax.typeof(leaf.value) for path, leaf in model.get_state().items()
+            ),
+        }
+    return found
+
+
+def split_logits() -> list[float]:
+    """The loss of a decoder whose logits are split by the vocabulary: one device, automatic and explicit axes."""
+    build = lambda ctx: nnx.models.Decoder(CONFIG, ctx=ctx)  # noqa: E731
+    tokens = np.random.default_rng(0).integers(0, 64, (4, 8))
+
+    @nnx.jit
+    def loss(model, tokens):
+        logits = model(tokens)
+        return optax.softmax_cross_entropy(logits, jax.nn.one_hot(tokens, logits.shape[-1])).mean()
+
+    found = [float(loss(build(nnx.context(0)), tokens))]
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = mesh_of(("data", 2), ("model", 4), type=kind)
+        with jax.set_mesh(mesh):
+            model = nnx.init_sharded(build, mesh, BOTH, nnx.context(0))
+            found.append(float(loss(model, jax.device_put(tokens, NamedSharding(mesh, P("data"))))))
+    return found
+
+
+def same_numbers() -> dict[str, bool]:
+    """Whether a model built in parts has exactly the numbers of the one that its constructor makes."""
+    builds = {
+        "layers": lambda ctx: Layers(ctx=ctx),
+        "scanned": lambda ctx: LanguageModel(ctx=ctx),
+        "orthogonal": lambda ctx: nnx.LSTMCell(8, 16, ctx=ctx),
+    }
+    found = {}
+    for name, build in builds.items():
+        for kind in (AxisType.Auto, AxisType.Explicit)[: 2 if name == "orthogonal" else 1]:
+            mesh = mesh_of(("data", 2), ("model", 4), type=kind)
+            built = nnx.init_sharded(build, mesh, BOTH, nnx.context(0)).get_state()
+            pairs = zip(jax.tree.leaves(built), jax.tree.leaves(build(nnx.context(0)).get_state()), strict=True)
+            found[f"{name} {kind.name}"] = all(bool((np.asarray(a) == np.asarray(b)).all()) for a, b in pairs)
+    return found
+
+
+def restoring() -> dict[str, int]:
+    """Bytes of all arrays at the peak of a load, beyond the model itself: into an abstract and a sharded target."""
+    mesh, rules, count, size = mesh_of(("data", 8)), nnx.fsdp_rules(), 32, 512
+
+    class Stack(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.Sequence(
+                nnx.Dict(w=nnx.Param(jnp.ones((size, size)), ("embed", None))) for _ in range(count)
+            )
+
+    make, peak = jax.make_array_from_callback, [0]
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        array = make(*args, **kwargs)
+        peak[0] = max(peak[0], sum(x.nbytes for x in jax.live_arrays() if x.shape == (size, size)) - before)
+        return array
+
+    found: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        nnx.save(Path(folder) / "saved", Stack())
+        for name in ("abstract", "sharded"):
+            before, peak[0] = sum(x.nbytes for x in jax.live_arrays() if x.shape == (size, size)), 0
+            target = nnx.shard(nnx.eval_shape(Stack) if name == "abstract" else Stack(), mesh, rules)
+            with mock.patch.object(jax, "make_array_from_callback", recording):
+                nnx.load(Path(folder) / "saved", target)
+            found[name] = peak[0]
+            del target
+    return {**found, "model": count * size * size * 4}
+
+
+def warned() -> list[str]:
+    """The warnings of a model with a large array that a misspelled rule leaves whole, and of a constraint."""
+    mesh = mesh_of(("data", 8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        big = nnx.Dict(w=nnx.Param(jax.ShapeDtypeStruct((2048, 2048), jnp.float32), ("rows", None)))
+        nnx.shard(big, mesh, [("row", "data")])
+        nnx.with_logical_constraint(jnp.ones((8, 2)), ("bach", None), [("batch", "data")], mesh)
+        nnx.shard(big, mesh, [("rows", None)])
+    return [str(warning.message) for warning in caught]
+
+
+def plans() -> list[Any]:
+    """The memory of the arguments, and the collectives of one layer, of a planned step: with NNX and by hand."""
+    found = [make_plan("tiny", 8, by_hand) for by_hand in (False, True)]
+    return [[plan.arguments, plan.collectives] for plan in found]
+
+
+def guide() -> int:
+    """The number of devices that every block of the guide's page on sharding has run on; warnings are errors."""
+    page = ROOT / "docs" / "guide" / "sharding.md"
+    module = types.ModuleType("page_sharding")
+    sys.modules[module.__name__] = module
+    with warnings.catch_warnings(), contextlib.redirect_stdout(None):
+        warnings.simplefilter("error")
+        for line, code in python_blocks(page.read_text()):
+            exec(compile("\n" * line + code, str(page), "exec"), module.__dict__)
+    return module.__dict__["mesh"].size
+
+
+if __name__ == "__main__":
+    checks = (tensor_parallel_collectives, explicit_layers, split_logits, same_numbers, restoring, warned, plans, guide)
+    print(json.dumps({check.__name__: check() for check in checks}))
