@@ -16,10 +16,10 @@ import types
 import weakref
 from typing import Any
 
-from nnx.core.attributes import static_value
+from nnx.core.attributes import place, static_value
 from nnx.core.errors import NOTHING_TO_VIEW
 from nnx.core.kinds import SUBMODULE, is_static
-from nnx.core.module_info import ModuleBase, ModuleInfo, class_of, info_of, new_view, values_of
+from nnx.core.module_info import ModuleBase, ModuleInfo, class_of, info_of, is_view, new_view, values_of
 from nnx.core.paths import listing
 from nnx.core.versions import Version
 from nnx.core.walk import number_modules
@@ -119,7 +119,23 @@ class ViewInfo(ModuleInfo):
         return {name: self.shown(name, stored) for name, stored in values_of(self.source).items()}
 
     def stored(self, value: Any) -> Any:
-        """Returns what the source holds for a value that is assigned to the view: not a view of this graph."""
+        """Returns what the source holds for a value that is assigned to the view: the sources of views of this graph.
+
+        If the value is a new Module, the views that it holds are replaced as well.
+        """
+        if not isinstance(value, ModuleBase) or is_view(value):
+            return self._unviewed(value)
+        for module in number_modules((value,)).modules:
+            if not is_view(module):
+                for name, held in list(module.__dict__.items()):
+                    if self._unviewed(held) is not held:
+                        place(module, name, info_of(module).kinds[name], self._unviewed(held))
+        return value
+
+    def _unviewed(self, value: Any) -> Any:
+        if type(value) is types.MethodType:
+            owner = self._unviewed(value.__self__)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
         info = info_of(value) if isinstance(value, ModuleBase) else None
         return info.source if type(info) is ViewInfo and info.graph is self.graph else value
 

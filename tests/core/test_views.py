@@ -137,6 +137,15 @@ def test_what_is_set_through_the_view_is_set_in_the_model(model):
     assert len(model) == 2 and model[0] is model.again
 
 
+def test_the_model_never_comes_to_hold_its_view(model):
+    view = model.view(**MODES)
+    view.chosen = view[0].__call__
+    view.pair = [view[0], nnx.Dict(inner=view[1])]
+    assert model.chosen.__self__ is model[0] and view.chosen.__self__ is view[0]
+    assert model.pair[0] is model[0] and model.pair[1].inner is model[1]
+    assert view.pair[0] is view[0] and view.pair[1].inner is view[1]
+
+
 def test_the_attributes_of_the_view_are_its_own(model):
     view = model.view(**MODES)
     view[0].drop.deterministic = None

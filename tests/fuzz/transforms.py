@@ -125,6 +125,20 @@ def jit_method(f: Function) -> Function:
     return call
 
 
+@transform(same, 6, outermost=True)
+def jit_views(f: Function) -> Function:
+    step = nnx.jit(f)
+
+    def call(m: Any, n: Any, *args: Any) -> Any:
+        pair = nnx.Dict(m=m, n=n)
+        view = pair.view()  # of both together: a Module that they share has one view
+        originals = {id(viewed): module for viewed, module in zip(view.modules(), pair.modules(), strict=True)}
+        out = step(view.m, view.n, *args)
+        return jax.tree.map(lambda leaf: originals.get(id(leaf), leaf), out)
+
+    return call
+
+
 @transform(same, 8, stateless=True)
 def jit_stateless(f: Function) -> Function:
     return nnx.jit(f, stateful=False)
