@@ -83,7 +83,7 @@ class GPT(nnx.Module):
         )
         self.blocks = nnx.Scan(
             Block,
-            variable_axes={nnx.Param: 0},  # every layer has its own weights
+            variable_axes={...: 0},  # every layer has its own weights
             split_rngs=("params", "dropout"),
             length=config.layers,
             unroll=config.unroll,

@@ -93,7 +93,8 @@ def quantize(
 
     The layers remain the same objects with the same paths, and compute as before, up to rounding. The weight becomes
     integers, and a scale appears next to it (`kernel_scale`, or `embedding_scale`); both are `QuantizedParam`s, so
-    training with `wrt=nnx.Param` or `wrt=nnx.LoRAParam` leaves them alone. Biases and norms are not changed.
+    training with `wrt=nnx.Param` or `wrt=nnx.LoRAParam` leaves them alone. Biases, norms, convolutions and the experts
+    of `nnx.MoE` are not changed.
 
     Args:
         model: the model. An abstract one gets the shapes and dtypes of the result, for example to load it into.

@@ -34,6 +34,10 @@ def attributes(ctx: nnx.Context) -> None:
     assert_type(nnx.MultiHeadAttention(2, 8, ctx=ctx).query, nnx.LinearGeneral)
     assert_type(nnx.MultiHeadAttention(2, 8, ctx=ctx).cache, nnx.KVCache | None)
     assert_type(nnx.LoRALinear(3, 4, lora_rank=2, ctx=ctx).lora.lora_a, jax.Array)
+    assert_type(linear.kernel_scale, jax.Array | None)
+    assert_type(nnx.quantize(linear, bits=4, group_size=32, where="layers/*"), list[str])
+    assert_type(nnx.dequantize(linear, where=nnx.Linear), list[str])
+    nnx.quantize(linear, bits=3)  # pyright: ignore[reportArgumentType]
 
 
 def calls(ctx: nnx.Context, x: jax.Array, tokens: jax.Array) -> None:
