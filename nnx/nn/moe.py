@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.lax import PrecisionLike
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -23,7 +24,6 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.core.variables import Loss
-from nnx.nn.activation_names import named
 from nnx.nn.activations import silu
 from nnx.nn.checks import check_last_axis
 from nnx.nn.expert_parallel import exchange, manual_axis
@@ -104,8 +104,8 @@ def _experts(
     gate, up, down = kernels
     blocks = make_blocks(experts, gate.shape[0])
     x = to_blocks(x, blocks)
-    gated = named(block_dot(x, gate, blocks, precision), "mlp_hidden")
-    hidden = activation(gated) * named(block_dot(x, up, blocks, precision), "mlp_hidden")
+    gated = checkpoint_name(block_dot(x, gate, blocks, precision), "mlp_hidden")
+    hidden = activation(gated) * checkpoint_name(block_dot(x, up, blocks, precision), "mlp_hidden")
     return from_blocks(block_dot(hidden, down, blocks, precision), blocks)
 
 
@@ -139,7 +139,7 @@ def _mixture(
     else:
         out = exchange(run, rows, choices, gate.shape[0], axis, capacity_factor)
     out = out.reshape(*routing.weights.shape, -1)
-    return named(jnp.einsum("tko,tk->to", out, cast(routing.weights, out.dtype)), "mlp_out"), losses
+    return checkpoint_name(jnp.einsum("tko,tk->to", out, cast(routing.weights, out.dtype)), "mlp_out"), losses
 
 
 class MoE(Module):

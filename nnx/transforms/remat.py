@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, Unpack, overload
 
 import jax
@@ -17,6 +18,11 @@ from nnx.transforms.vmap import is_init_method
 
 NOT_A_POLICY = """nnx.remat: policy is the name of an activation to keep, a list of names, or a policy such as \
 jax.checkpoint_policies.dots_saveable; got {got!r}."""
+
+_recomputed: ContextVar[bool] = ContextVar("nnx_recomputed", default=False)
+
+is_recomputed: Callable[[], bool] = _recomputed.get
+"""Returns whether the running code is being traced for `nnx.remat`, where names of activations matter."""
 
 
 @overload
@@ -68,7 +74,11 @@ def remat(
     name = f"nnx.remat({target.name})"
 
     def trace(call: Call, cells: Any, data: Any, forks: Any) -> Any:
-        return run(body, call.signature, call.statics, cells, data, forks, name)
+        token = _recomputed.set(True)
+        try:
+            return run(body, call.signature, call.statics, cells, data, forks, name)
+        finally:
+            _recomputed.reset(token)
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = make_static(static, (*target.bound, *args), kwargs, target.name)
