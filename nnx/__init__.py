@@ -263,6 +263,9 @@ from nnx.inspection.train_log import TrainLog as TrainLog
 # isort: split
 # interop: other people's weights
 from nnx.interop.entries import checkpoint_entries as checkpoint_entries
+from nnx.interop.export import export as export
+from nnx.interop.exported import Exported as Exported
+from nnx.interop.exported import load_exported as load_exported
 from nnx.interop.safetensors import load_safetensors as load_safetensors
 from nnx.interop.safetensors import save_safetensors as save_safetensors
 from nnx.interop.torch_state_dict import load_torch_state_dict as load_torch_state_dict
@@ -323,7 +326,8 @@ __all__ = [
     "capture", "count_params", "display", "find_nans", "intercept", "NotFinite", "plot_metrics", "read_metrics",
     "summary", "tensorboard_sink", "TrainLog", "wandb_sink",
     # interop
-    "checkpoint_entries", "load_safetensors", "load_torch_state_dict", "save_safetensors",
+    "checkpoint_entries", "export", "Exported", "load_exported", "load_safetensors", "load_torch_state_dict",
+    "save_safetensors",
     # generation
     "generate",
 ]

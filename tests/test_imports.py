@@ -242,6 +242,7 @@ OPTIONAL = (
     "tokenizers",
     "jinja2",
     "tensorboardX",
+    "flatbuffers",
     "wandb",
 )
 

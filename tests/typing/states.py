@@ -74,6 +74,14 @@ def loading_returns_a_report(model: Tied, weights: dict[str, np.ndarray]) -> Non
     assert_type(nnx.load_torch_state_dict(model, {"embed": jnp.ones(2)}, strict=False).missing, list[str])
 
 
+def an_exported_program_is_callable(model: nnx.Linear, x: jax.Array) -> None:
+    nnx.export("model", model, x, platforms=("cpu",), symbolic_batch=True)
+    program = nnx.load_exported("model")
+    assert_type(program, nnx.Exported)
+    assert_type(program.weights, dict[str, jax.Array])
+    print(program(x))
+
+
 def mistakes(model: Tied, state: nnx.State) -> None:
     nnx.load_torch_state_dict({}, model)  # pyright: ignore[reportArgumentType]
     model.filter()  # pyright: ignore[reportCallIssue]
