@@ -14,42 +14,32 @@ from tests.models.published import GOLDEN, edited, golden_model, tiny_config, ti
 EXPERTS = {"model_type": "mixtral", "num_experts": 4, "num_selected": 2, "norm_epsilon": 1e-5}
 
 
-def train(model, tokens):
-    """The losses of the routers, and their gradient."""
-
-    def loss(model):
-        model(tokens)
-        losses = nnx.router_losses(model)
-        return losses.load_balancing + losses.z
-
-    return nnx.jit(nnx.value_and_grad(loss))(model.train())
-
-
-def test_a_scanned_model_has_the_losses_and_gradients_of_its_list_of_layers():
-    scanned = tiny_model(scan_layers=True, **EXPERTS)
+def test_a_scanned_model_has_the_losses_of_its_list_of_layers():
+    scanned = tiny_model(scan_layers=True, **EXPERTS).train()
     listed, tokens = scanned.unscanned(), tokens_for(scanned.config, 2, 6)
-    (value, grads), (expected, expected_grads) = train(scanned, tokens), train(listed, tokens)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    stacked = grads["layers/scan_module/layers/0/mlp/router"].value
-    for i in range(2):
-        np.testing.assert_allclose(stacked[i], expected_grads[f"layers/{i}/mlp/router"].value, rtol=1e-4, atol=1e-5)
-    assert scanned.layers.scan_module.layers[0].mlp.z_loss.shape == (2,)
+    for model in (scanned, listed):
+        nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
+    stored = scanned.layers.scan_module.layers[0].mlp.z_loss
+    np.testing.assert_allclose(stored, [block.mlp.z_loss for block in listed.layers], rtol=1e-5)
+    np.testing.assert_allclose(nnx.router_losses(scanned), nnx.router_losses(listed), rtol=1e-5)
+    assert (stored > 0).all()
 
 
 def test_losses_are_stored_in_training_only_and_never_by_decoding():
-    model = tiny_model(**EXPERTS)
+    model = tiny_model(**EXPERTS, num_layers=1)
     tokens = tokens_for(model.config, 1, 4)
-    model(tokens)
+    run = nnx.jit(lambda model, tokens: model(tokens))
+    run(model, tokens)
     assert nnx.router_losses(model).z == 0
-    model.train().decode(tokens, model.init_cache(1, 4))
+    nnx.jit(lambda model, *args: model.decode(*args))(model.train(), tokens, model.init_cache(1, 4))
     assert nnx.router_losses(model).z == 0
-    model(tokens)
+    run(model, tokens)
     assert nnx.router_losses(model).z > 0
 
 
-def test_a_model_in_training_is_saved_without_its_losses(tmp_path):
-    model = tiny_model(**EXPERTS).train()
-    model(tokens_for(model.config, 1, 4))
+def test_a_model_is_saved_without_its_losses(tmp_path):
+    model = tiny_model(**EXPERTS)
+    model.layers[1].mlp.z_loss = jnp.ones(())
     nnx.models.save_pretrained(model, tmp_path)
     again = nnx.models.from_pretrained(tmp_path, scan_layers=True)
     assert nnx.router_losses(again) == nnx.RouterLosses(0, 0)
@@ -58,11 +48,10 @@ def test_a_model_in_training_is_saved_without_its_losses(tmp_path):
     assert all(np.array_equal(written[path], read[path]) for path in written)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_generate_writes_what_transformers_does(name):
-    with np.load(GOLDEN / name / "golden.npz") as golden:
+def test_generate_writes_what_transformers_does():
+    with np.load(GOLDEN / "qwen3_moe" / "golden.npz") as golden:
         tokens, greedy = golden["tokens"], golden["greedy"]
-    out = nnx.generate(golden_model(name), jnp.asarray(tokens), max_new_tokens=8, temperature=0)
+    out = nnx.generate(golden_model("qwen3_moe"), jnp.asarray(tokens), max_new_tokens=8, temperature=0)
     np.testing.assert_array_equal(out, greedy[:, :8])
 
 

@@ -74,3 +74,5 @@ def published_models(ctx: nnx.Context, tokens: jax.Array) -> None:
     assert_type(model.decode(tokens, cache), tuple[jax.Array, nnx.DecoderCache])
     assert_type(model.unscanned().layers[0].attention, Any)
     assert_type(nnx.GatedMLP(4, 8, ctx=ctx).gate, nnx.Linear)
+    assert_type(nnx.MoE(4, 8, 4, 2, scores="sigmoid", ctx=ctx).gate, jax.Array)
+    assert_type(nnx.router_losses(nnx.MoE(4, 8, 4, 2, ctx=ctx)).z, jax.Array)
