@@ -52,8 +52,8 @@ _FILTERS: dict[str, tuple[int, float, Callable[[np.ndarray], np.ndarray] | None]
 def resize_image(image: np.ndarray, height: int, width: int, resample: str = "bilinear") -> np.ndarray:
     """Resizes an image with the arithmetic of Pillow, along the width and then along the height.
 
-    The bytes are those of Pillow, which always proceeded in this order up to version 11. Version 13 begins with the
-    height for some sizes, mostly when the height shrinks and the width grows, and rounds differently there.
+    The bytes are those of Pillow 11. Pillow 13 begins with the height for some sizes, mostly when the height shrinks
+    and the width grows, and rounds differently there.
 
     Args:
         image: bytes of shape `[height, width, channels]`.

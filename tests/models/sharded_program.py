@@ -14,7 +14,7 @@ from nnx.models.families import config_from_dict
 from nnx.models.pretrained import abstract_model, pending_tensor, values_by_path
 from nnx.models.registry import DECODERS
 from nnx.models.tables import links
-from tests.models.published import GOLDEN, GOLDENS, tokens_for
+from tests.models.published import GOLDEN, GOLDENS, encoder_outputs, golden_arrays, tokens_for
 
 RULES = {
     "tensor": nnx.tensor_parallel_rules("model"),
@@ -62,6 +62,23 @@ def small_models() -> dict:
             same = all(np.array_equal(listed[path].value, leaf.value) for path, leaf in whole.get_state().items())
             error = float(np.abs(out - expected).max() / np.abs(expected).max())
             found[f"{name} {setting}"] = {"error": error, "parts": parts, "same": same, "scanned": scanned}
+    return found
+
+
+def encoders() -> dict:
+    """For some goldens of encoders: how far the outputs of a sharded model are from those of `transformers`."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    found = {}
+    for name in ("bert_masked_lm", "vit_classifier", "clip", "resnet_classifier"):
+        inputs, expected = golden_arrays(name)
+        model = nnx.models.from_pretrained(GOLDEN / name, mesh=mesh, rules=RULES["both"])
+        out = encoder_outputs(model, inputs)
+        parts = {
+            path: [list(leaf.value.shape), list(leaf.value.addressable_shards[0].data.shape)]
+            for path, leaf in model.get_state().items()
+        }
+        errors = [np.abs(out[key] - expected[key]).max() / np.abs(expected[key]).max() for key in expected]
+        found[name] = {"error": float(np.max(errors)), "parts": parts}
     return found
 
 
@@ -123,7 +140,7 @@ def large_model(fields: dict) -> dict:
 
 if __name__ == "__main__":
     if sys.argv[1] == "small":
-        result = small_models()
+        result = {**small_models(), **encoders()}
     else:
         result = {"8B": large_model(LLAMA_8B), "70B": large_model(LLAMA_70B)}
         result["peak bytes"] = peak()

@@ -48,6 +48,21 @@ def test_parameters_are_really_split(small):
     assert part(small, "qwen3", "both", "head/kernel") == ([32, 96], [8, 48])
 
 
+@pytest.mark.parametrize(
+    ("name", "path", "part"),
+    [
+        ("bert_masked_lm", "encoder/embed/embedding", ([60, 24], [30, 6])),
+        ("bert_masked_lm", "encoder/layers/0/attention/query/kernel", ([24, 4, 6], [6, 2, 6])),
+        ("vit_classifier", "encoder/embed/patches/kernel", ([3, 3, 3, 24], [3, 3, 3, 6])),
+        ("clip", "text/layers/1/mlp/layers/0/kernel", ([16, 40], [4, 20])),
+        ("resnet_classifier", "encoder/stages/0/0/layers/2/conv/kernel", ([1, 1, 4, 16], [1, 1, 1, 8])),
+    ],
+)
+def test_a_sharded_encoder_is_split_and_computes_the_same(small, name, path, part):
+    assert small[name]["error"] < 1e-4
+    assert tuple(small[name]["parts"][path]) == part
+
+
 class TestLargeModels:
     def test_8b_and_70b_are_planned_in_less_than_a_gigabyte(self, large):
         assert large["8B"]["parameters"] == 8_030_261_248 and large["8B"]["bytes"] == 2 * 8_030_261_248
