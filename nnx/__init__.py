@@ -230,6 +230,8 @@ from nnx.training.checkpoint import CheckpointEntry as CheckpointEntry
 from nnx.training.checkpoint import load as load
 from nnx.training.checkpoint import save as save
 from nnx.training.checkpoint_manager import CheckpointManager as CheckpointManager
+from nnx.training.dynamic_scale import DynamicScale as DynamicScale
+from nnx.training.early_stopping import EarlyStopping as EarlyStopping
 from nnx.training.ema import EMA as EMA
 from nnx.training.ema import EmaState as EmaState
 from nnx.training.manifest import CheckpointError as CheckpointError
@@ -319,9 +321,9 @@ __all__ = [
     "soft_sign", "softmax", "softplus", "sparse_plus", "sparse_sigmoid", "SpectralNorm", "squareplus", "standardize",
     "swish", "tanh", "Upsample", "WeightNorm", "YaRNScaling",
     # training
-    "Accuracy", "Average", "CheckpointEntry", "CheckpointError", "CheckpointManager", "EMA", "EmaState", "load",
-    "Metric", "MetricState", "MultiMetric", "Optimizer", "OptState", "prefetch", "save", "Statistics", "TrainState",
-    "Welford",
+    "Accuracy", "Average", "CheckpointEntry", "CheckpointError", "CheckpointManager", "DynamicScale", "EarlyStopping",
+    "EMA", "EmaState", "load", "Metric", "MetricState", "MultiMetric", "Optimizer", "OptState", "prefetch", "save",
+    "Statistics", "TrainState", "Welford",
     # inspection
     "capture", "count_params", "display", "find_nans", "intercept", "NotFinite", "plot_metrics", "read_metrics",
     "summary", "tensorboard_sink", "TrainLog", "wandb_sink",

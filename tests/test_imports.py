@@ -242,7 +242,6 @@ OPTIONAL = (
     "tokenizers",
     "jinja2",
     "tensorboardX",
-    "flatbuffers",
     "wandb",
 )
 

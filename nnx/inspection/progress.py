@@ -4,18 +4,34 @@ import time
 from collections import deque
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, TextIO, cast
+from typing import Any, NamedTuple, TextIO, cast
 
 from nnx.inspection.metrics_file import Record
 
 WINDOW = 50  # the number of calls over which the rate is measured
 
 
+THROUGHPUT = ("tokens_per_second", "flops_per_second", "mfu")
+"""The fields of a record that a Progress computes."""
+
+
+class Work(NamedTuple):
+    """What one step does: tokens and floating-point operations, and how many of these the devices can do per second."""
+
+    tokens: float | None = None
+    flops: float | None = None
+    peak_flops: float | None = None
+
+
+NO_WORK = Work()
+
+
 class Progress:
     """The steps done, their rate and the time left."""
 
-    def __init__(self, total: int | None):
+    def __init__(self, total: int | None, work: Work = NO_WORK):
         self.total = total
+        self.work = work
         self.done: int = 0
         self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW)
 
@@ -42,14 +58,41 @@ class Progress:
         rate = self.rate
         return None if self.total is None or not rate else (self.total - self.done) / rate
 
+    def throughput(self) -> dict[str, float]:
+        """Returns the tokens and operations per second and the model FLOPs utilization, as far as they are known."""
+        rate, (tokens, flops, peak) = self.rate, self.work
+        if not rate:
+            return {}
+        values = (
+            tokens and tokens * rate,
+            flops and flops * rate,
+            flops and peak and flops * rate / peak,
+        )
+        return {name: value for name, value in zip(THROUGHPUT, values, strict=True) if value is not None}
+
     def __str__(self) -> str:
         rate, left = self.rate, self.seconds_left
         texts = []
         if rate:
             texts.append(f"{rate:,.0f} steps/s" if rate >= 100 else f"{rate:.3g} steps/s")
+        done = self.throughput()
+        if "tokens_per_second" in done:
+            texts.append(f"{done['tokens_per_second']:,.0f} tokens/s")
+        if "mfu" in done:
+            texts.append(f"{done['mfu']:.1%} MFU")
+        elif "flops_per_second" in done:
+            texts.append(f"{_short(done['flops_per_second'])}FLOP/s")
         if left:
             texts.append(f"{duration(left)} left")
         return "  ".join(texts)
+
+
+def _short(value: float) -> str:
+    """Returns a number with three digits and the prefix for the unit that follows, e.g. `12.3 k` or `1.2 T`."""
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}"
+    return f"{value:.3g} "
 
 
 def duration(seconds: float) -> str:
@@ -61,7 +104,7 @@ def duration(seconds: float) -> str:
 
 def metrics_text(record: Record) -> str:
     """Returns the metrics of a record in one line."""
-    shown = {name: value for name, value in record.items() if name not in ("step", "time")}
+    shown = {name: value for name, value in record.items() if name not in ("step", "time", *THROUGHPUT)}
     return "  ".join(f"{name} {_digits(value)}" for name, value in shown.items())
 
 

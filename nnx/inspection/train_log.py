@@ -32,7 +32,7 @@ from nnx.core.processes import is_first
 from nnx.core.repr import short
 from nnx.inspection.metrics_file import MetricsWriter, Record, read_metrics
 from nnx.inspection.plots import plot_metrics
-from nnx.inspection.progress import Bar, Lines, Progress, make_view
+from nnx.inspection.progress import THROUGHPUT, Bar, Lines, Progress, Work, make_view
 from nnx.inspection.sinks import Sink
 
 MAX_PENDING = 16  # records
@@ -40,6 +40,9 @@ MAX_PENDING = 16  # records
 NOT_A_NUMBER = """The metric {name!r} of step {step} is {value}, and a metric is one number. Reduce it first, e.g. \
 {name}={name}.mean()."""
 OWN_NAMES = "{name!r} cannot be the name of a metric: it is a field of every record. Choose another one."
+NOT_POSITIVE = "nnx.TrainLog: {name} is a positive number, got {value}."
+PEAK_ALONE = """nnx.TrainLog: peak_flops={peak} needs to be positive, and needs flops_per_step, got {flops}: the model \
+FLOPs utilization is what a step does, divided by what the devices could do in that time."""
 BAD_STEP = "A step is an integer, got {step}."
 NOT_A_SINK = "A sink is a function of a step and a dict of values, e.g. nnx.wandb_sink(run), got {sink}."
 TRACED = """nnx.TrainLog was called inside a transform, where {name!r} has no value yet; nothing is logged there. \
@@ -76,6 +79,11 @@ class TrainLog:
         plot: whether to draw `loss.png` at the end; by default if matplotlib is installed (the extra "plot").
         file: the stream to show progress on; standard error by default. A bar needs a terminal and rich (the extra
             "display").
+        tokens_per_step: the number of tokens in a batch. Records then have `tokens_per_second`.
+        flops_per_step: the floating-point operations of a step, forward and backward. Records then have
+            `flops_per_second`.
+        peak_flops: the operations per second that all devices together can do. With `flops_per_step`, records then have
+            `mfu`, the model FLOPs utilization: the fraction of the peak that is reached.
 
     In a run of several processes only the first one shows and writes anything. Threads can share a log.
 
@@ -97,7 +105,15 @@ class TrainLog:
         interval: float = 1.0,
         plot: bool | None = None,
         file: TextIO | None = None,
+        tokens_per_step: float | None = None,
+        flops_per_step: float | None = None,
+        peak_flops: float | None = None,
     ):
+        for argument, value in {"tokens_per_step": tokens_per_step, "flops_per_step": flops_per_step}.items():
+            if value is not None and not value > 0:
+                raise ValueError(NOT_POSITIVE.format(name=argument, value=short(value)))
+        if peak_flops is not None and (flops_per_step is None or not peak_flops > 0):
+            raise ValueError(PEAK_ALONE.format(peak=short(peak_flops), flops=short(flops_per_step)))
         self.total = total
         self.path: pathlib.Path | None = None if path is None else pathlib.Path(path)
         self.name = name
@@ -110,7 +126,7 @@ class TrainLog:
         self._metrics_file: MetricsWriter | None = None
         self._view: Bar | Lines | None = None
         self._sinks: list[Any] = []
-        self._progress = Progress(total)
+        self._progress = Progress(total, Work(tokens_per_step, flops_per_step, peak_flops))
         self._pending: deque[Pending] = deque()
         self._shown: Record = {}
         self._warned: set[str] = set()
@@ -137,7 +153,7 @@ class TrainLog:
 
         Raises:
             TypeError: a metric is not a number, or the step is not an integer.
-            ValueError: a metric is named "time".
+            ValueError: a metric has the name of a field that the log writes itself, such as "time".
         """
         with self._lock:
             if not self._open():
@@ -148,8 +164,9 @@ class TrainLog:
                 return
             number = _step_number(step)
             held = {name: self._held(number, name, value) for name, value in metrics.items()}
-            self._pending.append(Pending(number, time.time(), {k: v for k, v in held.items() if v is not None}))
             self._progress.advance(number)
+            values = {k: v for k, v in held.items() if v is not None} | self._progress.throughput()
+            self._pending.append(Pending(number, time.time(), values))
             while self._pending and (len(self._pending) > MAX_PENDING or self._pending[0].is_ready):
                 self._emit(self._pending.popleft())
 
@@ -219,7 +236,7 @@ class TrainLog:
 
     def _held(self, step: int, name: str, value: Any) -> Any:
         """Returns a copy of a value that is safe to keep, since the caller may donate the buffer of the original."""
-        if name == "time":
+        if name in ("time", *THROUGHPUT):
             raise ValueError(OWN_NAMES.format(name=name))
         if not _is_number(value):
             raise TypeError(NOT_A_NUMBER.format(name=name, step=step, value=short(value)))

@@ -190,3 +190,45 @@ def test_a_missing_plotting_library_is_noticed_at_the_start(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"nnx\[plot\]"):
         nnx.TrainLog(plot=True)
+
+
+def test_tokens_and_utilization_are_computed_from_the_rate(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    shown = io.StringIO()
+    log = nnx.TrainLog(
+        10, tmp_path, plot=False, file=shown, interval=0, tokens_per_step=600, flops_per_step=3e12, peak_flops=3e13
+    )
+    with log:
+        for step in range(3):
+            log(step, loss=1.0)
+            now[0] += 0.5
+    records = lines_of(tmp_path)
+    assert "mfu" not in records[0]  # one step has no rate
+    assert records[2]["tokens_per_second"] == pytest.approx(1200)
+    assert records[2]["flops_per_second"] == pytest.approx(6e12)
+    assert records[2]["mfu"] == pytest.approx(0.2)
+    assert "2 steps/s  1,200 tokens/s  20.0% MFU" in shown.getvalue()
+    assert "tokens_per_second" not in shown.getvalue()
+
+
+def test_without_a_peak_the_operations_per_second_are_shown(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    shown = io.StringIO()
+    with nnx.TrainLog(file=shown, interval=0, flops_per_step=2e12) as log:
+        for step in (0, 4):
+            log(step, loss=1.0)
+            now[0] += 1.0
+    assert "4 steps/s  8 TFLOP/s" in shown.getvalue() and "MFU" not in shown.getvalue()
+
+
+def test_the_work_of_a_step_is_checked():
+    with pytest.raises(ValueError, match="tokens_per_step is a positive number, got 0"):
+        quiet(tokens_per_step=0)
+    with pytest.raises(
+        ValueError, match="peak_flops=1000000.0 needs to be positive, and needs flops_per_step, got None"
+    ):
+        quiet(peak_flops=1e6)
+    with pytest.raises(ValueError, match="'mfu' cannot be the name of a metric"):
+        quiet()(0, mfu=0.5)

@@ -42,6 +42,19 @@ def an_optimizer_knows_its_model(model: Classifier, x: jax.Array) -> None:
     bare.update(model.filter(nnx.Param))
 
 
+def a_scaled_loss_keeps_its_type(model: Classifier, x: jax.Array) -> None:
+    scale = nnx.DynamicScale(growth_interval=100)
+    value, grads = scale.value_and_grad(loss)(model, x)
+    assert_type(value, jax.Array)
+    assert_type(grads, nnx.State)
+    assert_type(scale.scale, jax.Array)
+    scale.value_and_grad(loss)(x)  # pyright: ignore[reportCallIssue]
+    stop = nnx.EarlyStopping(patience=3, mode="max")
+    assert_type(stop(value), bool)
+    assert_type(stop.best, float | None)
+    nnx.EarlyStopping(patience=3, mode="low")  # pyright: ignore[reportArgumentType]
+
+
 def averages_have_the_type_of_the_model(model: Classifier) -> None:
     ema = nnx.EMA(model, decay=0.99)
     assert_type(ema.averaged(model), Classifier)
