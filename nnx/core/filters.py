@@ -34,6 +34,9 @@ NOT_A_FILTER = """Invalid filter {value}. A filter is a type (nnx.Param), a coll
 function f(path, value) -> bool, a tuple or list of filters, or one of nnx.Not, nnx.All, nnx.Any, nnx.OfType, \
 nnx.PathMatches, nnx.buffers."""
 
+TUPLE_PATH = """Invalid filter {value}: a tuple is a union of filters here, and paths are strings. To filter by path, \
+use nnx.PathMatches({path!r})."""
+
 UNKNOWN_COLLECTION = """Unknown collection {name!r} as a filter.{hint} No Variable type has that name; the known ones \
 are: {known}. To filter by path, use nnx.PathMatches({name!r})."""
 
@@ -202,6 +205,7 @@ def to_predicate(filter: AnyValue) -> Predicate:
     if isinstance(filter, type):
         return OfType(filter)
     if isinstance(filter, (tuple, list)):
+        _refuse_path(filter)
         return Any(*filter)
     if callable(filter) and not isinstance(filter, ModuleBase):
         return cast(Predicate, filter)
@@ -302,6 +306,13 @@ def describe(filter: AnyValue) -> str:
     if isinstance(filter, (tuple, list)):
         return f"({', '.join(map(describe, filter))})"
     return getattr(filter, "__name__", None) or repr(filter)
+
+
+def _refuse_path(filters: Sequence[AnyValue]) -> None:
+    """Raises ValueError if a tuple of filters is a path as Flax writes it, `("layers", 0, "kernel")`."""
+    is_path = len(filters) > 1 and all(isinstance(part, (str, int)) for part in filters)
+    if is_path and not set(filters) & set(known_collections()):
+        raise ValueError(TUPLE_PATH.format(value=describe(filters), path="/".join(map(str, filters))))
 
 
 def _check_collection(name: str) -> None:

@@ -7,6 +7,7 @@ AttributeError. What an instance, a subclass or a mixin defines under that name 
 
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 _STREAMS = "random numbers come from a Context: ctx = nnx.context(0, dropout=1), passed on as `ctx=ctx`"
@@ -18,6 +19,7 @@ _CONTEXTS = "Modules can appear anywhere in the arguments of nnx.jit and the oth
 _CONV = "nnx.Conv(3, 16, kernel_size=(3, 3), ctx=ctx); channels come last"
 _LOSS = "write the loss as a function, e.g. optax.softmax_cross_entropy_with_integer_labels, and nnx.grad of it"
 _DATA = "arrays and containers are data by themselves; nnx.Node(value) makes data of anything else"
+_GRADS = "nnx.capture(loss, where=..., grads=True)(model, x) returns the gradients of activations"
 
 PACKAGE: dict[str, str] = {
     # Flax
@@ -58,7 +60,7 @@ PACKAGE: dict[str, str] = {
     "WithTag": "a filter function, lambda path, variable: ...; metadata are attributes of the Variable",
     "Everything": "`...` matches everything: model.filter(...)",
     "Nothing": "None matches nothing",
-    "Perturbation": "nnx.grad with respect to a Variable that you add to the activation",
+    "Perturbation": _GRADS,
     "VariableState": "a State holds Variables: nnx.Variable",
     "VariableMetadata": "nnx.ContainerMetadata",
     "Object": "nnx.Module",
@@ -80,7 +82,7 @@ PACKAGE: dict[str, str] = {
     "update_context": _CONTEXTS,
     "cached_partial": "nothing: nnx.jit caches the structure of its Modules",
     "with_rngs": _STREAMS,
-    "view": "model.train() and model.eval(), or a copy: model.clone()",
+    "view": "model.view(deterministic=True); or in place, model.train() and model.eval()",
     "bridge": "write the layer as an nnx.Module; the weights go over with model.load_state(mapping)",
     "compact": "make submodules in __init__, as attributes",
     # PyTorch
@@ -134,7 +136,7 @@ MODULE: dict[str, str] = {
     "register_buffer": "assign an array (self.table = array), or a Variable of another type, such as nnx.BatchStat",
     "register_parameter": "assign nnx.Param(array)",
     "add_module": "assign the Module to an attribute, or use an nnx.Dict",
-    "register_forward_hook": "self.sow(nnx.Intermediate, name, x) in the layer, then model.pop_state(nnx.Intermediate)",
+    "register_forward_hook": "nnx.capture(f, where=...) shows outputs, nnx.intercept(f, hook, where=...) changes them",
     "forward": "define and call __call__: model(x)",
     "training": "each layer has its own mode, e.g. `deterministic`; model.train() and model.eval() set them",
     "split": _SPLIT,
@@ -142,7 +144,7 @@ MODULE: dict[str, str] = {
     "iter_modules": "model.named_modules()",
     "iter_children": "model.named_modules()",
     "set_attributes": "model.train() and model.eval(); for anything else, model.for_each(nnx.Dropout, fn)",
-    "perturb": "nnx.grad with respect to a Variable that you add to the activation",
+    "perturb": _GRADS,
     "setup": "make submodules in __init__, as attributes",
     "init": "a Module has its parameters once it is constructed: Model(ctx=nnx.context(0))",
     "init_with_output": "a Module has its parameters once it is constructed: Model(ctx=nnx.context(0))",
@@ -196,6 +198,11 @@ FORWARD_ONLY = """{owner} cannot be called: it defines `forward`, as in PyTorch,
 to `__call__`, or call model.forward(...)."""
 FLAX_MODULE = """{where} was given a Flax Module ({name}), whose updates would be lost: NNX does not know its state. \
 Use flax.nnx's own transforms for it, or write it as an nnx.Module; `model.load_state(mapping)` takes its weights."""
+FLAX_RNGS = """{where} was given Flax's Rngs, whose keys would be the same in every call. Random numbers come from a \
+Context here: make ctx = nnx.context(0, dropout=1) and pass ctx."""
+SEQUENCE_OF_ONE = "nnx.Sequence takes its layers in one list: nnx.Sequence([layer1, nnx.relu, layer2])."
+CARRY_FIRST = """ Mind the order of the arguments: the Module comes first in nnx.scan(f)(module, carry, xs), and f is \
+f(module, carry, x), not f(carry, module, x) as in Flax."""
 OUT_SHARDING = "The axis names of a Variable are called `sharding` here, not {name!r}: {type}(x, sharding={value!r})."
 
 
@@ -247,10 +254,25 @@ def explain_constructor(cls: type, kwargs: dict[str, Any], error: Exception) -> 
         hint = WRONG_CTX.format(got=type(ctx).__name__, seed=ctx if isinstance(ctx, int) else 0)
     elif "required keyword-only argument: 'ctx'" in text:
         hint = MISSING_CTX
+    elif cls.__name__ == "Sequence" and "positional arguments but" in text:
+        hint = SEQUENCE_OF_ONE
     elif name in LAYER_KEYWORDS and cls.__module__.startswith("nnx."):
         hint = KEYWORD.format(name=name, hint=LAYER_KEYWORDS[name])
     if hint is not None and hint not in text:  # an outer constructor sees the error of an inner one
         error.args = (f"{text}. {hint}",)
+
+
+def refuse_axis_names(metadata: Mapping[str, Any], owner: str) -> None:
+    """Raises TypeError if metadata have axis names under a name of Flax; `owner` is what they were given to."""
+    for name in ("out_sharding", "sharding_names"):
+        if name in metadata:
+            raise TypeError(OUT_SHARDING.format(type=owner, name=name, value=metadata[name]))
+
+
+def explain_order(error: Exception) -> None:
+    """Adds a hint to the message of an error of a scan whose carry came before the Module."""
+    if CARRY_FIRST not in str(error):  # an outer scan sees the error of an inner one
+        error.args = (f"{error}{CARRY_FIRST}",)
 
 
 def forward_only(module: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -263,5 +285,6 @@ def refuse_flax_module(value: Any, where: str) -> None:
     if "flax" not in sys.modules:
         return
     for base in type(value).__mro__:
-        if base.__name__ == "Module" and base.__module__.partition(".")[0] == "flax":
-            raise TypeError(FLAX_MODULE.format(where=where, name=type(value).__name__))
+        if base.__name__ in ("Module", "Rngs") and base.__module__.partition(".")[0] == "flax":
+            text = FLAX_RNGS if base.__name__ == "Rngs" else FLAX_MODULE
+            raise TypeError(text.format(where=where, name=type(value).__name__))

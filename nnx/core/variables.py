@@ -18,7 +18,7 @@ import numpy as np
 
 from nnx.core.collection_names import register_collection, snake_case
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, MODULE_IN_CONTAINER
-from nnx.core.hints import OUT_SHARDING
+from nnx.core.hints import refuse_axis_names
 from nnx.core.module_info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.statics import Frozen, own_copy
@@ -386,8 +386,7 @@ class Variable(Node[T]):
             return
         if isinstance(sharding, list):
             sharding = tuple(sharding)
-        for name in metadata.keys() & {"out_sharding", "sharding_names"}:
-            raise TypeError(OUT_SHARDING.format(type=type(self).__name__, name=name, value=metadata[name]))
+        refuse_axis_names(metadata, type(self).__name__)
         super().__init__(value, sharding=sharding, **metadata)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -487,6 +486,7 @@ def with_metadata(initializer: Callable[..., Any], **metadata: Any) -> Callable[
     >>> nnx.Param(init(jax.random.key(0), (2, 3))).sharding
     ('din', 'dout')
     """
+    refuse_axis_names(metadata, "nnx.with_metadata")
 
     def wrapped(*args: Any, **kwargs: Any) -> ContainerMetadata[Any]:
         value = initializer(*args, **kwargs)

@@ -145,8 +145,8 @@ class Call:
             positions = LeafPositions.of(leaves)
             if all(map(outlives_caches, types)):
                 _positions[types] = positions
-        if len(positions.modules) < len(args):  # else every argument is a Module, and none was flattened as a pytree
-            for arg in args:
+        if kwargs or len(positions.modules) < len(args):  # else all are Modules, and none was flattened as a pytree
+            for arg in (*args, *kwargs.values()) if kwargs else args:
                 if isinstance(arg, ModuleBase):
                     refuse_pytree(arg)
                 refuse_flax_module(arg, "A transform of NNX (nnx.jit, nnx.grad, ...)")

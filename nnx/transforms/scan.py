@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx.core.hints import explain_order
 from nnx.core.repr import type_text
 from nnx.core.structure import GraphKey
 from nnx.transforms.annotations import Decorator, P, R, ScanOptions
@@ -120,8 +121,13 @@ def scan(
         args = (*target.bound, *args)
         if len(args) < 2:
             raise TypeError(TOO_FEW_ARGUMENTS.format(name=target.name, count=len(args)))
-        scanned = ScanCall(stacking, target.fun, target.name, args, kwargs, in_axes)
-        outcome = scanned.run(in_axes, out_axes, reverse, unroll)
+        try:
+            scanned = ScanCall(stacking, target.fun, target.name, args, kwargs, in_axes)
+            outcome = scanned.run(in_axes, out_axes, reverse, unroll)
+        except (TypeError, ValueError) as error:
+            if is_module(args[1]) and not is_module(args[0]) and args[0] is not None:
+                explain_order(error)
+            raise
         return finish(scanned.call, outcome, stateful)
 
     return lifted

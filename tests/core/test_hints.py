@@ -40,6 +40,14 @@ class HoldsFlax(nnx.Module):
         self.layer = flax.nnx.Linear(2, 3, rngs=flax.nnx.Rngs(0))
 
 
+def carry_first(carry, block):
+    return carry + block.w, None
+
+
+def stacked() -> Any:
+    return nnx.Dict(w=nnx.Param(jnp.ones((3, 2))))
+
+
 def flax_linear() -> Any:
     return flax.nnx.Linear(2, 3, rngs=flax.nnx.Rngs(0))
 
@@ -77,7 +85,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "nnx.iter_modules(model)": (lambda: N.iter_modules(linear()), "model.named_modules()"),
     "nnx.PathContains('head')": (lambda: N.PathContains("head"), "nnx.PathMatches("),
     "nnx.to_pure_dict(state)": (lambda: N.to_pure_dict(1), "state.to_nested()"),
-    "nnx.view(model, ...)": (lambda: N.view(linear()), "model.eval()"),
+    "nnx.view(model, ...)": (lambda: N.view(linear()), "model.view(deterministic=True)"),
     "nnx.pmap(f)": (lambda: N.pmap(len), "nnx.shard_map"),
     # Flax: arguments and objects
     "Linear(2, 3, rngs=0)": (lambda: nnx.Linear(2, 3, rngs=0), "`ctx=nnx.context(0)` instead of `rngs=`"),
@@ -97,6 +105,36 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: (m := linear(), adam(m).update(gradients(m), gradients(m))),
         "optimizer.update(grads)",
     ),
+    "with_metadata(init, out_sharding=...)": (
+        lambda: nnx.with_metadata(nnx.initializers.zeros(), out_sharding=("a", "b")),
+        "sharding=('a', 'b')",
+    ),
+    "kernel_metadata={'out_sharding': ...}": (
+        lambda: linear(kernel_metadata={"out_sharding": ("a", "b")}),
+        "Param(x, sharding=('a', 'b'))",
+    ),
+    "model.filter(('layers', 0, 'kernel'))": (
+        lambda: linear().filter(("layers", 0, "kernel")),
+        "nnx.PathMatches('layers/0/kernel')",
+    ),
+    "wrt=('head', 'kernel')": (
+        lambda: nnx.grad(lambda m: m.kernel.sum(), wrt=("head", "kernel"))(linear()),
+        "nnx.PathMatches('head/kernel')",
+    ),
+    "model.filter('kernel')": (lambda: linear().filter("kernel"), "nnx.PathMatches('kernel')"),
+    "scan(f)(carry, module)": (
+        lambda: nnx.scan(carry_first, variable_axes={nnx.Param: 0}, length=3)(jnp.ones(2), stacked()),
+        "f(module, carry, x), not f(carry, module, x)",
+    ),
+    "scan(f, in_axes=(Carry, 0))(carry, module)": (
+        lambda: nnx.scan(carry_first, in_axes=(None, 0))(jnp.ones(2), stacked()),
+        "the Module comes first in nnx.scan(f)(module, carry, xs)",
+    ),
+    "nnx.Sequence(a, b)": (lambda: nnx.Sequence(linear(), nnx.relu), "nnx.Sequence([layer1"),  # pyright: ignore[reportCallIssue]
+    "jax.jit(f)(model)": (lambda: jax.jit(lambda m: m)(linear()), "nnx.jit"),
+    "jax.grad(f)(model)": (lambda: jax.grad(lambda m: m.kernel.sum())(linear()), "nnx.grad"),
+    "Conv(3, 4, 3)": (lambda: nnx.Conv(3, 4, 3, ctx=nnx.context(0)), "kernel_size=(3, 3)"),  # pyright: ignore[reportArgumentType]
+    "Dropout without a mode": (lambda: nnx.Dropout(0.5)(jnp.ones(2)), "model.eval()"),
     "state.to_pure_dict()": (lambda: linear().get_state().to_pure_dict(), "state.to_nested()"),
     "state.flat_state()": (lambda: linear().get_state().flat_state(), "state.arrays()"),
     "model.iter_modules()": (lambda: linear().iter_modules(), "model.named_modules()"),
@@ -105,6 +143,13 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "nnx.jit(f)(flax_module)": (lambda: nnx.jit(lambda m: m)(flax_linear()), "nnx.jit"),
     "nnx.jit(flax_module)": (lambda: nnx.jit(flax_linear()), "given a Flax Module (Linear)"),
     "nnx.grad(f)(flax_module)": (lambda: nnx.grad(lambda m: 0.0)(flax_linear()), "given a Flax Module (Linear)"),
+    "nnx.jit(f)(model=flax_module)": (
+        lambda: nnx.jit(lambda *, model: model)(model=flax_linear()),
+        "given a Flax Module (Linear)",
+    ),
+    "nnx.jit(f)(flax Rngs)": (lambda: nnx.jit(lambda rngs: rngs)(flax.nnx.Rngs(0)), "nnx.context(0, dropout=1)"),
+    "nnx.vmap(f)(flax_module)": (lambda: nnx.vmap(lambda m: m)(flax_linear()), "given a Flax Module (Linear)"),
+    "flax.nnx.grad(f)(model)": (lambda: flax.nnx.grad(lambda m: 0.0)(linear()), "nnx.grad"),
     "self.layer = flax_module": (HoldsFlax, "'layer' of HoldsFlax was given a Flax Module"),
     "flax.nnx.jit(f)(model)": (lambda: flax.nnx.jit(lambda m: m)(linear()), "nnx.jit"),
     # PyTorch
@@ -118,12 +163,14 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "nnx.functional.relu": (lambda: N.functional.relu, "nnx.relu"),
     "model.parameters()": (lambda: linear().parameters(), "model.filter(nnx.Param)"),
     "model.state_dict()": (lambda: linear().state_dict(), "model.get_state()"),
-    "model.load_state_dict(d)": (lambda: linear().load_state_dict({}), "model.load_state(mapping)"),
+    "model.load_state_dict(d)": (lambda: linear().load_state_dict({}), "nnx.load_torch_state_dict(model, mapping)"),
     "model.to(device)": (lambda: linear().to("cuda"), "nnx.set_dtypes(model"),
     "model.half()": (lambda: linear().half(), "nnx.set_dtypes(model, dtype=jnp.float16"),
     "model.cuda()": (lambda: linear().cuda(), "nnx.shard(model, mesh, rules)"),
     "model.requires_grad_(False)": (lambda: linear().requires_grad_(False), "model.freeze(where)"),
     "model.register_buffer(...)": (lambda: linear().register_buffer("a", 1), "assign an array"),
+    "model.register_forward_hook(f)": (lambda: linear().register_forward_hook(1), "nnx.capture(f, where=...)"),
+    "model.perturb(name, x)": (lambda: linear().perturb("x", 1), "nnx.capture(loss, where=..., grads=True)"),
     "model.children()": (lambda: linear().children(), "model.modules()"),
     "model.forward(x)": (lambda: linear().forward(1), "model(x)"),
     "def forward, model(x)": (lambda: Forward()(1), "Rename the method to `__call__`"),
