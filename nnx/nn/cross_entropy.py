@@ -55,17 +55,13 @@ def cross_entropy(
     0.1672
     """
     _check(logits, targets, mask)
-    rows, classes = math.prod(targets.shape), logits.shape[-1]
     if mask is None:
-        weights = jnp.full(rows, 1 / max(rows, 1), jnp.float32)
+        weights = jnp.float32(1 / max(targets.size, 1))
     else:
-        counted = jnp.reshape(mask, rows)
-        weights = counted / jnp.maximum(jnp.sum(counted, dtype=jnp.float32), 1)
+        weights = mask / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1)
     if implementation is None:
         implementation = "triton" if _kernel_pays(logits) else "xla"
-    return _weighted_sum(
-        jnp.reshape(logits, (rows, classes)), jnp.reshape(targets, rows).astype(jnp.int32), weights, implementation
-    )
+    return _weighted_sum(logits, targets.astype(jnp.int32), weights, implementation)
 
 
 def _check(logits: jax.Array, targets: jax.Array, mask: jax.Array | None) -> None:
@@ -102,21 +98,35 @@ def _weighted_sum(
 
 
 def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the loss of each row, and the logarithm of the sum of its exponentials."""
+    """Returns the loss of each position, and the logarithm of the sum of its exponentials."""
     wide = jnp.promote_types(logits.dtype, jnp.float32)
     log_sum = jax.nn.logsumexp(logits.astype(wide), axis=-1)
-    # Out of range, also below zero, is NaN: the default would count negative targets from the end.
-    known = jnp.where(targets < 0, logits.shape[-1], targets)
-    chosen = jnp.take_along_axis(logits, known[:, None], axis=-1, mode="fill", fill_value=jnp.nan)[:, 0]
+    spec = jax.typeof(logits).sharding.spec
+    if len(spec) == logits.ndim and spec[-1] is not None:
+        # On an explicit mesh axis, indexing would need all classes in one place.
+        chosen = jnp.sum(jnp.where(_is_target(logits, targets), logits.astype(wide), 0), axis=-1)
+        chosen = jnp.where((targets >= 0) & (targets < logits.shape[-1]), chosen, jnp.nan)
+    else:
+        # Out of range, also below zero, is NaN: the default would count negative targets from the end.
+        known = jnp.where(targets < 0, logits.shape[-1], targets)
+        chosen = jnp.take_along_axis(logits, known[..., None], axis=-1, mode="fill", fill_value=jnp.nan)[..., 0]
     return log_sum - chosen.astype(wide), log_sum
+
+
+def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return targets[..., None] == jax.lax.broadcasted_iota(
+        jnp.int32, (1,) * targets.ndim + logits.shape[-1:], targets.ndim
+    )
 
 
 def _forward(logits: jax.Array, targets: jax.Array, weights: jax.Array, implementation: Implementation) -> Any:
     if implementation == "triton":
         from nnx.nn.cross_entropy_kernel import losses_and_gradient  # Pallas takes long to import
 
-        losses, gradient = losses_and_gradient(logits, targets, weights)
-        return jnp.sum(losses), (gradient, None)
+        rows = math.prod(targets.shape)
+        per_row = jnp.reshape(targets, rows), jnp.reshape(jnp.broadcast_to(weights, targets.shape), rows)
+        losses, gradient = losses_and_gradient(jnp.reshape(logits, (rows, logits.shape[-1])), *per_row)
+        return jnp.sum(losses), (jnp.reshape(gradient, logits.shape), None)
     losses, log_sum = _losses(logits, targets)
     return jnp.sum(jnp.where(weights == 0, 0, losses * weights)), (logits, (targets, weights, log_sum))
 
@@ -127,10 +137,9 @@ def _backward(implementation: Implementation, kept: Any, cotangent: jax.Array) -
         # In the usual case the cotangent is the constant 1, and XLA leaves out the product.
         return logits * cotangent.astype(logits.dtype), None, None
     targets, weights, log_sum = rest
-    softmax = jnp.exp(logits.astype(log_sum.dtype) - log_sum[:, None])
-    one_hot = targets[:, None] == jnp.arange(logits.shape[-1])
-    factor = (weights * cotangent)[:, None]
-    gradient = jnp.where(weights[:, None] == 0, 0, (softmax - one_hot) * factor)
+    softmax = jnp.exp(logits.astype(log_sum.dtype) - log_sum[..., None])
+    factor = (weights * cotangent)[..., None]
+    gradient = jnp.where(weights[..., None] == 0, 0, (softmax - _is_target(logits, targets)) * factor)
     return gradient.astype(logits.dtype), None, None
 
 

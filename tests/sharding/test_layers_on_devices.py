@@ -39,7 +39,7 @@ def test_layers_on_explicit_axes_have_the_gradients_of_one_device(seen, layer):
     assert found["difference"] < 1e-5 and found["types"]
 
 
-def test_a_loss_by_one_hot_labels_takes_logits_that_are_split_over_the_vocabulary(seen):
+def test_cross_entropy_takes_logits_that_are_split_over_the_vocabulary(seen):
     one_device, *others = seen["split_logits"]
     np.testing.assert_allclose(others, one_device, rtol=1e-5)
 
