@@ -31,6 +31,7 @@ class Case(NamedTuple):
 
 _SMALL = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40)
 _BERT = dict(**_SMALL, vocab_size=60, max_position_embeddings=16)
+_T5 = dict(vocab_size=60, d_model=24, d_kv=8, d_ff=40, num_layers=2, num_heads=4)
 _STAGES = dict(embedding_size=8, hidden_sizes=[16, 24], depths=[1, 2])
 
 GOLDENS = {
@@ -59,6 +60,19 @@ GOLDENS = {
     ),
     "resnet": Case("ResNetModel", dict(**_STAGES, layer_type="basic", downsample_in_first_stage=True)),
     "resnet_classifier": Case("ResNetForImageClassification", dict(**_STAGES, num_labels=4)),
+    "t5": Case("T5ForConditionalGeneration", dict(**_T5, relative_attention_num_buckets=8)),
+    "t5_v1_1": Case(  # gated, untied, decoder and encoder of different depths
+        "T5ForConditionalGeneration",
+        dict(
+            **_T5,
+            num_decoder_layers=1,
+            feed_forward_proj="gated-gelu",
+            tie_word_embeddings=False,
+            relative_attention_num_buckets=6,
+            relative_attention_max_distance=9,
+        ),
+    ),
+    "t5_encoder": Case("T5EncoderModel", dict(**_T5, relative_attention_max_distance=20)),
 }
 
 
@@ -128,13 +142,43 @@ def resnet(draw: np.random.Generator) -> Case:
     return Case(str(draw.choice(["ResNetModel", "ResNetForImageClassification"])), fields)
 
 
-RANDOM = {"bert": bert, "vit": vit, "clip": clip, "resnet": resnet}
+def t5(draw: np.random.Generator) -> Case:
+    """Every activation, gated or not, tied or not, distances in few and in many buckets."""
+    buckets = int(draw.choice([4, 7, 12, 32]))
+    fields = dict(
+        vocab_size=int(draw.integers(20, 90)),
+        d_model=int(draw.choice([12, 16, 30])),
+        d_kv=int(draw.choice([4, 6, 8])),
+        d_ff=int(draw.integers(10, 60)),
+        num_layers=int(draw.integers(1, 4)),
+        num_decoder_layers=int(draw.integers(1, 4)),
+        num_heads=int(draw.choice([1, 2, 4])),
+        relative_attention_num_buckets=buckets,
+        relative_attention_max_distance=buckets // 2 + int(draw.integers(1, 20)),
+        feed_forward_proj=str(draw.choice(["relu", "gated-gelu", "gated-silu", "gelu"])),
+        layer_norm_epsilon=float(draw.choice([1e-6, 1e-5])),
+        tie_word_embeddings=bool(draw.integers(2)),
+    )
+    return Case("T5EncoderModel" if draw.integers(4) == 0 else "T5ForConditionalGeneration", fields)
 
 
-def make(case: Case, seed: int) -> Any:
-    """Returns a model with random weights that make every one of its parts matter, norms and statistics included."""
+RANDOM = {"bert": bert, "vit": vit, "clip": clip, "resnet": resnet, "t5": t5}
+
+
+def make(case: Case, seed: int, gain: float = 1.5) -> Any:
+    """Returns a model with random weights that make every one of its parts matter, norms and statistics included.
+
+    Args:
+        case: the class and its config.
+        seed: the seed of the weights.
+        gain: the size of the matrices. With larger ones, layers outweigh the embedding, and a model that writes repeats
+            itself less; but rounding errors grow with every layer.
+    """
     cls = getattr(transformers, case.cls)
     model = cls._from_config(cls.config_class(**copy.deepcopy(case.fields)), attn_implementation="eager")
+    if case.fields.get("tie_word_embeddings") is False and hasattr(model, "lm_head"):
+        # Made from a config, a T5 is always tied; loaded from files with an output layer, it is not.
+        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -146,8 +190,17 @@ def make(case: Case, seed: int) -> Any:
             elif tensor.ndim < 2:
                 tensor.add_(0.3 * noise)
             else:
-                tensor.copy_(1.5 * noise / max(1, tensor[0].numel()) ** 0.5)
+                tensor.copy_(spread(name, model.config, gain) * noise / max(1, tensor[0].numel()) ** 0.5)
     return model.float().eval()
+
+
+def spread(name: str, config: Any, gain: float) -> float:
+    """Returns the deviation of a matrix times the root of its inputs."""
+    if name == "shared.weight":
+        return 1.5
+    if config.model_type == "t5" and name.endswith(".q.weight"):
+        return 2 * gain / config.d_kv**0.5  # the logits of attention are not scaled
+    return gain
 
 
 def load(directory: pathlib.Path, cls: str) -> Any:
@@ -167,10 +220,16 @@ def inputs(config: Any, seed: int) -> Arrays:
     if config.model_type == "clip":
         given = {"images": images(config.vision_config, draw, BATCH + 1), "tokens": texts(config.text_config, draw)}
         return {**given, "mask": given["tokens"] != 0}
-    if config.model_type != "bert":
+    if config.model_type not in ("bert", "t5"):
         return {"images": images(config, draw, BATCH)}
     lengths = np.array([LENGTH, LENGTH - 4])
     tokens = draw.integers(1, config.vocab_size, (BATCH, LENGTH), np.int32)
+    if config.model_type == "t5":
+        given = {"tokens": tokens, "mask": np.arange(LENGTH) < lengths[:, None]}
+        if config.is_encoder_decoder:
+            given["decoder_tokens"] = draw.integers(1, config.vocab_size, (BATCH, LENGTH + 3), np.int32)
+            given["decoder_tokens"][:, 0] = 0
+        return given
     segments = np.sort(draw.integers(0, config.type_vocab_size, (BATCH, LENGTH), np.int32))
     return {"tokens": tokens, "segments": segments, "mask": np.arange(LENGTH) < lengths[:, None]}
 
@@ -193,6 +252,7 @@ def texts(config: Any, draw: np.random.Generator) -> np.ndarray:
 def outputs(model: Any, given: Arrays) -> Arrays:
     """Returns what a model of `transformers` computes."""
     names = {"tokens": "input_ids", "segments": "token_type_ids", "mask": "attention_mask"}
+    names["decoder_tokens"] = "decoder_input_ids"
     arguments = {names[name]: torch.from_numpy(array).long() for name, array in given.items() if name in names}
     if "images" in given:
         arguments["pixel_values"] = torch.from_numpy(given["images"].transpose(0, 3, 1, 2).copy())
@@ -200,7 +260,9 @@ def outputs(model: Any, given: Arrays) -> Arrays:
         out = model(**arguments)
     if "start_logits" in out:
         return {"logits": torch.stack([out.start_logits, out.end_logits], dim=-1).numpy()}
-    names = [*("logits", "last_hidden_state", "pooler_output")]
+    if "logits" in out:
+        return {"logits": out.logits.numpy()}
+    names = ["last_hidden_state", "pooler_output"]
     if model.config.model_type == "clip":
         names = ["logits_per_image", "logits_per_text", "text_embeds", "image_embeds"]
     found = {name: out[name].numpy() for name in names if name in out}
@@ -208,3 +270,17 @@ def outputs(model: Any, given: Arrays) -> Arrays:
         found["last_hidden_state"] = found["last_hidden_state"].transpose(0, 2, 3, 1)  # channels last
         found["pooler_output"] = found["pooler_output"][:, :, 0, 0]
     return found
+
+
+def greedy(model: Any, given: Arrays, steps: int) -> tuple[np.ndarray, float]:
+    """Returns the text an encoder-decoder writes, `[batch, steps]`, and the smallest lead of a token over the next.
+
+    Each step reads the whole text again, so the answer does not depend on any cache.
+    """
+    text, lead = np.zeros((BATCH, 1), np.int32), np.inf
+    for _ in range(steps):
+        last = outputs(model, {**given, "decoder_tokens": text})["logits"][:, -1]
+        best_two = np.sort(last, axis=-1)[:, -2:]
+        lead = min(lead, float((best_two[:, 1] - best_two[:, 0]).min()))
+        text = np.concatenate([text, last.argmax(-1)[:, None].astype(np.int32)], axis=1)
+    return text[:, 1:], lead

@@ -12,6 +12,8 @@ from nnx.models.clip import CLIPText as CLIPText
 from nnx.models.clip import CLIPTextConfig as CLIPTextConfig
 from nnx.models.clip import CLIPVision as CLIPVision
 from nnx.models.clip import CLIPVisionConfig as CLIPVisionConfig
+from nnx.models.conditioned import Conditioned as Conditioned
+from nnx.models.conditioned import ConditionedCache as ConditionedCache
 from nnx.models.config import DecoderConfig as DecoderConfig
 from nnx.models.config import RotaryConfig as RotaryConfig
 from nnx.models.decoder import Decoder as Decoder
@@ -25,11 +27,17 @@ from nnx.models.patches import PatchEmbed as PatchEmbed
 from nnx.models.pretrained import from_pretrained as from_pretrained
 from nnx.models.pretrained import save_pretrained as save_pretrained
 from nnx.models.registry import ARCHITECTURES as ARCHITECTURES
+from nnx.models.relative_positions import RelativePositionBias as RelativePositionBias
 from nnx.models.resnet import NormedConv as NormedConv
 from nnx.models.resnet import ResNet as ResNet
 from nnx.models.resnet import ResNetBlock as ResNetBlock
 from nnx.models.resnet import ResNetClassifier as ResNetClassifier
 from nnx.models.resnet import ResNetConfig as ResNetConfig
+from nnx.models.t5 import T5 as T5
+from nnx.models.t5 import T5Block as T5Block
+from nnx.models.t5 import T5Config as T5Config
+from nnx.models.t5 import T5Encoder as T5Encoder
+from nnx.models.t5 import T5Stack as T5Stack
 from nnx.models.tokenizer import Tokenizer as Tokenizer
 from nnx.models.vit import ViT as ViT
 from nnx.models.vit import ViTClassifier as ViTClassifier

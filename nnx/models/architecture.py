@@ -32,6 +32,8 @@ class Architecture:
         dtype_paths: parameters, one of which every model has; its dtype is that of the checkpoint.
         options: the options of `from_pretrained` that `build` takes in addition.
         options_of: a function from a model to those options that decide its structure.
+        completed: a function `completed(config, names)` from the config in the file to that of the model, for what only
+            the tensors of a checkpoint decide.
         constants: a function `constants(config, paths)` that returns tensors to write in addition, by name.
     """
 
@@ -45,4 +47,5 @@ class Architecture:
     dtype_paths: tuple[str, ...]
     options: tuple[str, ...] = ()
     options_of: Callable[[Any], dict[str, Any]] = lambda model: {}
+    completed: Callable[[Any, Collection[str]], Any] = lambda config, names: config
     constants: Callable[[Any, Collection[str]], Mapping[str, np.ndarray]] = lambda config, paths: {}

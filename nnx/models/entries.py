@@ -115,7 +115,7 @@ def check_config(config: Any, sizes: tuple[str, ...], tasks: tuple[str, ...] = (
         for value in values if isinstance(values, tuple) else (values,):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(NOT_POSITIVE.format(config=name, field=field, got=values))
-    if "num_heads" in sizes and config.features % config.num_heads:
+    if "num_heads" in sizes and "head_dim" not in sizes and config.features % config.num_heads:
         raise ValueError(HEADS_DO_NOT_DIVIDE.format(config=name, features=config.features, heads=config.num_heads))
     labels = getattr(config, "labels", TWO_LABELS)
     if not isinstance(labels, tuple) or not labels or not all(isinstance(label, str) for label in labels):

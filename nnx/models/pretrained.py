@@ -74,6 +74,7 @@ ABSTRACT = "Cannot save a model without values: {path!r} is {value}."
 _SETTINGS = (
     *("activation", "epsilon", "scale_offset", "sliding_window", "scale", "logits_soft_cap"),
     *("base", "rotary_dim", "interleaved", "scaling", "post_norm", "strides", "padding"),
+    *("num_buckets", "max_distance", "bidirectional"),
 )
 _SHOWN = 30  # lines of an error; a wrong config makes every tensor wrong
 
@@ -130,6 +131,7 @@ def from_pretrained(
         stored = _open(path, opened)
         files: Mapping[str, AnyFile] = stored if block is None else scaled_files(stored, block)
         found = {name: file.tensors[name] for name, file in files.items()}
+        config = architecture.completed(config, found)
         param_dtype = _stored_dtype(architecture, config, found) if dtype is None else as_dtype(dtype)
         if not jnp.issubdtype(param_dtype, jnp.floating):
             raise ValueError(NOT_FLOATS.format(got=param_dtype))

@@ -12,6 +12,7 @@ from nnx.models.config import DecoderConfig
 from nnx.models.decoder import Decoder
 from nnx.models.families import FAMILIES, UNKNOWN_MODEL, config_from_dict, config_to_dict
 from nnx.models.resnet_files import RESNET
+from nnx.models.t5_files import T5_MODELS
 from nnx.models.tables import Link, checkpoint_prefix, is_ignored, links
 from nnx.models.vit import VIT
 from nnx.transforms.class_forms import ScanModule
@@ -37,7 +38,7 @@ DECODERS = Architecture(
     options_of=lambda model: {"scan_layers": isinstance(model.layers, ScanModule)},
 )
 
-_ALL = (DECODERS, BERT, VIT, CLIP_MODELS, RESNET)
+_ALL = (DECODERS, BERT, VIT, CLIP_MODELS, RESNET, T5_MODELS)
 
 ARCHITECTURES = {model_type: architecture for architecture in _ALL for model_type in architecture.model_types}
 """The known architectures by the `model_type` of `config.json`."""

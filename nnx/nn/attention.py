@@ -3,6 +3,7 @@
 `MultiHeadAttention` projects queries, keys and values into heads, optionally normalizes and rotates them, attends, and
 projects back. With `num_kv_heads` below `num_heads`, several query heads share a key head (grouped-query attention). In
 *decode* mode it appends to a `KVCache` and attends to all tokens so far; `decode_step` does so with the caller's cache.
+In cross-attention, `project_keys` and `attend_projected` project a source once for many calls.
 """
 
 from collections.abc import Callable, Mapping
@@ -364,7 +365,13 @@ class MultiHeadAttention(Module):
         return named(self.out(attended, out_sharding), "attention_out")
 
     def decode_step(
-        self, inputs: jax.Array, cache: LayerCache, lengths: jax.Array, seq_lengths: jax.Array | None = None
+        self,
+        inputs: jax.Array,
+        cache: LayerCache,
+        lengths: jax.Array,
+        seq_lengths: jax.Array | None = None,
+        *,
+        bias: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """Appends tokens to a cache that the caller owns, and attends causally to all tokens so far.
 
@@ -375,6 +382,7 @@ class MultiHeadAttention(Module):
             cache: the cache, see `make_cache`.
             lengths: `[batch...]`, the number of tokens each row holds before this call.
             seq_lengths: `[batch...]`, the number of real tokens in each row, which come first; others are not written.
+            bias: an array to add to the attention logits; broadcasts to `[batch..., heads, length, max_length]`.
 
         Returns:
             An array of shape `[batch..., length, out_features]`, and the cache with the tokens appended.
@@ -388,11 +396,52 @@ class MultiHeadAttention(Module):
         positions = lengths[..., None] + jnp.arange(inputs.shape[-2], dtype=jnp.int32)
         query, key = self._rotated(query, key, positions, positions)
         cache = cache.append(key, value, lengths, seq_lengths)
-        seen, options = visible_part(cache, positions, self.sliding_window)
+        if bias is None:
+            seen, options = visible_part(cache, positions, self.sliding_window)
+        else:  # it covers all slots, so none may be cut off
+            seen, options = cache, causal_options(positions, cache.max_length, self.sliding_window)
+            options["bias"] = bias
         if self.attention_fn is dot_product_attention:
             options["assume_seen"] = True  # a token sees at least its own slot
         key, value = (cast(held, query.dtype) for held in (seen.key, seen.value))
         return self.out(self._attended(query, key, value, options, deterministic=True)), cache
+
+    def project_keys(self, inputs_k: jax.Array, inputs_v: jax.Array | None = None) -> LayerCache:
+        """Returns keys and values for `attend_projected`: in cross-attention, those of a source that stays the same.
+
+        Args:
+            inputs_k: `[batch..., key_length, in_kv_features]`.
+            inputs_v: an array like `inputs_k`, which is its default.
+
+        >>> layer = nnx.MultiHeadAttention(4, 16, in_kv_features=8, ctx=nnx.context(0))
+        >>> x, source = jnp.ones((2, 3, 16)), jnp.ones((2, 5, 8))
+        >>> out = layer.attend_projected(x, layer.project_keys(source))
+        >>> bool(jnp.allclose(out, layer(x, source), atol=1e-5))
+        True
+        """
+        key, value = self._keys_and_values(inputs_k, inputs_k if inputs_v is None else inputs_v)
+        return LayerCache(key if self.rotary is None else self.rotary(key, None), value)
+
+    def attend_projected(
+        self,
+        inputs_q: jax.Array,
+        projected: LayerCache,
+        *,
+        mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attends to keys that were projected before; the result of a call with their inputs, without dropout.
+
+        Args:
+            inputs_q: `[batch..., query_length, in_features]`.
+            projected: the keys and values, see `project_keys`.
+            mask: an array that is true where a query may attend to a key, as in a call.
+            positions: the positions of the queries for the rotary embedding, as in a call.
+        """
+        query = self._queries(inputs_q)
+        query = query if self.rotary is None else self.rotary(query, positions)
+        key, value = (cast(held, query.dtype) for held in (projected.key, projected.value))
+        return self.out(self._attended(query, key, value, {"mask": mask, "is_causal": False}, deterministic=True))
 
     def make_cache(
         self, batch_shape: int | tuple[int, ...], max_length: int, dtype: DTypeLike = jnp.float32
@@ -415,20 +464,25 @@ class MultiHeadAttention(Module):
     def _projected(
         self, inputs_q: jax.Array, inputs_k: jax.Array, inputs_v: jax.Array, sharding: Any = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        for name, inputs, expected in (
-            ("inputs_q", inputs_q, self.in_features),
-            ("inputs_k", inputs_k, self.in_kv_features),
-            ("inputs_v", inputs_v, self.in_kv_features),
-        ):
-            shape = shape_of(self, inputs)
-            if len(shape) < 2 or shape[-1] != expected:
-                raise ValueError(WRONG_INPUT.format(name=name, features=expected, got=inputs.shape))
+        return self._queries(inputs_q, sharding), *self._keys_and_values(inputs_k, inputs_v, sharding)
+
+    def _queries(self, inputs_q: jax.Array, sharding: Any = None) -> jax.Array:
+        self._check_input("inputs_q", inputs_q, self.in_features)
         query = self.query(inputs_q, sharding)  # [batch..., query_length, heads, head_dim]
+        return query if self.query_ln is None else self.query_ln(query)
+
+    def _keys_and_values(
+        self, inputs_k: jax.Array, inputs_v: jax.Array, sharding: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
+        self._check_input("inputs_k", inputs_k, self.in_kv_features)
+        self._check_input("inputs_v", inputs_v, self.in_kv_features)
         key = self.key(inputs_k, sharding)  # [batch..., key_length, kv_heads, head_dim]
-        value = self.value(inputs_v, sharding)
-        if self.query_ln is not None and self.key_ln is not None:
-            query, key = self.query_ln(query), self.key_ln(key)
-        return query, key, value
+        return key if self.key_ln is None else self.key_ln(key), self.value(inputs_v, sharding)
+
+    def _check_input(self, name: str, inputs: jax.Array, features: int) -> None:
+        shape = shape_of(self, inputs)
+        if len(shape) < 2 or shape[-1] != features:
+            raise ValueError(WRONG_INPUT.format(name=name, features=features, got=inputs.shape))
 
     def _rotated(
         self, query: jax.Array, key: jax.Array, positions: jax.Array | None, key_positions: jax.Array | None

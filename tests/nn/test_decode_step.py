@@ -51,6 +51,33 @@ def test_decoding_equals_the_full_pass(options, chunks):
     agree(np.concatenate(pieces, axis=1), layer(x, is_causal=True))
 
 
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_bias_covers_the_slots_of_the_cache(window):
+    layer, x = attention(sliding_window=window), numpy_normal(2, 6, FEATURES)
+    bias = 3 * numpy_normal(4, 6, MAX_LENGTH, seed=1)
+    cache, pieces = layer.make_cache(2, MAX_LENGTH), []
+    for start, length in ((0, 4), (4, 1), (5, 1)):
+        part = x[:, start : start + length]
+        out, cache = layer.decode_step(part, cache, jnp.full(2, start), bias=bias[:, start : start + length])
+        pieces.append(out)
+    agree(np.concatenate(pieces, axis=1), layer(x, is_causal=True, bias=bias[..., :6]))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_kv_heads": 2, "normalize_qk": "rms", "rotary": nnx.RotaryEmbedding(4), "scale": 2.0}]
+)
+def test_keys_that_are_projected_once_serve_many_queries(options):
+    layer, x, source = attention(**options, in_kv_features=6), numpy_normal(2, 4, FEATURES), numpy_normal(2, 5, 6)
+    mask = (np.arange(5) < np.array([[5], [3]]))[:, None, None]
+    projected = layer.project_keys(source)
+    parts = [
+        layer.attend_projected(x[:, i : i + 2], projected, mask=mask, positions=jnp.arange(i, i + 2)) for i in (0, 2)
+    ]
+    agree(np.concatenate(parts, axis=1), layer(x, source, mask=mask))
+    with pytest.raises(ValueError, match=r"expected inputs_k of shape \[batch..., length, 6\], got \(2, 4, 16\)"):
+        layer.project_keys(x)
+
+
 @variants
 def test_ragged_rows_equal_each_row_alone(options):
     layer, texts = attention(**options), numpy_normal(2, 6, FEATURES)
