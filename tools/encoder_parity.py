@@ -54,7 +54,8 @@ def writes_the_same(model: Any, theirs: Any, given: encoders.Arrays) -> bool | N
     text, lead = encoders.greedy(theirs, given, NEW_TOKENS)
     if lead <= SMALLEST_LEAD:
         return None
-    conditioned = model.conditioned(model.encode(given["tokens"], given["mask"]), given["mask"])
+    source = {name: array for name, array in given.items() if name != "decoder_tokens"}
+    conditioned = model.conditioned(model.encode(**source), given.get("mask"))
     start = np.full((text.shape[0], 1), model.config.start_token, np.int32)
     ours = nnx.generate(conditioned, start, max_new_tokens=NEW_TOKENS, temperature=0)
     return bool(np.array_equal(ours, text))

@@ -32,6 +32,10 @@ class Case(NamedTuple):
 _SMALL = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40)
 _BERT = dict(**_SMALL, vocab_size=60, max_position_embeddings=16)
 _T5 = dict(vocab_size=60, d_model=24, d_kv=8, d_ff=40, num_layers=2, num_heads=4)
+_WHISPER = dict(
+    **dict(vocab_size=60, d_model=24, num_mel_bins=10, max_source_positions=16, max_target_positions=40),
+    **dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3),
+)
 _STAGES = dict(embedding_size=8, hidden_sizes=[16, 24], depths=[1, 2])
 
 GOLDENS = {
@@ -70,6 +74,14 @@ GOLDENS = {
             tie_word_embeddings=False,
             relative_attention_num_buckets=6,
             relative_attention_max_distance=9,
+        ),
+    ),
+    "whisper": Case(
+        "WhisperForConditionalGeneration",
+        dict(
+            **_WHISPER,
+            **dict(encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=40),
+            **dict(decoder_layers=1, decoder_attention_heads=3, decoder_ffn_dim=32),
         ),
     ),
     "t5_encoder": Case("T5EncoderModel", dict(**_T5, relative_attention_max_distance=20)),
@@ -162,7 +174,25 @@ def t5(draw: np.random.Generator) -> Case:
     return Case("T5EncoderModel" if draw.integers(4) == 0 else "T5ForConditionalGeneration", fields)
 
 
-RANDOM = {"bert": bert, "vit": vit, "clip": clip, "resnet": resnet, "t5": t5}
+def whisper(draw: np.random.Generator) -> Case:
+    """An encoder and a decoder of different sizes, sound with any number of bands and frames."""
+    sizes = dict(
+        vocab_size=int(draw.integers(20, 90)),
+        d_model=int(draw.choice([12, 24, 36])),
+        num_mel_bins=int(draw.integers(4, 20)),
+        max_source_positions=int(draw.integers(6, 30)),
+        activation_function=str(draw.choice(["gelu", "gelu_new", "relu"])),
+    )
+    for part in ("encoder", "decoder"):
+        sizes |= {
+            f"{part}_layers": int(draw.integers(1, 4)),
+            f"{part}_attention_heads": int(draw.choice([1, 2, 3, 4, 6])),
+            f"{part}_ffn_dim": int(draw.integers(10, 60)),
+        }
+    return Case("WhisperForConditionalGeneration", {**_WHISPER, **sizes})
+
+
+RANDOM = {"bert": bert, "vit": vit, "clip": clip, "resnet": resnet, "t5": t5, "whisper": whisper}
 
 
 def make(case: Case, seed: int, gain: float = 1.5) -> Any:
@@ -196,7 +226,7 @@ def make(case: Case, seed: int, gain: float = 1.5) -> Any:
 
 def spread(name: str, config: Any, gain: float) -> float:
     """Returns the deviation of a matrix times the root of its inputs."""
-    if name == "shared.weight":
+    if name in ("shared.weight", "model.decoder.embed_tokens.weight"):
         return 1.5
     if config.model_type == "t5" and name.endswith(".q.weight"):
         return 2 * gain / config.d_kv**0.5  # the logits of attention are not scaled
@@ -220,6 +250,9 @@ def inputs(config: Any, seed: int) -> Arrays:
     if config.model_type == "clip":
         given = {"images": images(config.vision_config, draw, BATCH + 1), "tokens": texts(config.text_config, draw)}
         return {**given, "mask": given["tokens"] != 0}
+    if config.model_type == "whisper":
+        sound = draw.standard_normal((BATCH, 2 * config.max_source_positions, config.num_mel_bins), np.float32)
+        return {"sound": sound, "decoder_tokens": beginnings(config, draw)}
     if config.model_type not in ("bert", "t5"):
         return {"images": images(config, draw, BATCH)}
     lengths = np.array([LENGTH, LENGTH - 4])
@@ -227,11 +260,22 @@ def inputs(config: Any, seed: int) -> Arrays:
     if config.model_type == "t5":
         given = {"tokens": tokens, "mask": np.arange(LENGTH) < lengths[:, None]}
         if config.is_encoder_decoder:
-            given["decoder_tokens"] = draw.integers(1, config.vocab_size, (BATCH, LENGTH + 3), np.int32)
-            given["decoder_tokens"][:, 0] = 0
+            given["decoder_tokens"] = beginnings(config, draw)
         return given
     segments = np.sort(draw.integers(0, config.type_vocab_size, (BATCH, LENGTH), np.int32))
     return {"tokens": tokens, "segments": segments, "mask": np.arange(LENGTH) < lengths[:, None]}
+
+
+def start_token(config: Any) -> int:
+    """Returns the token with which an encoder-decoder starts to write; those of T5 need not say it."""
+    return getattr(config, "decoder_start_token_id", None) or 0
+
+
+def beginnings(config: Any, draw: np.random.Generator) -> np.ndarray:
+    """Returns random texts for a decoder."""
+    tokens = draw.integers(1, config.vocab_size, (BATCH, LENGTH + 3), np.int32)
+    tokens[:, 0] = start_token(config)
+    return tokens
 
 
 def images(config: Any, draw: np.random.Generator, number: int) -> np.ndarray:
@@ -256,6 +300,8 @@ def outputs(model: Any, given: Arrays) -> Arrays:
     arguments = {names[name]: torch.from_numpy(array).long() for name, array in given.items() if name in names}
     if "images" in given:
         arguments["pixel_values"] = torch.from_numpy(given["images"].transpose(0, 3, 1, 2).copy())
+    if "sound" in given:
+        arguments["input_features"] = torch.from_numpy(given["sound"].transpose(0, 2, 1).copy())
     with torch.no_grad():
         out = model(**arguments)
     if "start_logits" in out:
@@ -277,7 +323,7 @@ def greedy(model: Any, given: Arrays, steps: int) -> tuple[np.ndarray, float]:
 
     Each step reads the whole text again, so the answer does not depend on any cache.
     """
-    text, lead = np.zeros((BATCH, 1), np.int32), np.inf
+    text, lead = np.full((BATCH, 1), start_token(model.config), np.int32), np.inf
     for _ in range(steps):
         last = outputs(model, {**given, "decoder_tokens": text})["logits"][:, -1]
         best_two = np.sort(last, axis=-1)[:, -2:]

@@ -15,6 +15,7 @@ import pathlib
 import shutil
 from typing import Any
 
+import audio_goldens
 import encoders
 import image_goldens
 import numpy as np
@@ -119,7 +120,7 @@ def write_encoder(name: str) -> str:
     case, directory = encoders.GOLDENS[name], GOLDEN / name
     shutil.rmtree(directory, ignore_errors=True)
     for seed in range(20):
-        model = encoders.make(case, seed, gain=3.0 if case.cls.startswith("T5") else 1.5)
+        model = encoders.make(case, seed, gain=3.0 if case.cls.startswith(("T5", "Whisper")) else 1.5)
         given = encoders.inputs(model.config, seed)
         if "decoder_tokens" not in given:
             break
@@ -130,7 +131,7 @@ def write_encoder(name: str) -> str:
         raise RuntimeError(f"{name}: no seed gives a text that is varied and safe from rounding")
     model.save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
-    if "tie_word_embeddings" in case.fields:
+    if case.cls.startswith("T5") and "tie_word_embeddings" in case.fields:
         publish_tie(directory, case.fields["tie_word_embeddings"])
     found = encoders.outputs(encoders.load(directory, case.cls), given)  # what a reader of the files must compute
     arrays = {f"in.{key}": array for key, array in given.items()} | {f"out.{key}": found[key] for key in found}
@@ -152,11 +153,13 @@ def publish_tie(directory: pathlib.Path, tied: bool) -> None:
 
 
 if __name__ == "__main__":
-    known = [*CASES, *encoders.GOLDENS, "images"]
+    known = [*CASES, *encoders.GOLDENS, "images", "audio"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(known)}; all by default")
     for case in parser.parse_args().names or known:
         if case == "images":
             print(*(image_goldens.write(name, GOLDEN) for name in image_goldens.CASES), sep="\n")
+        elif case == "audio":
+            print(audio_goldens.write(GOLDEN))
         else:
             print((write if case in CASES else write_encoder)(case), flush=True)

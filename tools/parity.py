@@ -12,7 +12,7 @@ For each configuration `transformers` saves a tiny random model, and
   its logits agree with those of NNX.
 
 Encoders do not write text, so *greedy* does not apply to them; the others compare all their outputs, and *write* that
-every tensor is equal bit for bit. An encoder-decoder (t5) is compared like an encoder, and writes 24 tokens.
+every tensor is equal bit for bit. Encoder-decoders (t5, whisper) are compared like encoders, and write 24 tokens.
 
 Runs in its own environment, which has both packages.
 """

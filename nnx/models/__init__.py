@@ -1,6 +1,7 @@
 """Published architectures, made from public layers, and the checkpoints they come in."""
 
 from nnx.models.activations import ACTIVATIONS as ACTIVATIONS
+from nnx.models.audio import log_mel as log_mel
 from nnx.models.bert import Bert as Bert
 from nnx.models.bert import BertConfig as BertConfig
 from nnx.models.bert import BertWithHead as BertWithHead
@@ -42,3 +43,7 @@ from nnx.models.tokenizer import Tokenizer as Tokenizer
 from nnx.models.vit import ViT as ViT
 from nnx.models.vit import ViTClassifier as ViTClassifier
 from nnx.models.vit import ViTConfig as ViTConfig
+from nnx.models.whisper import Whisper as Whisper
+from nnx.models.whisper import WhisperConfig as WhisperConfig
+from nnx.models.whisper import WhisperDecoderBlock as WhisperDecoderBlock
+from nnx.models.whisper import WhisperEncoder as WhisperEncoder

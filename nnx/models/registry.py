@@ -15,6 +15,7 @@ from nnx.models.resnet_files import RESNET
 from nnx.models.t5_files import T5_MODELS
 from nnx.models.tables import Link, checkpoint_prefix, is_ignored, links
 from nnx.models.vit import VIT
+from nnx.models.whisper_files import WHISPER
 from nnx.transforms.class_forms import ScanModule
 
 NOT_A_MODEL = "save_pretrained takes a model of nnx.models ({known}), got {got}."
@@ -38,7 +39,7 @@ DECODERS = Architecture(
     options_of=lambda model: {"scan_layers": isinstance(model.layers, ScanModule)},
 )
 
-_ALL = (DECODERS, BERT, VIT, CLIP_MODELS, RESNET, T5_MODELS)
+_ALL = (DECODERS, BERT, VIT, CLIP_MODELS, RESNET, T5_MODELS, WHISPER)
 
 ARCHITECTURES = {model_type: architecture for architecture in _ALL for model_type in architecture.model_types}
 """The known architectures by the `model_type` of `config.json`."""

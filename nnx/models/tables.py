@@ -71,6 +71,7 @@ FLAT = Layout(flat=True)
 LINEAR = Layout(1, transposed=True)
 FROM_HEADS = Layout(2, transposed=True)
 KERNEL_2D = Layout(order=(3, 2, 0, 1))  # [outputs, inputs, height, width] and [height, width, inputs, outputs]
+KERNEL_1D = Layout(order=(2, 1, 0))  # [outputs, inputs, length] and [length, inputs, outputs]
 CONV1D = Layout(1)  # GPT-2 stores its products as [inputs, outputs]
 CONV1D_FROM_HEADS = Layout(2)
 

@@ -18,7 +18,9 @@ ALL_GOLDENS = {  # the model type of each one, by its name
     for path in sorted(GOLDEN.glob("*/golden.npz"))
 }
 GOLDENS = [name for name, model_type in ALL_GOLDENS.items() if model_type in nnx.models.FAMILIES]  # the decoders
-ENCODERS = [name for name, model_type in ALL_GOLDENS.items() if model_type in ("bert", "vit", "clip", "resnet", "t5")]
+ENCODERS = [
+    name for name, model_type in ALL_GOLDENS.items() if model_type in ("bert", "vit", "clip", "resnet", "t5", "whisper")
+]
 
 
 @functools.cache
