@@ -198,7 +198,6 @@ class _Items:
         return iter(self.read(self.owner))
 
 
-_HEAP_TYPE = 1 << 9  # the flag of classes made by a class statement
 _members: "weakref.WeakKeyDictionary[type, tuple[str, ...]]" = weakref.WeakKeyDictionary()
 
 
@@ -218,7 +217,8 @@ def _is_member(member: Any) -> bool:
 def _slot_names(cls: type) -> Iterable[str]:
     """Yields the names in the `__slots__` of a class; what built-in types store is covered by `Base.settings`."""
     for parent in cls.__mro__:
-        if parent.__flags__ & _HEAP_TYPE:
+        # A built-in type has members as well, such as a defaultdict's factory, but no `__slots__`.
+        if "__slots__" in vars(parent):
             yield from (name for name, member in vars(parent).items() if _is_member(member))
 
 
