@@ -61,7 +61,8 @@ def report(name: str, function: Function, needed: float, *arguments: Any) -> flo
     lowered = jax.jit(function).lower(*arguments)
     compiled = lowered.compile()
     counted = (lowered.cost_analysis() or {}).get("flops", 0.0)
-    taken, memory = best_time(compiled, *arguments), compiled.memory_analysis().temp_size_in_bytes / 2**30
+    analysis: Any = compiled.memory_analysis()
+    taken, memory = best_time(compiled, *arguments), analysis.temp_size_in_bytes / 2**30
     rate = needed / taken / 1e9
     print(
         f"  {name:28} operations / needed {counted / needed:6.3f}   {taken:8.3f} ms   {rate:7.2f} needed TFLOP/s   "
@@ -71,7 +72,7 @@ def report(name: str, function: Function, needed: float, *arguments: Any) -> flo
     return taken
 
 
-def as_function(layer: nnx.Module) -> tuple[nnx.State, Function]:
+def as_function(layer: nnx.MoE | nnx.GatedMLP) -> tuple[nnx.State, Function]:
     state, moduledef = layer.partition()
     return state, lambda state, x: moduledef.merge(state)(x)
 

@@ -17,7 +17,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,13 @@ import nnx
 from benchmarks.gpu import decode, models
 from benchmarks.harness import interleave
 
-BITS = {"bfloat16": None, "int8": 8, "int4": 4}
+Bits = Literal[8, 4] | None
+BITS: dict[str, Bits] = {"bfloat16": None, "int8": 8, "int4": 4}
 GROUP = 128
 
 
 @functools.cache
-def make_model(shape: models.Shape, bits: int | None) -> Any:
+def make_model(shape: models.Shape, bits: Bits) -> Any:
     model = models.make_model(shape, scanned=False).clone()
     if bits is not None:
         nnx.quantize(model, bits, min(GROUP, shape.width) if bits == 4 else None)
