@@ -17,7 +17,7 @@ def test_a_job_that_lost_a_process_ends_and_continues_on_one_process_with_the_sa
     assert re.search(
         r"process 0 ended after \d+ s with exit code \S+: .*(another task died|process 0 of 2 ends)", output
     )
-    assert re.search(r"1 processes, mesh \{'data': 4, 'model': 1\}, steps \d*[05] to \d+", output)
+    assert re.search(r"1 processes, mesh \{'data': 4, 'model': 1\}, steps 40 to \d+", output)
     repeated = re.search(r"(\d+) steps ran before and after the kill; their losses differ by at most (\S+),", output)
     assert repeated and int(repeated[1]) >= 3 and float(repeated[2]) < 1e-3
     assert re.match(r"final loss: \d\.\d", output.strip().splitlines()[-1])

@@ -32,7 +32,7 @@ parser.add_argument("--limit", type=float, default=240, help="seconds for each p
 parser.add_argument("--smoke", action="store_true", help="only parts 1 and 3, for the tests")
 args = parser.parse_args()
 
-SAVE_EVERY = 5 if args.smoke else 10
+SAVE_EVERY = 40  # many more steps than a job takes between the look at its log and the signal
 DEVICES = 2 if args.smoke else 4  # virtual devices of each of two processes
 job_ids = itertools.count(random.randrange(1, 4000))  # JAX computes its port from the number of the job
 
@@ -97,7 +97,7 @@ ENDLESS = 10**6
 
 print("1. two processes train, and one is killed", flush=True)
 job = start(output, ENDLESS, processes=2, devices=DEVICES)
-wait_until(output, job, 2 * SAVE_EVERY + 3)
+wait_until(output, job, SAVE_EVERY + 5)
 job[1].send_signal(signal.SIGKILL)
 killed_at = time.monotonic()
 codes, errors = finish(job)
