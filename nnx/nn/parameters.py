@@ -72,7 +72,7 @@ def kernel_init_for(
 
 
 def one_per_entry(initializer: InitializerLike, entries: int) -> InitializerLike:
-    """Returns an initializer that calls this one for every entry of a new first axis, each with a key of its own."""
+    """Returns an initializer that calls this one for every entry of a new first axis, each with its own key."""
     if initializer in _KEYLESS:
         return lambda key, shape, dtype: initializer(key, (entries, *shape), dtype)
 
