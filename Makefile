@@ -15,7 +15,7 @@ SECONDS ?= 600
 
 export PYTHONHASHSEED := 0
 
-.PHONY: help demo test matrix fuzz torture parity goldens lint format bench docs examples distributed clean
+.PHONY: help demo test matrix fuzz torture parity goldens lint format bench docs serve examples distributed clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -53,6 +53,9 @@ bench: $(VENV)/.ready-dev ## one table of ratios against hand-written JAX and pe
 
 docs: $(VENV)/.ready-dev ## build the guide into site/, warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+serve: $(VENV)/.ready-dev ## show the guide at http://127.0.0.1:8000 and rebuild it on every change (ARGS="-a 127.0.0.1:9000")
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --quiet $(ARGS)
 
 examples: $(VENV)/.ready-dev ## run every example at a small setting and print its final metric
 	@$(BIN)/python examples/run_all.py $(ARGS)

@@ -1,0 +1,47 @@
+"""What the site takes from the repository instead of keeping a copy: the version and the root's pages.
+
+A mkdocs hook, named in mkdocs.yml. *Root pages* are files such as CHANGELOG.md, shown as pages of the site.
+"""
+
+import os
+import pathlib
+import re
+import tomllib
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+# Pages that mention everything, and would come up first in every search although another page explains it.
+SEARCH_BOOST = {"api/": 0.5, "decisions/": 0.5, "changelog.md": 0.2, "contributing.md": 0.5}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Adds the version to the site's name, and the link to the repository if its address is known."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config.site_name = f"{config.site_name} {project['version']}"
+    config.repo_url = os.environ.get("NNX_REPOSITORY") or project.get("urls", {}).get("Repository")
+    config.repo_name = "Repository"
+    return config
+
+
+def root_page(text: str) -> str:
+    """The text of a root page with its links into docs/ made relative to the site."""
+    return re.sub(r"\]\(docs/", "](", text)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the root pages."""
+    for name, page in ROOT_PAGES.items():
+        files.append(File.generated(config, page, content=root_page((ROOT / name).read_text())))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Ranks reference pages below the pages that explain, unless a page says otherwise."""
+    for prefix, boost in SEARCH_BOOST.items():
+        if page.file.src_uri.startswith(prefix):
+            page.meta.setdefault("search", {"boost": boost})
+    return markdown
