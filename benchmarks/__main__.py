@@ -6,19 +6,20 @@ Usage:
     python -m benchmarks --only train_step          one question
     python -m benchmarks --quick                    a fifth of the time, less precise
     python -m benchmarks --strict                   a missed goal is an error
+    python -m benchmarks --store                    keep the results in benchmarks/stored, for the docs
 """
 
 import argparse
-import dataclasses
 import importlib
-import json
-import pathlib
 import sys
+import time
 import traceback
+from typing import Any
 
 import jax
 
-from benchmarks.harness import Row, Settings, seconds_text
+from benchmarks import record, store
+from benchmarks.harness import OURS, Row, Settings, seconds_text
 
 QUESTIONS = (
     "import_time",
@@ -35,7 +36,6 @@ QUESTIONS = (
     "trace_time",
     "layers",
 )
-RESULTS = pathlib.Path(__file__).parent / "results"
 COLUMNS = ("measure", "ours", "result", "goal", "", "others, best time (multiple of the first)", "reproduce with")
 
 
@@ -44,7 +44,10 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=QUESTIONS, help="ask only this question; can be repeated")
     parser.add_argument("--quick", action="store_true", help="a fifth of the time")
     parser.add_argument("--strict", action="store_true", help="exit with an error when a goal is missed")
+    parser.add_argument("--store", action="store_true", help="keep the results; not with --quick")
     args = parser.parse_args()
+    if args.store and args.quick:
+        parser.error("a quick run is not precise enough to be stored")
     settings = Settings(quick=args.quick)
 
     lines: list[tuple[str, ...]] = []
@@ -53,14 +56,18 @@ def main() -> int:
         print(f"measuring {question} ...", file=sys.stderr, flush=True)
         command = f'make bench ARGS="--only {question}{" --quick" if args.quick else ""}"'
         rows: list[Row] = []
+        began, whole = time.perf_counter(), not args.quick
         try:
             for row in importlib.import_module(f"benchmarks.{question}").measure(settings):
                 rows.append(row)
         except Exception as error:  # a question that fails does not stop the others
             traceback.print_exc()
-            failed += 1
+            failed, whole = failed + 1, False
             lines.append((question, "", "", "", "FAIL", type(error).__name__, command))
-        _save(question, rows)
+        figures = {row.measure: _figures(row) for row in rows}
+        seconds = round(time.perf_counter() - began, 1)
+        found = record.make_record(question, command, figures, whole=whole, seconds=seconds)
+        record.write(record.RESULTS / f"{question}.json", found)
         missed += sum(not row.passed for row in rows)
         lines += [_line(row, command) for row in rows]
         jax.clear_caches()
@@ -68,6 +75,9 @@ def main() -> int:
     print(f"jax {jax.__version__}, {jax.default_backend()}; contenders interleaved in one process, best turn of many\n")
     _print_table(lines)
     print(f"\n{len(lines) - missed - failed} of {len(lines)} goals met")
+    if args.store:
+        problems = store.store([record.RESULTS / f"{question}.json" for question in args.only or QUESTIONS])
+        print("nothing was stored: " + "; ".join(problems) if problems else "stored; now run `make figures`")
     return 1 if failed or (missed and args.strict) else 0
 
 
@@ -91,14 +101,9 @@ def _print_table(lines: list[tuple[str, ...]]) -> None:
             print(f"|{rule}|")
 
 
-def _save(question: str, rows: list[Row]) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    content = {
-        "jax": jax.__version__,
-        "backend": jax.default_backend(),
-        "rows": [{**dataclasses.asdict(row), "passed": row.passed} for row in rows],
-    }
-    (RESULTS / f"{question}.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+def _figures(row: Row) -> dict[str, Any]:
+    goal = {"result": row.value, "result_unit": row.unit, "goal": row.goal, "limit": row.limit, "met": row.passed}
+    return record.row("s", {OURS: row.ours, **row.others}, **goal)
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ def measure(settings: Settings) -> list[Row]:
         },
         seconds=settings.seconds(5),
     )
-    against_partition = {OURS: merge[OURS], "equinox partition": partition["equinox"]}
+    against_partition = {OURS: merge[OURS], "eqx.partition": partition["equinox"]}
     return [
         time_row("partition(), 300 Variables", partition, 400e-6),
-        ratio_row("partition(), 300 Variables, against equinox", partition, "equinox", 0.2),
+        ratio_row("partition(), 300 Variables, against eqx.partition", partition, "equinox", 0.2),
         time_row("merge(), 300 Variables", merge, 400e-6),
-        ratio_row("merge(), 300 Variables, against equinox", against_partition, "equinox partition", 0.2),
+        ratio_row("merge(), 300 Variables, against eqx.partition", against_partition, "eqx.partition", 0.2),
     ]

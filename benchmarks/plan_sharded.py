@@ -2,6 +2,7 @@
 
     python -m benchmarks.plan_sharded                                   both models on 8, 64 and 512 devices
     python -m benchmarks.plan_sharded --models 8b --devices 8           one line
+    python -m benchmarks.plan_sharded --out FILE.json                   write a record (see benchmarks/record.py)
 
 Each step is compiled in its own process with that many virtual devices: once from `nnx.models.Decoder`, abstract, with
 an abstract `nnx.Optimizer`, and once from the same model written by hand in JAX (`plan_sharded_by_hand`). Parameters
@@ -14,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import os
+import pathlib
 import re
 import resource
 import subprocess
@@ -22,6 +24,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from benchmarks import record
 
 LENGTH = 2048  # tokens of a row; the batch has one row per part of the data axis
 MODEL_PARTS = 8  # as many as key and value heads
@@ -188,6 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["8b", "70b"])
     parser.add_argument("--devices", nargs="+", type=int, default=[8, 64, 512])
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a record of the run")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
@@ -196,10 +201,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     print("Each cell: NNX / by hand. Memory is per device.\n")
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    figures: record.Figures = {}
     for model in options.models:
         for devices in options.devices:
             plans = [measured(model, devices, by_hand) for by_hand in (False, True)]
             print(f"| {' | '.join(cells(model, devices, *plans))} |", flush=True)
+            for field, unit in (
+                ("arguments", 2**30),
+                ("temporary", 2**30),
+                ("lowering", 1),
+                ("compiling", 1),
+                ("peak", 2**30),
+            ):
+                values = [getattr(plan, field) / unit for plan in plans]
+                name = f"{model.upper()} on {devices} devices, {field}"
+                figures[name] = record.row("s" if unit == 1 else "GiB", dict(zip(("nnx", "by hand"), values)))
+    if options.out:
+        whole = options.models == parser.get_default("models") and options.devices == parser.get_default("devices")
+        command = "python -m benchmarks.plan_sharded"
+        record.write(options.out, record.make_record("plan_sharded", command, figures, whole=whole))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
     make matrix                                       # every combination
     make matrix ARGS="--only 3.12/0.12 -- tests/core"  # one of them, some tests
+    make matrix ARGS="--envs /tmp/envs -- -n 0"        # other environments, one process
 
-Each combination has its own environment under `.matrix`. What was not run is listed, with the reason, and only a
-failing test makes the exit status 1.
+Each combination has its own environment, in `.matrix` unless `--envs` names another folder, and leaves what pytest
+printed there as report.txt. What was not run is listed, with the reason, and only a failing test makes the exit status
+1. docs/versions.md lists what has been tested.
 """
 
 import argparse
@@ -20,7 +22,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 
 # JAX 0.11 and later need Python 3.12.
-COMBINATIONS = [("3.11", "0.10"), ("3.12", "0.10"), ("3.12", "0.11"), ("3.12", "0.12"), ("3.13", "0.12")]
+COMBINATIONS = [("3.11", "0.10")] + [(python, jax) for python in ("3.12", "3.13") for jax in ("0.10", "0.11", "0.12")]
 DEFAULT_TESTS = ["-q", "-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
@@ -38,6 +40,7 @@ def main() -> int:
     """Runs the combinations asked for and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="PYTHON/JAX", action="append", help="for example 3.12/0.12; may be repeated")
+    parser.add_argument("--envs", metavar="FOLDER", type=Path, default=ROOT / ".matrix", help="where environments are")
     parser.add_argument("tests", nargs="*", help="arguments for pytest, after --")
     options = parser.parse_args()
     known = [f"{python}/{jax}" for python, jax in COMBINATIONS]
@@ -49,7 +52,7 @@ def main() -> int:
         if options.only and f"{python}/{jax}" not in options.only:
             outcomes.append(Outcome(python, jax, "not run: not asked for", 0.0, False))
         else:
-            outcomes.append(_run(python, jax, options.tests))
+            outcomes.append(_run(python, jax, options.envs, options.tests))
     print("\n| Python | JAX | result | time |\n|---|---|---|---|")
     for outcome in outcomes:
         minutes, seconds = divmod(round(outcome.seconds), 60)
@@ -57,16 +60,16 @@ def main() -> int:
     return int(any(outcome.failed for outcome in outcomes))
 
 
-def _run(python: str, jax: str, tests: list[str]) -> Outcome:
+def _run(python: str, jax: str, envs: Path, tests: list[str]) -> Outcome:
     """Makes the environment of one combination if need be, and runs the tests in it."""
     interpreter = _interpreter(python)
     if interpreter is None:
         return Outcome(python, jax, f"not run: there is no Python {python} here", 0.0, False)
-    folder = ROOT / ".matrix" / f"python{python}-jax{jax}"
+    folder = envs.resolve() / f"matrix-python{python}-jax{jax}"
     binary = folder / "bin" / "python"
     ready = folder / ".ready"
     if not ready.exists() or ready.stat().st_mtime < (ROOT / "pyproject.toml").stat().st_mtime:
-        print(f"installing nnx[test] with JAX {jax} for Python {python} ...", flush=True)
+        print(f"installing nnx[test,docs] with JAX {jax} for Python {python} ...", flush=True)
         if not binary.exists():
             subprocess.run([interpreter, "-m", "venv", folder], check=True)
         install = [binary, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
@@ -88,7 +91,7 @@ def _run(python: str, jax: str, tests: list[str]) -> Outcome:
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "pytest printed nothing"
     summary = re.sub(r"^=+ | in [\d.]+s.*$", "", last)
     if done.returncode:
-        summary += f" (see {report.relative_to(ROOT)})"
+        summary += f" (see {report})"
     return Outcome(*exact, summary, seconds, done.returncode != 0)
 
 

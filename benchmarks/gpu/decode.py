@@ -4,6 +4,7 @@
     python -m benchmarks.gpu.decode --model llama          a Llama of 1.2 billion parameters
     python -m benchmarks.gpu.decode --rows 1 --seconds 60  one number of rows, measured longer
     python -m benchmarks.gpu.decode --without torch.compile
+    python -m benchmarks.gpu.decode --out FILE.json        write a record (see benchmarks/record.py)
     python -m benchmarks.gpu.decode --tiny                 the default without a GPU: tiny models, to see that it runs
 
 Weights and caches are in bfloat16 (float32 for tiny models), tokens are chosen greedily, and all JAX contenders have
@@ -18,6 +19,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import pathlib
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import nnx
+from benchmarks import record
 from benchmarks.gpu import models, raw_decode
 from benchmarks.harness import interleave
 
@@ -142,6 +145,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=None, help="the numbers of rows; 1 8 64 by default")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long to measure each table")
     parser.add_argument("--without", action="append", default=[], choices=CONTENDERS, help="leave this one out")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a record of the run")
     args = parser.parse_args()
     on_gpu = jax.default_backend() == "gpu"
     tiny = args.tiny or not on_gpu
@@ -157,25 +161,37 @@ def main() -> int:
     )
     read, new = (8, 12) if tiny else (64, 512)
     seconds, turn = (0.2, 0.001) if tiny else (args.seconds, 0.01)
+    figures: record.Figures = {"memory bandwidth": record.row("TB/s", {"measured": bandwidth / 1e12})}
     for rows in args.rows or ((1, 2) if tiny else (1, 8, 64)):
         setting = Setting(shape, rows, read, new)
         runs = contenders(setting, left_out)
         print(f"\n{rows} row(s), {read} tokens read, {new} written; the same tokens as by hand: {agreement(runs)}\n")
         print(f"| {'':<21} | tokens/s, median | best turn | ms per token | bandwidth |")
         print(f"|{'-' * 23}|-----------------:|----------:|-------------:|----------:|")
+        speeds, fractions = {}, {}
         for name, timing in interleave(runs, seconds=seconds, turn=turn, compared=len(runs)).items():
-            fraction = bytes_per_step(setting) * new / timing.best / bandwidth
+            speeds[name] = rows * new / timing.median
+            fractions[name] = fraction = bytes_per_step(setting) * new / timing.best / bandwidth
             print(
-                f"| {name:<21} | {rows * new / timing.median:>16,.0f} | {rows * new / timing.best:>9,.0f} "
+                f"| {name:<21} | {speeds[name]:>16,.0f} | {rows * new / timing.best:>9,.0f} "
                 f"| {1e3 * timing.best / new:>12.3f} | {fraction:>9.2f} |"
             )
+        figures[f"rows: {rows}"] = record.row("tokens/s", speeds)
+        figures[f"rows: {rows}, part of the memory bandwidth"] = record.row("1", fractions)
 
     setting = Setting(shape, 1, 16 if tiny else 512, 1)
     runs = contenders(setting, left_out | {"the same, eight rows"})
     print(f"\nTime to the first token of a prompt of {setting.read}, 1 row\n\n| {'':<21} | ms, median |   best |")
     print(f"|{'-' * 23}|-----------:|-------:|")
+    times = {}
     for name, timing in interleave(runs, seconds=seconds / 2, turn=turn, compared=len(runs)).items():
+        times[name] = 1e3 * timing.best
         print(f"| {name:<21} | {1e3 * timing.median:>10.2f} | {1e3 * timing.best:>6.2f} |")
+    figures[f"first token of a prompt of {setting.read}"] = record.row("ms", times)
+    if args.out:
+        command = f"python -m benchmarks.gpu.decode --model {args.model}"
+        whole = not (tiny or args.without or args.rows)
+        record.write(args.out, record.make_record(f"gpu_decode_{args.model}", command, figures, whole=whole))
     return 0
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.moe            on a GPU, in bfloat16
     python -m benchmarks.gpu.moe --cpu      smaller, in float32
+    python -m benchmarks.gpu.moe --out FILE.json    write a record (see benchmarks/record.py)
 
 The dense layer is a `GatedMLP` with `selected * hidden` hidden features. *Needed* are the operations of its products,
 which are those of the selected experts. Operations are counted in the program before it is compiled, because XLA does
@@ -9,6 +10,7 @@ not count those of the libraries it calls, such as cuBLAS. `ragged_dot` is one p
 """
 
 import argparse
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +19,15 @@ import jax
 import jax.numpy as jnp
 
 import nnx
+from benchmarks import record
+
+
+class Cost(NamedTuple):
+    """What a function costs."""
+
+    milliseconds: float
+    operations: float  # over those needed
+    temporary: float  # GiB
 
 
 class Case(NamedTuple):
@@ -31,6 +42,10 @@ class Case(NamedTuple):
     @property
     def needed(self) -> int:
         return self.tokens * self.selected * 6 * self.features * self.hidden
+
+    @property
+    def name(self) -> str:
+        return f"{self.selected} of {self.experts} experts, {self.features} to {self.hidden}, {self.tokens} tokens"
 
 
 CHECKED = Case(512, 64, 96, 8, 2)
@@ -56,8 +71,8 @@ def best_time(function: Function, *arguments: Any) -> float:
     return min(times)
 
 
-def report(name: str, function: Function, needed: float, *arguments: Any) -> float:
-    """Prints what a function costs, and returns its time."""
+def report(name: str, function: Function, needed: float, *arguments: Any) -> Cost:
+    """Measures what a function costs, and prints it."""
     lowered = jax.jit(function).lower(*arguments)
     compiled = lowered.compile()
     counted = (lowered.cost_analysis() or {}).get("flops", 0.0)
@@ -69,7 +84,7 @@ def report(name: str, function: Function, needed: float, *arguments: Any) -> flo
         f"{memory:5.2f} GiB temporary",
         flush=True,
     )
-    return taken
+    return Cost(taken, counted / needed, memory)
 
 
 def as_function(layer: nnx.MoE | nnx.GatedMLP) -> tuple[nnx.State, Function]:
@@ -104,32 +119,52 @@ def check(case: Case) -> None:
     print(f"next to a loop: output {errors[0]:.1e}, gradients {max(jax.tree.leaves(errors[1])):.1e}", flush=True)
 
 
-def compare(case: Case, dtype: Any) -> None:
+def compare(case: Case, dtype: Any) -> record.Figures:
+    """Measures a mixture of experts next to a dense layer; returns rows of figures."""
     tokens, features, hidden, experts, selected = case
     print(f"{tokens} tokens, {features} -> {hidden}, {selected} of {experts} experts, {jnp.dtype(dtype)}", flush=True)
     options: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "ctx": nnx.context(0)}
     moe = nnx.MoE(features, hidden, experts, selected, update_stats=False, **options)
     dense = nnx.GatedMLP(features, selected * hidden, **options)
     x = jax.random.normal(jax.random.key(0), (tokens, features), dtype)
-    forward, both = [], []
+    forward, both = {}, {}
     for name, layer in (("MoE", moe), ("GatedMLP", dense)):
         state, function = as_function(layer)
-        forward.append(report(f"{name}, forward", function, case.needed, state, x))
+        forward[name] = report(f"{name}, forward", function, case.needed, state, x)
         if tokens > 64:
-            both.append(report(f"{name}, forward and backward", gradient(function), 3 * case.needed, state, x))
-    ratios = [f"{name} {times[0] / times[1]:.2f}" for name, times in (("forward", forward), ("both", both)) if times]
+            both[name] = report(f"{name}, forward and backward", gradient(function), 3 * case.needed, state, x)
+    measured = {"forward": forward, "forward and backward": both} if both else {"forward": forward}
+    ratios = [f"{name} {costs['MoE'][0] / costs['GatedMLP'][0]:.2f}" for name, costs in measured.items()]
     print(f"  time of MoE / GatedMLP: {', '.join(ratios)}", flush=True)
     if tokens > 64:
         sizes = jnp.full(experts, tokens * selected // experts, jnp.int32)
         rows = jnp.repeat(x, selected, axis=0)
-        report("ragged_dot, one product", jax.lax.ragged_dot, case.needed / 3, rows, moe.gate, sizes)
+        forward["ragged_dot"] = report(
+            "ragged_dot, one product", jax.lax.ragged_dot, case.needed / 3, rows, moe.gate, sizes
+        )
+    figures: record.Figures = {}
+    for direction, costs in measured.items():
+        by_field = zip(("ms", "operations / needed", "GiB"), zip(*costs.values()))
+        for suffix, (unit, values) in zip(("", ", operations", ", temporary memory"), by_field):
+            figures[f"{case.name}, {direction}{suffix}"] = record.row(unit, dict(zip(costs, values)))
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", action="store_true", help="smaller sizes, in float32")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a record of the run")
+    args = parser.parse_args()
+    print("jax", jax.__version__, jax.devices(), flush=True)
+    check(CHECKED)
+    figures: record.Figures = {}
+    for case in ON_CPU if args.cpu else ON_GPU:
+        figures |= compare(case, jnp.float32 if args.cpu else jnp.bfloat16)
+    if args.out:
+        whole = args.cpu or jax.default_backend() == "gpu"
+        name, option = ("moe_cpu", " --cpu") if args.cpu else ("gpu_moe", "")
+        record.write(args.out, record.make_record(name, f"python -m benchmarks.gpu.moe{option}", figures, whole=whole))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", help="smaller sizes, in float32")
-    on_cpu = parser.parse_args().cpu
-    print("jax", jax.__version__, jax.devices(), flush=True)
-    check(CHECKED)
-    for sizes in ON_CPU if on_cpu else ON_GPU:
-        compare(sizes, jnp.float32 if on_cpu else jnp.bfloat16)
+    main()

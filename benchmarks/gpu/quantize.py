@@ -3,6 +3,7 @@
     python -m benchmarks.gpu.quantize              a Llama of 1.2 billion parameters at 8, 1 and 64 rows, on a GPU
     python -m benchmarks.gpu.quantize --rows 8     one number of rows
     python -m benchmarks.gpu.quantize --products   products of a few rows with the matrices of an MLP, in several forms
+    python -m benchmarks.gpu.quantize --out FILE.json    write a record (see benchmarks/record.py)
     python -m benchmarks.gpu.quantize --tiny       the default without a GPU: tiny sizes, to see that it runs
 
 Decoding is that of `benchmarks.gpu.decode`: 64 tokens read and 512 written in each row, greedily, with the same weights
@@ -14,6 +15,7 @@ seconds, of which compilation takes most.
 
 import argparse
 import functools
+import pathlib
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import nnx
+from benchmarks import record
 from benchmarks.gpu import decode, models
 from benchmarks.harness import interleave
 
@@ -58,7 +61,8 @@ def logits_error(shape: models.Shape, bits: int) -> float:
     return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
 
 
-def decoding(setting: decode.Setting, bandwidth: float, seconds: float, turn: float) -> None:
+def decoding(setting: decode.Setting, bandwidth: float, seconds: float, turn: float) -> record.Figures:
+    """Measures how fast each model writes, and prints a table; returns its rows as figures."""
     runs: dict[str, Callable[[], Any]] = {}
     for name, bits in BITS.items():
         began, model = time.perf_counter(), make_model(setting.shape, bits)
@@ -71,14 +75,21 @@ def decoding(setting: decode.Setting, bandwidth: float, seconds: float, turn: fl
     stored = {name: device_bytes(make_model(setting.shape, bits).get_state()) for name, bits in BITS.items()}
     itemsize = jnp.dtype(setting.shape.dtype).itemsize
     cached = decode.bytes_per_step(setting) - itemsize * models.num_weights(setting.shape)
+    speeds, fractions = {}, {}
     for name, timing in interleave(runs, seconds=seconds, turn=turn, compared=len(runs)).items():
-        fraction = (stored[name] + cached) * setting.new / timing.best / bandwidth
+        speeds[name] = setting.rows * setting.new / timing.median
+        fractions[name] = fraction = (stored[name] + cached) * setting.new / timing.best / bandwidth
         print(
-            f"| {name:<8} | {setting.rows * setting.new / timing.median:>16,.0f} "
+            f"| {name:<8} | {speeds[name]:>16,.0f} "
             f"| {setting.rows * setting.new / timing.best:>9,.0f} | {1e3 * timing.best / setting.new:>12.3f} "
             f"| {fraction:>9.2f} | {stored[name] / 2**30:>11.3f} | {peak_memory():>8} |",
             flush=True,
         )
+    return {
+        f"rows: {setting.rows}": record.row("tokens/s", speeds),
+        f"rows: {setting.rows}, part of the memory bandwidth": record.row("1", fractions),
+        "weights": record.row("GiB", {name: size / 2**30 for name, size in stored.items()}),
+    }
 
 
 # Single products
@@ -179,25 +190,35 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=None, help="the numbers of rows; 8 1 64 by default")
     parser.add_argument("--seconds", type=float, default=5.0, help="how long to measure each table")
     parser.add_argument("--limit", type=float, default=110.0, help="begin no table after so many seconds")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a record of the run")
     args = parser.parse_args()
     tiny = args.tiny or jax.default_backend() != "gpu"
     shape = models.TINY_SHAPES["llama"] if tiny else models.SHAPES["llama"]
     bandwidth = decode.measured_bandwidth(1 << (20 if tiny else 32))
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {bandwidth / 1e12:.2f} TB/s", flush=True)
     seconds, turn = (0.1, 0.001) if tiny else (args.seconds, 0.01)
+    figures: record.Figures = {"memory bandwidth": record.row("TB/s", {"measured": bandwidth / 1e12})}
+    whole = not (tiny or args.products or args.rows)
     if not args.products:
-        errors = ", ".join(f"{name} {logits_error(shape, bits):.4f}" for name, bits in BITS.items() if bits)
+        errors = {name: logits_error(shape, bits) for name, bits in BITS.items() if bits}
+        figures["relative error of the logits"] = record.row("1", errors)
+        text = ", ".join(f"{name} {error:.4f}" for name, error in errors.items())
         print(
-            f"{models.num_weights(shape) / 1e6:,.0f} million weights; relative error of the logits: {errors}",
+            f"{models.num_weights(shape) / 1e6:,.0f} million weights; relative error of the logits: {text}",
             flush=True,
         )
     for rows in args.rows or ((2, 1) if tiny else (8, 1, 64)):
         if time.perf_counter() - began > args.limit:
             print(f"\n{rows} row(s): left out, {args.limit:.0f} seconds have passed")
+            whole = False
         elif args.products:
             products(rows, shape.width, shape.hidden, 2 if tiny else 8, bandwidth, seconds / 2, turn)
         else:
-            decoding(decode.Setting(shape, rows, *((8, 12) if tiny else (64, 512))), bandwidth, seconds, turn)
+            setting = decode.Setting(shape, rows, *((8, 12) if tiny else (64, 512)))
+            figures |= decoding(setting, bandwidth, seconds, turn)
+    if args.out:
+        command = "python -m benchmarks.gpu.quantize"
+        record.write(args.out, record.make_record("gpu_quantize", command, figures, whole=whole))
     return 0
 
 

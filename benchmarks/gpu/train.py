@@ -6,6 +6,7 @@
     python -m benchmarks.gpu.train --seconds 60     measure longer
     python -m benchmarks.gpu.train --without torch.compile  leave a contender out
     python -m benchmarks.gpu.train --autotune       PyTorch's "max-autotune" as well, which compiles for minutes
+    python -m benchmarks.gpu.train --out FILE.json  write a record (see benchmarks/record.py)
 
 All contenders compute in bfloat16 with float32 parameters, and use AdamW. Tokens are random, because speed does not
 depend on them. For GPT-2, the JAX steps start from the same weights, and therefore from the same loss. "The same,
@@ -18,6 +19,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +31,7 @@ import jax.numpy as jnp
 import optax
 
 import nnx
+from benchmarks import record
 from benchmarks.gpu import raw_train as raw
 from benchmarks.harness import interleave
 from examples.gpt.model import GPT, GPU_OPTIONS, Config, decayed
@@ -148,6 +151,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30.0, help="how long to measure, in all")
     parser.add_argument("--without", action="append", default=[], choices=CONTENDERS, help="leave this one out")
     parser.add_argument("--autotune", action="store_true", help="PyTorch's max-autotune as well")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a record of the run")
     args = parser.parse_args()
     on_gpu = jax.default_backend() == "gpu"
     tiny = args.tiny or not on_gpu
@@ -174,6 +178,15 @@ def main() -> int:
         median, best = tokens / timing.median, tokens / timing.best
         milliseconds, loss = 1e3 * timing.median, first_losses[name]
         print(f"| {name:<18} | {median:>21,.0f} | {best:>9,.0f} | {milliseconds:>19.2f} | {loss:>10.4f} |")
+    if args.out:
+        figures = {
+            "tokens per second, median": record.row("tokens/s", {n: tokens / t.median for n, t in timings.items()}),
+            "tokens per second, best": record.row("tokens/s", {n: tokens / t.best for n, t in timings.items()}),
+            "first loss": record.row("nats", first_losses),
+        }
+        command = f"python -m benchmarks.gpu.train --model {args.model}"
+        whole = not tiny and not args.without
+        record.write(args.out, record.make_record(f"gpu_train_{args.model}", command, figures, whole=whole))
     return 0
 
 
