@@ -15,7 +15,7 @@ SECONDS ?= 600
 
 export PYTHONHASHSEED := 0
 
-.PHONY: help demo test matrix fuzz torture parity goldens lint format bench docs serve examples distributed clean
+.PHONY: help demo test matrix fuzz torture parity goldens lint format bench figures docs serve examples distributed clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -50,6 +50,9 @@ format: $(VENV)/.ready-dev ## apply what ruff can fix by itself
 
 bench: $(VENV)/.ready-dev ## one table of ratios against hand-written JAX and peers (ARGS="--quick --only train_step")
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m benchmarks $(ARGS)
+
+figures: $(VENV)/.ready-dev ## write the stored figures of benchmarks into README and docs (ARGS=--check)
+	@JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.figures $(ARGS)
 
 docs: $(VENV)/.ready-dev ## build the guide into site/, warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -1,0 +1,156 @@
+"""The sentences of the README and the docs that quote stored figures: `figures.py` writes and checks them."""
+
+from typing import NamedTuple
+
+from benchmarks.numbers import RECORDS, extremes, ratio, result, thousands, value, version
+from benchmarks.tables import CALL, GROWING, GROWTH, ROWS, SPEED, written
+
+FEW_EXPERTS = "2 of 8 experts, 1024 to 4096, 8192 tokens, forward"
+MANY_EXPERTS = "8 of 64 experts, 1024 to 4096, 8192 tokens, forward"
+
+
+class Quote(NamedTuple):
+    """A piece of a sentence with `{}` for each figure, and the figures as they should read."""
+
+    text: str
+    figures: tuple[str, ...]
+
+
+class Claim(NamedTuple):
+    """A piece of a sentence that says in words what the figures say, and whether they do."""
+
+    text: str
+    holds: bool
+
+
+def call_against_hand(size: str) -> float:
+    ours = value("scaling", CALL, "nnx" if size == "10,000" else f"nnx {size}")
+    return ours / value("scaling", CALL, f"raw {size}")
+
+
+def against_best_by_hand() -> list[float]:
+    """The speed of `nnx.generate` as a fraction of the best loop by hand, for both models and every number of rows."""
+    fractions = []
+    for benchmark in ("gpu_decode_gpt2", "gpu_decode_llama"):
+        for rows in ROWS:
+            speeds = written(benchmark, rows)
+            ours = max(speeds["nnx, scanned layers"], speeds["nnx, layers in a list"])
+            fractions.append(ours / max(speeds["hand-written JAX"], speeds.get("the same, eight rows", 0.0)))
+    return fractions
+
+
+def bandwidths(benchmark: str) -> list[float]:
+    rows = RECORDS[benchmark]["figures"]
+    found = [rows.get(f"rows: {n}, part of the memory bandwidth", {"values": {}})["values"] for n in ROWS]
+    return [values["nnx, layers in a list"] for values in found if values]
+
+
+def moe_on_cpu(case: str) -> str:
+    row = f"{case}, forward"
+    return f"{value('moe_cpu', row, 'MoE') / value('moe_cpu', row, 'GatedMLP'):.1f}"
+
+
+def quantized_speed(name: str) -> float:
+    return value("gpu_quantize", "rows: 8", name) / value("gpu_quantize", "rows: 8", "bfloat16")
+
+
+def planners_memory() -> str:
+    rows = RECORDS["plan_sharded"]["figures"]
+    return f"{max(max(row['values'].values()) for name, row in rows.items() if name.endswith('peak')):.2f}"
+
+
+def longer(undone: str) -> str:
+    """By how many percent a training step takes longer with one optimization undone."""
+    row = "gpu_ablate_gpt2", "time per step"
+    return f"{100 * (value(*row, undone) / value(*row) - 1):.1f}"
+
+
+def gpu_versions(benchmark: str) -> tuple[str, ...]:
+    return tuple(version(benchmark, package) for package in ("jax", "torch"))
+
+
+def trained(contender: str) -> float:
+    return value("gpu_train_gpt2", SPEED, contender)
+
+
+versions = tuple(version("train_step", package) for package in ("jax", "flax", "equinox"))
+kernels = RECORDS["gpu_profile_gpt2"]["figures"]["kernels"]["values"]
+first_token = RECORDS["gpu_decode_gpt2"]["figures"]["first token of a prompt of 512"]["values"]
+int8_gain = f"{100 * (quantized_speed('int8') - 1):.0f}"
+
+SENTENCES: dict[str, list[Quote | Claim]] = {
+    "README.md": [
+        Quote("with jax {}, flax {} and equinox {}", versions),
+        Quote("trained at {} tokens per second", (thousands(trained("nnx")),)),
+        Quote("hand-written JAX reached {} (", (thousands(trained("hand-written JAX")),)),
+        Quote("({} with the same optimizations)", (thousands(trained("the same, tuned")),)),
+        Quote("`torch.compile` {} with cuDNN's attention", (thousands(trained("torch, cuDNN")),)),
+    ],
+    "docs/performance.md": [
+        Quote("Two CPU cores, jax {}, flax {}, equinox {}.", versions),
+        Quote(
+            "the step costs {} times as much as the one by hand at 1,000 Variables, and {} times as much at 10,000",
+            (ratio(call_against_hand("1,000")), ratio(call_against_hand("10,000"))),
+        ),
+        Claim(
+            "take about ten times as long",
+            all(9 < result("scaling", GROWTH.format(name)) < 12 for name in GROWING),
+        ),
+        Claim(
+            "and then the two are nearly equal",
+            abs(trained("nnx") / trained("the same, tuned") - 1) < 0.03,
+        ),
+        Quote(
+            "({} ms of kernels in {} ms, so nothing waits for Python)",
+            (f"{kernels['all']:.1f}", f"{kernels['step']:.1f}"),
+        ),
+        Quote("by their gradient in one go. Without it, a step takes {} % longer", (longer("cross-entropy by XLA"),)),
+        Quote("each matrix product, and a step takes {} % longer", (longer("positions added once"),)),
+        Quote("that the forward pass has to write, and a step takes {} % longer", (longer("gelu stored"),)),
+        Quote("One NVIDIA H200, jax {}, torch {}; vocabulary", gpu_versions("gpu_train_gpt2")),
+        Quote("NVIDIA H200, jax {}, torch {}, weights and caches", gpu_versions("gpu_decode_gpt2")),
+        Quote("one NVIDIA H200, jax {}, the best turn", gpu_versions("gpu_moe")[:1]),
+        Quote("on one NVIDIA H200 with jax {}; tokens", gpu_versions("gpu_quantize")[:1]),
+        Quote("NNX writes {} to {} % as fast as the best loop by hand", extremes(against_best_by_hand())),
+        Claim(
+            "and faster than PyTorch everywhere",
+            all(
+                max(v for name, v in speeds.items() if name.startswith("nnx, ") and "drawing" not in name)
+                > speeds["torch.compile"]
+                for benchmark in ("gpu_decode_gpt2", "gpu_decode_llama")
+                for speeds in (written(benchmark, rows) for rows in ROWS)
+            ),
+        ),
+        Quote(
+            "the first token of a prompt of 512 takes {} ms at best, and {} ms by hand",
+            (f"{first_token['nnx, layers in a list']:.1f}", f"{first_token['hand-written JAX']:.1f}"),
+        ),
+        Quote("reaches {} to {} % of the memory bandwidth", extremes(bandwidths("gpu_decode_llama"))),
+        Quote(
+            "the operations are {} and {} times those of the dense layer",
+            (
+                f"{value('gpu_moe', f'{FEW_EXPERTS}, operations', 'MoE'):.2f}",
+                f"{value('gpu_moe', f'{MANY_EXPERTS}, operations', 'MoE'):.2f}",
+            ),
+        ),
+        Quote(
+            "its {} GiB of temporary memory",
+            (f"{value('gpu_moe', f'{MANY_EXPERTS}, temporary memory', 'ragged_dot'):.0f}",),
+        ),
+        Quote(
+            "the layer with 2 of 8 experts took {} times as long as the dense one (forward), the layer with 8 of 64 "
+            "small experts {} times",
+            (
+                moe_on_cpu("2 of 8 experts, 256 to 512, 2048 tokens"),
+                moe_on_cpu("8 of 64 experts, 256 to 256, 1024 tokens"),
+            ),
+        ),
+        Quote("int8 saves half of the memory and is {} % faster", (int8_gain,)),
+        Quote("decoding takes {} times as long as in bfloat16", (f"{1 / quantized_speed('int4'):.1f}",)),
+    ],
+    "docs/guide/generation.md": [Quote("writes a little faster ({} % on an H200)", (int8_gain,))],
+    "docs/guide/sharding.md": [
+        Quote("as the compiler of JAX {} states it", (version("plan_sharded", "jax"),)),
+        Quote("planning took at most {} GiB", (planners_memory(),)),
+    ],
+}

@@ -1,0 +1,351 @@
+"""The tables of the README and the docs, made of stored figures."""
+
+from typing import Any
+
+from benchmarks.numbers import RECORDS, faster, percent, ratio, result, seconds, table, value, whole
+
+# On a CPU
+
+SIZES = (3, 30, 300)
+PARTITION, MERGE = "partition(), 300 Variables, against eqx.partition", "merge(), 300 Variables"
+STEP = "step over {} Variables, {}"
+PEERS = {
+    "equinox `filter_jit`": "equinox",
+    "flax `nnx.jit` + `cached_partial`": "flax cached_partial",
+    "flax `nnx.jit`": "flax",
+}
+
+
+def step_ratio(size: int, contender: str, changes: str = "kernels and counters change") -> str:
+    row = STEP.format(size, changes)
+    number = value("train_step", row, contender) / value("train_step", row, "raw")
+    return ratio(number) if contender == "nnx" else f"{number:.1f}"
+
+
+Form = tuple[str, str, str]  # its label, its row in call_forms, and what the step by hand has to add to its name
+FORMS: tuple[Form, ...] = (
+    ("a static argument, 30 Variables", "a static argument", " with the same"),
+    ("`stateful=False`, 30 Variables", "stateful=False", " that returns the output only"),
+    ("Modules in a dict and a list, 30 Variables", "Modules in a dict", ""),
+    ("a batch that is a dict, 30 Variables", "a batch that is a dict", " with the same"),
+    ("tied weights, 30 Variables, 10 of them shared through a `Ref`", "tied weights (Ref)", ""),
+    ("sown values that stay in the model, 40 Variables", "sown values that stay", ""),
+    ("values sown and popped inside, 30 Variables", "values sown and popped inside", " that returns them"),
+)
+
+
+def overhead(forms: tuple[Form, ...]) -> str:
+    """A step next to peers, and everything else in one line each."""
+    step = table(
+        ["", "3 Variables", "30", "300"],
+        ["raw `jax.jit`", "1", "1", "1"],
+        [
+            "**`nnx.jit`**",
+            *(f"**{step_ratio(n, 'nnx')}** ({step_ratio(n, 'nnx', 'every Variable changes')})" for n in SIZES),
+        ],
+        *([label, *(step_ratio(n, peer) for n in SIZES)] for label, peer in PEERS.items()),
+    )
+    by_hand = "raw `jax.jit`"
+    lines = [
+        ("donated step, 30 Variables", "train_step", "step over 30 Variables, donated", f"{by_hand}, donated"),
+        (
+            "step with two Modules, keyword arguments and a Context, 30 Variables",
+            "train_step",
+            "step with two Modules, kwargs, Context, 30 Variables",
+            by_hand,
+        ),
+        (
+            "step with a Module made between calls, 30 Variables",
+            "train_step",
+            "step with a Module made between calls, 30 Variables",
+            by_hand,
+        ),
+        *(
+            (f"step with {label}", "call_forms", STEP.format(30, row), f"{by_hand}{against}")
+            for label, row, against in forms
+        ),
+        (
+            "Adam step through `nnx.Optimizer`, 30 Variables",
+            "adam_step",
+            "Adam step through nnx.Optimizer, 30 Variables",
+            "hand-written optax",
+        ),
+        (
+            "Adam step, with the optax state as an attribute of your own Module",
+            "adam_step",
+            "Adam step, state in a user-defined Module, 30 Variables",
+            "hand-written optax",
+        ),
+        (
+            "State through `jax.jit`, 300 leaves",
+            "state_through_jit",
+            "State through jax.jit, 300 leaves plus one",
+            "nested dicts",
+        ),
+        ("build a 48-layer transformer, warm", "layers", "build 48 blocks of built-in layers, warm", "flax"),
+        (
+            "trace its gradient, built-in layers",
+            "layers",
+            "trace the gradient of 48 blocks, built-in layers",
+            "the same over dicts",
+        ),
+        (
+            "trace its gradient, own Modules",
+            "trace_time",
+            "trace the gradient of 48 blocks, own Modules",
+            "the same over dicts",
+        ),
+    ]
+    times = [
+        (
+            "read a parameter",
+            seconds(result("read_attribute", "read m.kernel")),
+            f"{ratio(result('read_attribute', 'read m.kernel, against equinox'))} × equinox",
+        ),
+        (
+            "`partition()`, 300 Variables",
+            seconds(result("partition_merge", "partition(), 300 Variables")),
+            f"{ratio(result('partition_merge', PARTITION))} × `eqx.partition`",
+        ),
+        (
+            "`merge()`, 300 Variables",
+            seconds(result("partition_merge", MERGE)),
+            f"{ratio(result('partition_merge', MERGE) / value('partition_merge', MERGE, 'equinox'))} × `eqx.combine`",
+        ),
+        (
+            "compile a scanned stack of 4, 16 and 64 layers",
+            ", ".join(
+                f"{value('trace_time', 'compile a scanned stack, slowest depth', f'{n} layers'):.2f}"
+                for n in (4, 16, 64)
+            )
+            + " s",
+            "each other",
+        ),
+    ]
+    ratios = [(label, f"{ratio(result(benchmark, row))} ×", against) for label, benchmark, row, against in lines]
+    return step + "\n" + table(["", "NNX", "against"], *ratios, *times)
+
+
+GROWING = ("build", "partition()", "partition() after a structural change", "trace a step")
+GROWTH = "{}, growth from 1,000 to 10,000 Variables"
+CALL, FIRST_CALL = "call a compiled step, 10,000 Variables", "first call of a step: trace and compile, 10,000 Variables"
+
+
+def scaling() -> str:
+    """How costs grow with the number of Variables."""
+
+    def line(label: str, small: float, large: float) -> list[str]:
+        return [label, seconds(small), seconds(large), f"{large / small:.1f} ×"]
+
+    def growing(name: str) -> list[str]:
+        label = name.replace("partition()", "`partition()`")
+        row = GROWTH.format(name)
+        return line(label, value("scaling", row, "nnx 1,000"), value("scaling", row))
+
+    def calls(row: str, label: str) -> list[list[str]]:
+        return [
+            line(label, value("scaling", row, "nnx 1,000"), value("scaling", row)),
+            line("the same by hand", value("scaling", row, "raw 1,000"), value("scaling", row, "raw 10,000")),
+        ]
+
+    return table(
+        ["", "1,000 Variables", "10,000 Variables", "growth"],
+        *map(growing, GROWING),
+        *calls(FIRST_CALL, "first call of a step (trace and compile)"),
+        *calls(CALL, "call a compiled step"),
+    )
+
+
+def dqn() -> str:
+    """Environment steps per second of a whole program."""
+    row = "DQN, one environment step: act and learn"
+    labels = {"raw": "hand-written JAX", "nnx": "**NNX**", "equinox": "Equinox"}
+    labels |= {"torch": "PyTorch", "flax cached_partial": "flax `nnx.jit` + `cached_partial`", "flax": "flax `nnx.jit`"}
+    times = RECORDS["dqn"]["figures"][row]["values"]
+    lines = []
+    for contender, label in labels.items():
+        if contender in times:
+            speed, multiple = whole(round(1 / times[contender], -1)), ratio(times[contender] / times["raw"])
+            multiple = "1" if contender == "raw" else multiple
+            lines.append([label, *(f"**{cell}**" if contender == "nnx" else cell for cell in (speed, multiple))])
+    return table(["", "environment steps per second", "time per step"], *lines)
+
+
+# On a GPU
+
+SPEED = "tokens per second, median"
+TRAINED = {
+    "hand-written JAX": "hand-written JAX: cuDNN attention, bfloat16 logits, hand-written cross-entropy gradient, "
+    "layers unrolled, no Triton GEMMs",
+    "the same, tuned": "the same, tuned as below",
+    "torch.compile": "`torch.compile` (default mode), scaled-dot-product attention, bfloat16 autocast, fused AdamW",
+    "torch, cuDNN": "the same with cuDNN's attention",
+}
+
+
+def labeled(benchmark: str, contender: str, label: str) -> str:
+    """Returns a label with the remark that the record has about this contender."""
+    note = RECORDS[benchmark].get("notes", {}).get(contender)
+    return f"{label}, {note}" if note else label
+
+
+def training(benchmark: str, title: str, ours: str, labels: dict[str, str]) -> str:
+    """Tokens per second in training, and by how much nnx is faster."""
+    speeds = RECORDS[benchmark]["figures"][SPEED]["values"]
+    return table(
+        [title, "tokens/s", "nnx is faster by"],
+        [ours, f"**{whole(speeds['nnx'])}**", ""],
+        *(
+            [labeled(benchmark, name, label), whole(speeds[name]), faster(speeds["nnx"], speeds[name])]
+            for name, label in labels.items()
+            if name in speeds
+        ),
+    )
+
+
+ROWS = (1, 8, 64)
+WRITING = {
+    "nnx, scanned layers": "**`nnx.generate`**, scanned layers",
+    "nnx, layers in a list": "**`nnx.generate`**, layers in a list",
+    "hand-written JAX": "hand-written JAX",
+    "the same, eight rows": "hand-written JAX, one row padded to eight",
+    "torch.compile": '`torch.compile(mode="reduce-overhead")`',
+}
+
+
+def written(benchmark: str, rows: int) -> dict[str, float]:
+    return RECORDS[benchmark]["figures"].get(f"rows: {rows}", {"values": {}})["values"]
+
+
+def writing(benchmark: str, title: str) -> str:
+    """Tokens per second in decoding."""
+    return table(
+        [title, *(f"{rows} row{'s' * (rows > 1)}" for rows in ROWS)],
+        *(
+            [
+                labeled(benchmark, name, label),
+                *(whole(speeds[name]) if name in (speeds := written(benchmark, rows)) else "" for rows in ROWS),
+            ]
+            for name, label in WRITING.items()
+        ),
+    )
+
+
+EXPERTS = {
+    "2 of 8 experts, 1024 → 4096": "2 of 8 experts, 1024 to 4096, 8192 tokens",
+    "8 of 64 experts, 1024 → 1024": "8 of 64 experts, 1024 to 1024, 8192 tokens",
+    "8 of 64 experts, 1024 → 4096": "8 of 64 experts, 1024 to 4096, 8192 tokens",
+}
+
+
+def moe() -> str:
+    """Milliseconds of mixtures of experts and of dense layers."""
+
+    def cell(row: str) -> str:
+        return f"{ratio(value('gpu_moe', row, 'MoE'))} (dense {ratio(value('gpu_moe', row, 'GatedMLP'))})"
+
+    return table(
+        ["", "forward", "forward and backward", "`ragged_dot`, one of three products"],
+        *(
+            [
+                label,
+                cell(f"{case}, forward"),
+                cell(f"{case}, forward and backward"),
+                ratio(value("gpu_moe", f"{case}, forward", "ragged_dot")),
+            ]
+            for label, case in EXPERTS.items()
+        ),
+    )
+
+
+def quantized() -> str:
+    """Tokens per second and memory of quantized models."""
+    labels = {"bfloat16": "bfloat16", "int8": "int8", "int4": "int4, groups of 128"}
+    rows = [n for n in ROWS if written("gpu_quantize", n)]
+    return table(
+        ["", "weights", *(f"{n} row{'s' * (n > 1)}" for n in rows), "bandwidth at 8 rows"],
+        *(
+            [
+                label,
+                f"{value('gpu_quantize', 'weights', name):.2f} GiB",
+                *(whole(written("gpu_quantize", n)[name]) for n in rows),
+                f"{percent(value('gpu_quantize', 'rows: 8, part of the memory bandwidth', name))} %",
+            ]
+            for name, label in labels.items()
+        ),
+    )
+
+
+def profile() -> str:
+    """Where the time of a training step goes."""
+    kernels = RECORDS["gpu_profile_gpt2"]["figures"]["kernels"]["values"]
+    lines = [
+        (
+            "matrix products (cuBLAS, some with fused bias, gelu or residual)",
+            "matrix products",
+            f"{kernels['TFLOP/s of matrix products']:.0f} TFLOP/s",
+        ),
+        ("attention (cuDNN)", "attention", f"of which {kernels['attention backward']:.1f} backward"),
+        ("norms, residual sums, bias gradients; gelu backward; AdamW and casts", "the rest", ""),
+        ("cross-entropy", "cross-entropy", f"the bytes alone would take {kernels['bytes of cross-entropy']:.1f}"),
+    ]
+    return table(["", "ms", "remark"], *([label, f"{kernels[name]:.1f}", remark] for label, name, remark in lines))
+
+
+# Plans and the demo
+
+
+def plans() -> str:
+    """Memory and time of training steps compiled ahead of time."""
+
+    def both(model: str, devices: int, field: str, digits: int) -> str:
+        row = f"{model} on {devices} devices, {field}"
+        return f"{value('plan_sharded', row):.{digits}f} / {value('plan_sharded', row, 'by hand'):.{digits}f}"
+
+    fields = {"arguments": 2, "temporary": 2, "lowering": 1, "compiling": 1}
+    return table(
+        ["model", "devices", "arguments, GiB", "temporary, GiB", "lowering, s", "compiling, s"],
+        *(
+            [model, str(devices), *(both(model, devices, field, digits) for field, digits in fields.items())]
+            for model in ("8B", "70B")
+            for devices in (8, 64, 512)
+        ),
+    )
+
+
+def demo() -> str:
+    """What rounding the weights of the demo's model costs."""
+    names = ("float32", "int8", "int4")
+
+    def cells(row: str, form: str) -> list[str]:
+        values: dict[str, Any] = RECORDS["demo"]["figures"][row]["values"]
+        return [form.format(values[name]) if name in values else "" for name in names]
+
+    return table(
+        ["", *names],
+        ["perplexity per character", *cells("perplexity per character", "{:.3f}")],
+        ["relative error of the logits", *cells("relative error of the logits", "{:.1%}")],
+        ["bytes", *cells("size of the weights", "{:.2f} MB")],
+    )
+
+
+TABLES: dict[str, str] = {
+    "costs": overhead(()),
+    "overhead": overhead(FORMS),
+    "scaling": scaling(),
+    "dqn": dqn(),
+    "train-gpt2": training("gpu_train_gpt2", "GPT-2 small", "**nnx**, the model of `examples/gpt`", TRAINED),
+    "train-llama": training(
+        "gpu_train_llama",
+        "a Llama of 341 million parameters, 16 × 1024 tokens (`--model llama`)",
+        "**nnx**, `nnx.models.Decoder`",
+        {"torch.compile": "`torch.compile` (default mode)", "torch, cuDNN": "the same with cuDNN's attention"},
+    ),
+    "profile": profile(),
+    "write-gpt2": writing("gpu_decode_gpt2", "GPT-2 small"),
+    "write-llama": writing("gpu_decode_llama", "a Llama of 1.2 billion parameters"),
+    "moe": moe(),
+    "quantize": quantized(),
+    "plans": plans(),
+    "demo": demo(),
+}
