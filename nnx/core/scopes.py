@@ -24,6 +24,12 @@ class _Scope(threading.local):
 
 
 _scope = _Scope()
+_calls = 0
+
+
+def count_calls() -> int:
+    """Returns how many calls of Modules have been traced in this process; it tells whether a model has run."""
+    return _calls
 
 
 class ScopedCall:
@@ -49,6 +55,8 @@ def _scoped(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _calls
+        _calls += 1
         path: Any = info_of(self).path
         outer = _scope.path
         if path in ("", outer):  # a root, or a super().__call__()

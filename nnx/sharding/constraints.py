@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from nnx.core.variables import with_metadata
 from nnx.sharding.axes import aligned_names, axis_names
 from nnx.sharding.rules import AnyMesh, Rules, RulesFallback, RulesLike, as_rules, names_in, resolve
+from nnx.sharding.unmatched import BUILT_IN_NAMES, did_you_mean, first_time, note_names
 
 
 def with_logical_constraint(
@@ -28,8 +29,7 @@ def with_logical_constraint(
 ) -> Any:
     """Returns the same array, split as the rules say for these axis names.
 
-    Without a mesh or without rules, returns `x` itself. If no rule has any of the names, warns that every device gets
-    the whole array.
+    Without a mesh or without rules, returns `x` itself. A name that no rule has is a warning, once.
 
     Args:
         x: an array, or a pytree of arrays that all have these axes.
@@ -48,10 +48,17 @@ def with_logical_constraint(
     """
     rules = as_rules(rules)
     mesh = current_mesh(mesh)
-    if names is None or mesh is None or not rules:
+    if names is None:
         return x
-    _note_names(names_in(axis_names(names)), rules, mesh, fallback)
-    return jax.tree.map(lambda leaf: _constrain(leaf, names, rules, mesh, fallback), x)
+    flat = names_in(axis_names(names))
+    note_names(flat)
+    if mesh is None or not rules:
+        return x
+    constrained = jax.tree.map(lambda leaf: _constrain(leaf, names, rules, mesh, fallback), x)
+    _note_under_rules(flat, rules)
+    if fallback is RulesFallback.AXIS_IS_UNSHARDED and mesh.size > 1:
+        _warn_of_unknown_names(flat, rules)
+    return constrained
 
 
 _MAX_RULE_SETS = 64
@@ -63,20 +70,32 @@ def constrained_names(rules: Rules) -> frozenset[str]:
     return frozenset(_constrained.get(rules, ()))
 
 
-def _note_names(names: tuple[str, ...], rules: Rules, mesh: Any, fallback: RulesFallback) -> None:
-    """Notes the names of a constraint for `sharding_report`; warns if no rule knows any of them."""
+def _note_under_rules(names: tuple[str, ...], rules: Rules) -> None:
+    """Notes the names of a constraint for `sharding_report`."""
     if rules not in _constrained:
         if len(_constrained) >= _MAX_RULE_SETS:
             _constrained.pop(next(iter(_constrained)), None)
         _constrained[rules] = set()
     _constrained[rules].update(names)
-    unsharded = fallback is RulesFallback.AXIS_IS_UNSHARDED
-    if names and unsharded and mesh.size > 1 and not {name for name, _ in rules}.intersection(names):
-        warnings.warn(MATCHES_NOTHING.format(names=names, rules=rules), UserWarning, stacklevel=3)
 
 
-MATCHES_NOTHING = """with_logical_constraint: no rule has any of the axis names {names}, so every device gets the \
-whole array. The rules are {rules}. Add a rule for one of the names, (name, None) if this is intended, or pass \
+def _warn_of_unknown_names(names: tuple[str, ...], rules: Rules) -> None:
+    """Warns, once for each name, of names that no rule has; not of one that a layer uses and the rules leave alone."""
+    decided = {name for name, _ in rules}
+    unknown = [name for name in names if name not in decided]
+    if decided.intersection(names):
+        unknown = [name for name in unknown if name not in BUILT_IN_NAMES]
+    new = [name for name in unknown if first_time((rules, name))]
+    if new:
+        hints = "".join(did_you_mean(name, decided | BUILT_IN_NAMES) for name in new)
+        shown = ", ".join(map(repr, new))
+        warnings.warn(
+            MATCHES_NOTHING.format(unknown=shown, names=names, rules=rules, hints=hints), UserWarning, stacklevel=3
+        )
+
+
+MATCHES_NOTHING = """with_logical_constraint: no rule has the axis name {unknown} of {names}, so that axis is whole on \
+every device.{hints} The rules are {rules}. Add a rule for the name, (name, None) if this is intended, or pass \
 fallback=nnx.RulesFallback.NO_CONSTRAINT to leave the array to the compiler."""
 
 

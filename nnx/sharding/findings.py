@@ -9,18 +9,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from nnx.sharding.rules import Rules, mesh_axes_of, names_in
-from nnx.sharding.rulesets import PARAMETER_NAMES
+from nnx.sharding.rules import Rules, names_in
+from nnx.sharding.unmatched import BUILT_IN_NAMES, did_you_mean, idle_mesh_axes, missing_mesh_axes, unmatched_rules
 
 LARGE = 16 << 20
 """The bytes from which on an array that is left whole is a finding."""
 
-BUILT_IN_NAMES = frozenset((*PARAMETER_NAMES, "batch", "length", "layers"))
-"""Names of the built-in layers and rule sets. A rule for one of them is not a typo, even if this model lacks it."""
-
-UNMATCHED_RULE = "no array has the axis name of the rule {rule}, and no constraint so far has used it."
-IDLE_MESH_AXIS = "no rule uses the mesh axis {axis!r} of size {size}, so its devices all hold and compute the same."
-UNKNOWN_IN_CONSTRAINT = "no rule has the axis name {name!r}, which a constraint uses, so that axis is not split."
+UNKNOWN_IN_CONSTRAINT = "no rule has the axis name {name!r}, which a constraint uses, so that axis is not split.{hint}"
 LEFT_WHOLE = "{path}: {size} whole on each of {devices} devices: {reason}."
 NO_NAMES = "it has no axis names"
 NO_RULE = "no rule decides {names}"
@@ -60,18 +55,23 @@ def find(rows: Sequence[Row], mesh_shape: Mapping[str, int], rules: Rules, const
     """
     if math.prod(mesh_shape.values()) == 1:
         return []
-    used = {name for row in rows for name in names_in(row.logical_axes)}
+    used = names_of(rows)
     decided = {name for name, _ in rules}
-    constrained = set(constrained)
-    matched = used | constrained | BUILT_IN_NAMES
-    idle = set(mesh_shape) - {axis for _, axes in rules for axis in mesh_axes_of(axes)}
+    unknown = sorted(set(constrained) - decided - BUILT_IN_NAMES)
+    known = decided | BUILT_IN_NAMES
     return [
-        *(UNMATCHED_RULE.format(rule=rule) for rule in rules if rule[1] and rule[0] not in matched),
-        *(IDLE_MESH_AXIS.format(axis=a, size=n) for a, n in mesh_shape.items() if a in idle and n > 1),
-        *(UNKNOWN_IN_CONSTRAINT.format(name=name) for name in sorted(constrained - decided - BUILT_IN_NAMES)),
+        *unmatched_rules(used, rules).values(),
+        *missing_mesh_axes(used, mesh_shape, rules),
+        *idle_mesh_axes(mesh_shape, rules),
+        *(UNKNOWN_IN_CONSTRAINT.format(name=name, hint=did_you_mean(name, known)) for name in unknown),
         *left_whole(rows, mesh_shape, rules),
         *_split_pairs(rows),
     ]
+
+
+def names_of(rows: Sequence[Row]) -> set[str]:
+    """Returns the axis names of the arrays in a model."""
+    return {name for row in rows for name in names_in(row.logical_axes)}
 
 
 def left_whole(rows: Sequence[Row], mesh_shape: Mapping[str, int], rules: Rules) -> list[str]:

@@ -14,10 +14,11 @@ from nnx.core.module import Module
 from nnx.core.pure import Pure
 from nnx.core.repr import short
 from nnx.sharding.defaults import name_axes
-from nnx.sharding.findings import left_whole
+from nnx.sharding.findings import left_whole, names_of
 from nnx.sharding.report import sharding_report
 from nnx.sharding.rules import RulesLike, as_rules, logical_axis_rules
 from nnx.sharding.specs import logical_to_mesh_sharding
+from nnx.sharding.unmatched import first_time, missing_mesh_axes, probable_typos, settle_later
 
 T = TypeVar("T")
 
@@ -127,16 +128,21 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: RulesL
 
 
 def _warn_of_findings(model: Any, mesh: Mesh, rules: RulesLike) -> None:
-    """Warns once of everything that is probably not what the rules were meant to do."""
+    """Warns once of everything that is probably not what the rules were meant to do, as far as it is known by now."""
     if mesh.size == 1:
         return
     report = sharding_report(model, mesh, rules)
-    if left_whole(report.rows, report.mesh_shape, report.rules):
-        lines = "\n".join(f"- {finding}" for finding in report.findings)
+    names = names_of(report.rows)
+    large = left_whole(report.rows, report.mesh_shape, report.rules)
+    certain = [*probable_typos(names, report.rules), *missing_mesh_axes(names, report.mesh_shape, report.rules)]
+    told = report.findings if large else tuple(certain)  # with large arrays, any of them may be the reason
+    settle_later(names, report.mesh_shape, report.rules, told)
+    if told and first_time((report.rules, told)):
+        lines = "\n".join(f"- {finding}" for finding in told)
         warnings.warn(LOOK_AT_THE_REPORT.format(findings=lines), UserWarning, stacklevel=3)
 
 
-LOOK_AT_THE_REPORT = """Large arrays of this model are not split:
+LOOK_AT_THE_REPORT = """The rules are probably not what you meant for this model:
 {findings}
 See nnx.sharding_report(model, mesh, rules). To leave an axis whole on purpose, add the rule (name, None)."""
 

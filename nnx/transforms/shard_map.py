@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 from nnx.core.filters import to_predicate
 from nnx.core.module_info import ModuleBase
 from nnx.core.variables import Spec
+from nnx.sharding.unmatched import note_mesh_axes
 from nnx.transforms.annotations import Decorator, P, R
 from nnx.transforms.arguments import WRONG_COUNT
 from nnx.transforms.call import Call, is_data, target_of
@@ -92,6 +93,7 @@ def shard_map(
         value_specs += [cell_specs[i] for i in (effects.rewrite.released if effects.rewrite is not None else ())]
 
         def body(cells: Any, data: Any, keys: Any) -> Any:
+            note_mesh_axes(jax.sharding.get_abstract_mesh().manual_axes)
             outcome = _inside(call, target.fun, cells, data, keys)
             return outcome.values, outcome.out
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import warnings
 from unittest import mock
 
 import jax
@@ -156,6 +157,7 @@ def unrolled():
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("error", UserWarning)
     checks = (training, unrolled, explicit_axes, constraints, errors, donation)
     checks += (optimizer_state, factored_moments, outer_names, skipped_updates, experts)
     checks += (steps, moved, given_shardings)

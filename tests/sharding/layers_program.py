@@ -153,16 +153,55 @@ def restoring() -> dict[str, int]:
     return {**found, "model": count * size * size * 4}
 
 
-def warned() -> list[str]:
-    """The warnings of a model with a large array that a misspelled rule leaves whole, and of a constraint."""
-    mesh = mesh_of(("data", 8))
+class Named(nnx.Module):
+    """An MLP whose activations have names of their own."""
+
+    def __init__(self, *, ctx: nnx.Context):
+        self.mlp = nnx.MLP(16, 64, 16, ctx=ctx)
+
+    def __call__(self, x):
+        return nnx.with_logical_constraint(self.mlp(x), ("rows", None))
+
+
+def warned() -> dict[str, list[list[str]]]:
+    """The warnings of placing a model twice, and of calling it twice, with rules that are right or wrong."""
+    one, two = mesh_of(("data", 8)), mesh_of(("data", 4), ("model", 2))
+    x, found = jnp.ones((8, 16)), {}
+
+    def record(name, mesh, rules, x=x, given=True):
+        forward, seen = nnx.jit(lambda model, x: model(x)), []
+        for act in (lambda: nnx.init_sharded(lambda ctx: Named(ctx=ctx), mesh, rules, nnx.context(0)), None):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    if act is not None:
+                        model = act()
+                    else:
+                        with jax.set_mesh(mesh), nnx.logical_axis_rules(rules if given else ()):
+                            nnx.jit(lambda model: jax.tree.map(jnp.sum, model.get_state()))(model)  # runs no Module
+                            forward(model, x)
+            seen.append([str(warning.message) for warning in caught])
+        found[name] = seen
+
+    record("a typo", one, [("mpl", "data"), ("rows", "data")])
+    record("nothing like it", one, [("hidden", "data"), ("rows", "data")])
+    record("rules for placing only", one, [("width", "data"), ("embed", "data")], given=False)
+    record("not on the mesh", one, [("embed", "data"), ("heads", "modle"), ("rows", "data")])
+    record("an idle axis", two, [("embed", "data"), ("rows", "data")])
+    record("no rule for the activation", one, [("row", "data"), ("embed", "data")])
+    record("right", one, [("rows", "data"), *nnx.fsdp_rules()])
+    for rules in (nnx.data_parallel_rules(("data", "model")), nnx.fsdp_rules(("data", "model")), BOTH):
+        record(f"right {rules}", two, [("rows", "data"), *rules])
+    mesh = mesh_of(("data", 4), ("slice", 2))  # no rule has it, but the data is split over it
+    split = jax.device_put(x, NamedSharding(mesh, P(("data", "slice"))))
+    record("right, with the data split by hand", mesh, [("rows", "data"), *nnx.fsdp_rules()], split)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        big = nnx.Dict(w=nnx.Param(jax.ShapeDtypeStruct((2048, 2048), jnp.float32), ("rows", None)))
-        nnx.shard(big, mesh, [("row", "data")])
-        nnx.with_logical_constraint(jnp.ones((8, 2)), ("bach", None), [("batch", "data")], mesh)
-        nnx.shard(big, mesh, [("rows", None)])
-    return [str(warning.message) for warning in caught]
+        big = nnx.Dict(w=nnx.Param(jax.ShapeDtypeStruct((2048, 2048), jnp.float32), ("row", None)))
+        nnx.shard(big, one, [("column", "data")])
+        nnx.shard(big, one, [("row", None)])
+    found["large"] = [[str(warning.message) for warning in caught], []]
+    return found
 
 
 def plans() -> list[Any]:

@@ -9,6 +9,7 @@ import re
 import sys
 import textwrap
 import types
+import warnings
 
 FENCE = re.compile(r"^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = pathlib.Path(__file__).parents[2] / "docs" / "many-devices"
@@ -38,4 +39,5 @@ def main(only):
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("error", UserWarning)
     main(sys.argv[1:])

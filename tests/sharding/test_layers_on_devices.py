@@ -55,11 +55,47 @@ def test_a_sharded_target_is_restored_with_little_more_memory_than_an_abstract_o
     assert found["sharded"] <= found["abstract"] + margin < 1.6 * found["model"]
 
 
-def test_a_large_array_left_whole_and_a_constraint_without_effect_are_warned_of_once(seen):
-    placed, constrained = seen["warned"]
-    assert "w: 16.0 MiB whole on each of 8 devices: no rule decides 'rows'" in placed
-    assert "no array has the axis name of the rule ('row', 'data')" in placed
-    assert constrained.startswith("with_logical_constraint: no rule has any of the axis names ('bach',)")
+# Warnings: those of placing a model twice, and of calling it twice afterward. Each appears once.
+
+
+def test_a_misspelled_rule_is_warned_of_when_a_model_is_placed(seen):
+    (placed,), called = seen["warned"]["a typo"]
+    assert "the rule ('mpl', 'data'), and no constraint so far has used it. Did you mean 'mlp'?" in placed
+    assert called == []
+
+
+@pytest.mark.parametrize(("case", "name"), [("nothing like it", "hidden"), ("rules for placing only", "width")])
+def test_another_name_that_nothing_uses_is_warned_of_when_the_model_has_run(seen, case, name):
+    placed, (called,) = seen["warned"][case]
+    assert placed == [] and f"no array has the axis name of the rule ('{name}', 'data')" in called
+
+
+def test_a_rule_for_an_axis_that_the_mesh_lacks_is_warned_of(seen):
+    (placed,), called = seen["warned"]["not on the mesh"]
+    assert "the mesh has no axis 'modle', which ('heads', 'modle') asked for; its axes are ('data',)." in placed
+    assert called == []
+
+
+def test_a_mesh_axis_that_nothing_uses_is_warned_of(seen):
+    placed, (called,) = seen["warned"]["an idle axis"]
+    assert placed == [] and "no rule uses the mesh axis 'model' of size 2" in called
+
+
+def test_a_name_in_a_constraint_without_a_rule_is_warned_of(seen):
+    placed, (called, rule) = seen["warned"]["no rule for the activation"]
+    assert placed == [] and called.startswith("with_logical_constraint: no rule has the axis name 'rows' of ('rows',)")
+    assert "Did you mean 'row'?" in called and "Did you mean 'rows'?" in rule
+
+
+def test_a_large_array_left_whole_is_warned_of(seen):
+    (placed,), _ = seen["warned"]["large"]
+    assert "w: 16.0 MiB whole on each of 8 devices: no rule decides 'row'" in placed
+    assert "no array has the axis name of the rule ('column', 'data')" in placed
+
+
+def test_rules_that_are_right_are_silent(seen):
+    right = {name: found for name, found in seen["warned"].items() if name.startswith("right")}
+    assert len(right) == 5 and set(map(str, right.values())) == {"[[], []]"}
 
 
 def test_a_planned_step_takes_the_memory_and_the_collectives_of_one_written_by_hand(seen):

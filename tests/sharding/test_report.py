@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -78,17 +79,20 @@ def test_mesh_axes_another_dimension_has_are_no_remark_if_a_rule_leaves_the_axis
 
 
 def test_rules_mesh_axes_and_names_in_constraints_without_effect_are_findings():
-    rules = [("embed", "data"), ("mpl", "data"), ("batch", "data"), ("sequence", "data")]
-    with jax.sharding.use_abstract_mesh(MESH):
+    rules = [("embed", "data"), ("mpl", "data"), ("batch", "data"), ("sequence", "data"), ("kv_heads", "modle")]
+    with jax.sharding.use_abstract_mesh(MESH), pytest.warns(UserWarning, match="'lenght'.*Did you mean 'length'"):
         jax.eval_shape(
             lambda x: nnx.with_logical_constraint(x, ("batch", "sequence", "lenght"), rules), jnp.ones((4, 4, 2))
         )
     found = nnx.sharding_report(Model(), MESH, rules).findings
     assert [text.split(",")[0] for text in found] == [
         "no array has the axis name of the rule ('mpl'",
+        "no array has the axis name of the rule ('kv_heads'",
+        "the mesh has no axis 'modle'",
         "no rule uses the mesh axis 'model' of size 2",
         "no rule has the axis name 'lenght'",
     ]
+    assert "Did you mean 'mlp'?" in found[0] and "Did you mean 'model'?" in found[2] and "?" not in found[1]
     assert "? no rule uses the mesh axis 'model'" in str(nnx.sharding_report(Model(), MESH, rules))
 
 

@@ -13,7 +13,9 @@ import jax
 from nnx.core.module_info import info_of
 from nnx.core.moduledef import ModuleDef
 from nnx.core.paths import join
+from nnx.core.trace import is_eager
 from nnx.sharding.rules import get_logical_axis_rules
+from nnx.sharding.unmatched import UNSETTLED, note_shardings, settle
 from nnx.transforms.annotations import JitDecorator, JitOptions, JitWrapped, P, R
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
 from nnx.transforms.call import Call, Signature, target_of
@@ -88,6 +90,8 @@ class Jit:
         result = compiled.execute(call)
         out = compiled.finish(call, result)
         self.plans.remember(call, compiled, result, (*self.bound, *args), kwargs)
+        if UNSETTLED:
+            _warn_of_rules(call)
         return out
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Compiled]:
@@ -128,7 +132,10 @@ class Jit:
 
     def _stage(self, stage: str, args: Any, kwargs: Any) -> Any:
         call, compiled = self.prepare(args, kwargs)
-        return self.current.run(call, Staged.of, self, compiled, stage, call)
+        staged = self.current.run(call, Staged.of, self, compiled, stage, call)
+        if UNSETTLED:
+            _warn_of_rules(call)
+        return staged
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the output's shapes and dtypes; nothing is computed and no Module changes."""
@@ -220,6 +227,14 @@ class Jit:
             text = "; ".join(f"{label}: {before} -> {after}" for label, before, after in pairs if before != after)
             warn_user(COMPILED_AGAIN.format(name=self.name, reasons=text))
         compiled.shapes = shapes
+
+
+def _warn_of_rules(call: Call) -> None:
+    """Warns of logical axis rules that nothing has used, now that a function has been traced."""
+    if is_eager():  # else the function may be a part of one that is still being traced
+        note_shardings((call.cells(), call.data))
+        for text in settle(get_logical_axis_rules()):
+            warn_user(text)
 
 
 def _told(difference: Any, modules: Sequence[str]) -> str:
