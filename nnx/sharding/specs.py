@@ -5,6 +5,7 @@ A tree of specs has the structure of the tree it describes, with a bare spec in 
 tree: `jax.device_put`, `in_shardings`, `out_shardings`.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -93,6 +94,7 @@ def map_named(fn: Callable[[str, tuple[Any, ...], Any], Any], tree: Any) -> Any:
     """
     defaults: Mapping[str, DefaultAxes] = {}
     shapes: Mapping[str, tuple[int, ...]] = {}
+    moment_axes: Callable[[], Any] = functools.cache(getattr(tree, "moment_axes", dict))  # TrainState has them
     if isinstance(tree, Module):
         defaults, tree = default_axes(tree), tree.get_state()
     elif isinstance(moduledef := getattr(tree, "moduledef", None), ModuleDef):  # Pure and TrainState have one
@@ -112,9 +114,14 @@ def map_named(fn: Callable[[str, tuple[Any, ...], Any], Any], tree: Any) -> Any:
 
         def visit_array(inner: tuple[Any, ...], leaf: Any) -> Any:
             names = _names(sharding, leaf, path)
+            whole_path = _path((*keys, *inner))
             if derived and hasattr(leaf, "shape"):
-                names = _derived_names(sharding, names, leaf.shape, shapes.get(variable))
-            return fn(_path((*keys, *inner)), names, leaf)
+                of = shapes.get(variable)
+                axes = None if of is None else matching_axes(leaf.shape, of)
+                if of is not None and axes is not None and None in axes and len(axes) < len(of):
+                    axes = moment_axes().get(whole_path.removeprefix("opt_state/"), axes)
+                names = _derived_names(sharding, names, leaf.shape, of, axes)
+            return fn(whole_path, names, leaf)
 
         return jax.tree_util.tree_map_with_path(visit_array, node.value)
 
@@ -131,13 +138,22 @@ def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
     return {path: leaf.value.shape for path, leaf in params.items() if hasattr(getattr(leaf, "value", None), "shape")}
 
 
-def _derived_names(sharding: Any, names: Any, shape: tuple[int, ...], of: tuple[int, ...] | None) -> tuple[Any, ...]:
-    """Returns the names of an array made from a parameter, e.g. a moment, whose shape may be different."""
-    if of is None:  # of the parameter, only the names are known
+def _derived_names(
+    sharding: Any, names: Any, shape: tuple[int, ...], of: tuple[int, ...] | None, axes: tuple[int | None, ...] | None
+) -> tuple[Any, ...]:
+    """Returns the names of an array made from a parameter, e.g. a moment, whose shape may be different.
+
+    Args:
+        sharding: the metadata of the parameter.
+        names: the names of the parameter, if the array has all its axes.
+        shape: the shape of the array.
+        of: the shape of the parameter; None if only its names are known.
+        axes: the axis of the parameter for each axis of the array (`matching_axes`).
+    """
+    if of is None:
         return () if len(axis_names(sharding)) > len(shape) else names
     if of == shape:
         return names
-    axes = matching_axes(shape, of)
     whole = aligned_names(sharding, len(of))
     return () if axes is None else taken_over(whole + (None,) * (len(of) - len(whole)), axes)
 

@@ -136,12 +136,12 @@ def as_variables(opt_state: Any, params: State, tx: Any) -> tuple[list[tuple[str
         tx: the transformation that made it.
     """
     entries = list(_entries(opt_state, params, tx))
-    paths = [path for path, *_ in entries]
+    paths = [entry.path for entry in entries]
     if len(set(paths)) < len(paths) or any("/" in path and _is_inside(path, set(paths)) for path in paths):
         paths = [str(i) for i in range(len(entries))]  # the readable paths are ambiguous
-    variables = [(path, variable) for path, (_, variable, _) in zip(paths, entries, strict=True)]
+    variables = [(path, entry.variable(params)) for path, entry in zip(paths, entries, strict=True)]
     moments = [
-        moment._replace(path=path) for path, (_, _, moment) in zip(paths, entries, strict=True) if moment is not None
+        entry.moment._replace(path=path) for path, entry in zip(paths, entries, strict=True) if entry.moment is not None
     ]
     _, tree, values = flatten_state(opt_state)
     found = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_box)
@@ -149,7 +149,37 @@ def as_variables(opt_state: Any, params: State, tx: Any) -> tuple[list[tuple[str
     return variables, Structure(tree, boxes, values, tuple(paths), tuple(moments))
 
 
-def _entries(opt_state: Any, params: State, tx: Any) -> Iterator[tuple[str, Any, Moment | None]]:
+class _Entry(NamedTuple):
+    """An array of an optax state.
+
+    Attributes:
+        path: its path in the state.
+        leaf: the array.
+        param: the container of the parameter it belongs to, if it does.
+        value: the array of the parameter.
+        moment: what it has in common with the parameter; None if it does not belong to one.
+    """
+
+    path: str
+    leaf: Any
+    param: Any = None
+    value: Any = None
+    moment: Moment | None = None
+
+    def variable(self, params: State) -> OptState[Any]:
+        """Returns the Variable of the array, with the names and devices of its parameter."""
+        if self.moment is None:
+            return OptState(whole_beside(self.leaf, params))
+        placed = _placed(self.leaf, self.value, self.moment)
+        return OptState(placed, **_metadata(self.param, self.moment))
+
+
+def moment_axes(opt_state: Any, params: State, tx: Any) -> dict[str, tuple[int | None, ...]]:
+    """Returns, for each moment, the axis of its parameter that each of its axes is, by path in the optax state."""
+    return {entry.path: entry.moment.axes for entry in _entries(opt_state, params, tx) if entry.moment is not None}
+
+
+def _entries(opt_state: Any, params: State, tx: Any) -> Iterator[_Entry]:
     probe = functools.cache(lambda: _probe(tx, params))
     for at, (keys, found) in enumerate(jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_box)):
         name = _name_in_state(keys)
@@ -160,12 +190,11 @@ def _entries(opt_state: Any, params: State, tx: Any) -> Iterator[tuple[str, Any,
             shape = jnp.shape(values[inner]) if inner in values else None
             axes = None if shape is None else matching_axes(jnp.shape(leaf), shape)
             if shape is None or axes is None:
-                yield path, OptState(whole_beside(leaf, params)), None
+                yield _Entry(path, leaf)
                 continue
             if len(axes) < len(shape) and None in axes:
                 axes = _axes_in_probe(axes, jnp.shape(leaf), shape, probe().get((at, inner)))
-            moment = Moment(path, name, len(shape), axes)
-            yield path, OptState(_placed(leaf, values[inner], moment), **_metadata(param, moment)), moment
+            yield _Entry(path, leaf, param, values[inner], Moment(path, name, len(shape), axes))
 
 
 def _probe(tx: Any, params: State) -> dict[tuple[int, str], tuple[int, ...]]:

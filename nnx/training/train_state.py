@@ -12,6 +12,7 @@ from nnx.core.proxies import Access
 from nnx.core.pytree import Pytree
 from nnx.core.state import State
 from nnx.core.variables import TreeNode
+from nnx.training.optimizer_state import moment_axes
 
 T = TypeVar("T", bound="TrainState")
 
@@ -56,6 +57,15 @@ class TrainState(Pytree):
         self.step = TreeNode(jnp.asarray(step, jnp.int32) if isinstance(step, int) else step)
         for name, value in more.items():
             setattr(self, name, value)
+
+    def moment_axes(self) -> dict[str, tuple[int | None, ...]]:
+        """Returns which axes of its parameter each array of the optimizer state has, by path in `opt_state`.
+
+        Sharding uses it: the shape of a factored moment does not tell axes of the same size apart. The result has one
+        entry per axis of the array, None for an axis that the parameter lacks. Arrays that do not belong to a parameter
+        are left out.
+        """
+        return moment_axes(self.opt_state, self.params, self.tx)
 
     def apply(self, *states: State | str) -> Access:
         """Returns a proxy of the Module that these States build; the name of a field means its value.

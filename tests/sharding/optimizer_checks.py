@@ -46,11 +46,11 @@ TRANSFORMATIONS = {
 IN_EVERY_ORDER = ("adam", "adafactor", "muon", "accumulation", "an average")
 
 
-def bytes_on_each(module: Any) -> tuple[int, int]:
-    """Bytes of the arrays of a Module: those on the fullest device, and an eighth of all."""
+def bytes_on_each(tree: Any) -> tuple[int, int]:
+    """Bytes of the arrays of a Module or record: those on the fullest device, and an eighth of all."""
     held: dict[Any, int] = {}
     total = 0
-    for x in jax.tree.leaves(module.get_state()):
+    for x in jax.tree.leaves(tree.get_state() if isinstance(tree, nnx.Module) else tree):
         total += x.nbytes
         for shard in x.addressable_shards:
             held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
@@ -80,13 +80,23 @@ def loaded(mesh: Any, make: Any) -> Any:
         return nnx.load(Path(folder) / "saved", target)
 
 
+def record(ctx: nnx.Context) -> Any:
+    """A TrainState whose factored moments have fewer axes than their parameters, one of which is square."""
+    params, moduledef = net(ctx).partition()
+    return nnx.TrainState(moduledef, params=params, tx=TRANSFORMATIONS["adafactor"]())
+
+
 def optimizer_state() -> dict[str, Any]:
     """Bytes on one device and an eighth of all, by what is built and in which order."""
     mesh = mesh_of(("data", 8))
     makers = {name: lambda model, tx=tx: nnx.Optimizer(model, tx()) for name, tx in TRANSFORMATIONS.items()}
     makers["an average"] = lambda model: nnx.Dict(model=model, ema=nnx.EMA(model))
     every_order = (built_together, model_first, placed_afterwards, loaded)
-    return {
+    records = {
+        "a record, built_together": nnx.init_sharded(record, mesh, RULES, nnx.context(0)),
+        "a record, placed_afterwards": nnx.shard(record(nnx.context(0)), mesh, RULES),
+    }
+    return {name: bytes_on_each(state) for name, state in records.items()} | {
         f"{name}, {order.__name__}": bytes_on_each(order(mesh, make))
         for name, make in makers.items()
         for order in (every_order if name in IN_EVERY_ORDER else (placed_afterwards,))

@@ -70,10 +70,21 @@ def test_factored_optimizer_state_has_the_names_of_the_axes_it_kept():
     record = nnx.TrainState(moduledef, params=params, tx=optax.adafactor(1e-3, min_dim_size_to_factor=4))
     specs = nnx.get_partition_spec(record).opt_state[0]
     assert specs.v_row["up"] == P("embed") and specs.v_col["up"] == P("mlp")
-    assert specs.v_row["out"] == P(None)  # which axis it kept cannot be told from its shape
+    assert specs.v_row["out"] == P("a") and specs.v_col["out"] == P("b")  # square: optax is asked, not the shape
     assert specs.v["up"] == P()
     alone = nnx.get_partition_spec(record.opt_state)[0]  # without the parameters nothing is known
     assert alone.v_row["up"] == P()
+
+
+def test_factored_moments_of_square_parameters_have_the_axes_that_the_names_say():
+    params, moduledef = nnx.Dict(w=nnx.Param(jnp.ones((3, 8, 8)), ("layers", "a", "b"))).partition()
+    record = nnx.TrainState(moduledef, params=params, tx=optax.adafactor(1e-3, min_dim_size_to_factor=4))
+    specs = nnx.get_partition_spec(record).opt_state[0]
+    assert specs.v_row["w"] == P("layers", "a") and specs.v_col["w"] == P("layers", "b")
+    by_row = jax.tree.map(lambda w: jnp.broadcast_to(jnp.arange(8.0)[:, None], w.shape), params)
+    moments = record.apply_gradients(by_row).opt_state[0]
+    assert jnp.ptp(moments.v_row["w"].value[0]) > 1 and jnp.ptp(moments.v_col["w"].value[0]) < 1e-6
+    assert record.moment_axes()["0/v_row/w"] == (0, 1) and record.moment_axes()["0/v_col/w"] == (0, 2)
 
 
 def test_factored_optimizer_state_that_does_not_divide_stays_whole():
