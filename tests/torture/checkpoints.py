@@ -2,6 +2,7 @@
 
 - kills: a process that saves in a loop is killed at random moments. What is there afterwards is one whole save, and not
   an older one than the last that was finished.
+- exports: the same for safetensors files, sharded and whole in turns (tests/interop/killed_export.py).
 - writers: two processes save to one path while a third loads. No load ever sees parts of two saves.
 - bits: one bit of one file is flipped, over and over. It is always a CheckpointError.
 - pairs: two processes with 2 and with 4 devices each go through all checks of tests/training/processes_run.py.
@@ -23,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 import nnx
+from tests.interop import killed_export
 from tests.training.test_processes import finish_pair, start_pair
 
 SHAPES = ((300, 100), (7,), (), (50_000,))
@@ -109,7 +111,8 @@ def kills(count: int) -> None:
                     raise AssertionError(f"{name}: save {finished} was finished, and {found} is there")
                 last = max(found, finished)
             left = sum(1 for entry in path.rglob("nnx-data-*"))
-            print(f"kills, {name}: {count} kills, {last + 1} saves, nothing lost or mixed, {left} data folders left")
+            found = f"{last + 1} saves, nothing lost or mixed, {left} data folders left"
+            print(f"kills, {name}: {count} kills, {found}", flush=True)
 
 
 def read_in_child(question: Callable[[], int]) -> int:
@@ -131,6 +134,15 @@ def read_in_child(question: Callable[[], int]) -> int:
         return int(answer)
     except ValueError:
         raise AssertionError(answer) from None
+
+
+# Exports
+
+
+def exports(count: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        old, new = killed_export.run(count, Path(folder))
+    print(f"exports: {count} kills, {old} left the model before, {new} the new one, no mixture", flush=True)
 
 
 # Writers
@@ -176,7 +188,7 @@ def writers(count: int) -> None:
         names = sorted(name[:8] for name in os.listdir(path))
         if names != ["manifest", "nnx-data"]:
             raise AssertionError(f"left behind: {names}")
-    print(f"writers: 2 x {count} saves, {loads} loads without a mixture, {refused} refused")
+    print(f"writers: 2 x {count} saves, {loads} loads without a mixture, {refused} refused", flush=True)
 
 
 # Bits
@@ -201,7 +213,7 @@ def bits(count: int) -> None:
                     continue
                 raise AssertionError(f"bit {at} of {file.name} was not noticed")
             file.write_bytes(whole)
-    print(f"bits: {count} flips in each of {len(files)} files, all noticed")
+    print(f"bits: {count} flips in each of {len(files)} files, all noticed", flush=True)
 
 
 # Pairs
@@ -222,12 +234,14 @@ def pairs(count: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="kills of each kind of save")
+    parser.add_argument("--exports", type=int, default=100, help="kills of safetensors exports, sharded and whole")
     parser.add_argument("--writers", type=int, default=40, help="saves of each of two writers")
     parser.add_argument("--bits", type=int, default=500, help="flips in each file")
     parser.add_argument("--pairs", type=int, default=20, help="runs of two processes")
     options = parser.parse_args()
     # kills first, then the others: until then this process must not have started the threads of JAX
-    for part, work in {"kills": kills, "writers": writers, "bits": bits, "pairs": pairs}.items():
+    parts = {"kills": kills, "writers": writers, "exports": exports, "bits": bits, "pairs": pairs}
+    for part, work in parts.items():
         if getattr(options, part):
             work(getattr(options, part))
 
