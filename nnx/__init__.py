@@ -211,13 +211,15 @@ from nnx.nn.rnn_cells import GRUCell as GRUCell
 from nnx.nn.rnn_cells import LSTMCell as LSTMCell
 from nnx.nn.rnn_cells import OptimizedLSTMCell as OptimizedLSTMCell
 from nnx.nn.rnn_cells import SimpleCell as SimpleCell
-from nnx.nn.rotary import LinearScaling as LinearScaling
-from nnx.nn.rotary import Llama3Scaling as Llama3Scaling
-from nnx.nn.rotary import NTKScaling as NTKScaling
 from nnx.nn.rotary import RotaryEmbedding as RotaryEmbedding
-from nnx.nn.rotary import RotaryScaling as RotaryScaling
-from nnx.nn.rotary import YaRNScaling as YaRNScaling
 from nnx.nn.rotary import apply_rotary as apply_rotary
+from nnx.nn.rotary_scaling import DynamicNTKScaling as DynamicNTKScaling
+from nnx.nn.rotary_scaling import LinearScaling as LinearScaling
+from nnx.nn.rotary_scaling import Llama3Scaling as Llama3Scaling
+from nnx.nn.rotary_scaling import LongRoPEScaling as LongRoPEScaling
+from nnx.nn.rotary_scaling import NTKScaling as NTKScaling
+from nnx.nn.rotary_scaling import RotaryScaling as RotaryScaling
+from nnx.nn.rotary_scaling import YaRNScaling as YaRNScaling
 from nnx.nn.stochastic import Dropout as Dropout
 from nnx.nn.stochastic import DropPath as DropPath
 from nnx.nn.stochastic import GaussianNoise as GaussianNoise
@@ -306,17 +308,17 @@ __all__ = [
     "adaptive_avg_pool", "adaptive_max_pool", "AdaptiveAvgPool", "AdaptiveMaxPool", "add_lora", "apply_rotary",
     "attention_implementation", "avg_pool", "AvgPool", "BatchNorm", "Bidirectional", "Bilinear", "celu",
     "combine_masks", "Conv", "ConvLSTMCell", "ConvTranspose", "cross_entropy", "DecoderCache", "dequantize",
-    "dot_product_attention", "Dropout", "DropPath", "Einsum", "elu", "Embed", "GatedMLP", "GaussianNoise", "gelu",
-    "get_scaled_dot_general_config", "global_avg_pool", "global_max_pool", "GlobalAvgPool", "GlobalMaxPool", "glu",
-    "GroupNorm", "GRUCell", "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "Identity", "identity",
-    "initializers", "InstanceNorm",
-    "KVCache", "LayerCache", "LayerNorm", "leaky_relu", "LearnedPositionEmbed", "Linear", "LinearGeneral",
-    "LinearScaling", "Llama3Scaling", "log1mexp", "log_sigmoid", "log_softmax", "logmeanexp", "logsumexp", "LoRA",
-    "LoRALinear", "LoRALinearGeneral", "LoRAParam", "LSTMCell", "make_attention_mask", "make_causal_mask",
-    "make_padding_mask", "make_segment_mask", "make_sliding_window_mask", "max_pool", "MaxPool", "merge_lora",
-    "min_pool", "MinPool", "mish", "MLP", "MoE", "MultiHeadAttention", "NTKScaling", "one_hot", "OptimizedLSTMCell",
-    "pool", "PReLU", "quantize", "QuantizedParam", "relu", "relu6", "ring_attention", "RMSNorm", "RNN", "RNNCellBase",
-    "RotaryEmbedding", "RotaryScaling", "router_losses", "RouterLosses", "scaled_dot_general", "scaled_matmul", "selu",
+    "dot_product_attention", "Dropout", "DropPath", "DynamicNTKScaling", "Einsum", "elu", "Embed", "GatedMLP",
+    "GaussianNoise", "gelu", "get_scaled_dot_general_config", "global_avg_pool", "global_max_pool", "GlobalAvgPool",
+    "GlobalMaxPool", "glu", "GroupNorm", "GRUCell", "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh",
+    "Identity", "identity", "initializers", "InstanceNorm", "KVCache", "LayerCache", "LayerNorm", "leaky_relu",
+    "LearnedPositionEmbed", "Linear", "LinearGeneral", "LinearScaling", "Llama3Scaling", "log1mexp", "log_sigmoid",
+    "log_softmax", "logmeanexp", "logsumexp", "LongRoPEScaling", "LoRA", "LoRALinear", "LoRALinearGeneral", "LoRAParam",
+    "LSTMCell", "make_attention_mask", "make_causal_mask", "make_padding_mask", "make_segment_mask",
+    "make_sliding_window_mask", "max_pool", "MaxPool", "merge_lora", "min_pool", "MinPool", "mish", "MLP", "MoE",
+    "MultiHeadAttention", "NTKScaling", "one_hot", "OptimizedLSTMCell", "pool", "PReLU", "quantize", "QuantizedParam",
+    "relu", "relu6", "ring_attention", "RMSNorm", "RNN", "RNNCellBase", "RotaryEmbedding", "RotaryScaling",
+    "router_losses", "RouterLosses", "scaled_dot_general", "scaled_matmul", "selu",
     "set_dtypes", "sigmoid", "silu", "SimpleCell", "sinusoidal_positions", "SinusoidalPositionEmbed",
     "soft_sign", "softmax", "softplus", "sparse_plus", "sparse_sigmoid", "SpectralNorm", "squareplus", "standardize",
     "swish", "tanh", "Upsample", "WeightNorm", "YaRNScaling",

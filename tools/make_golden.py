@@ -79,6 +79,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "phi3": ("phi3", dict(**SMALL, **HEADS, sliding_window=None, tie_word_embeddings=False)),  # fused projections
+    "phi3_long": (  # the frequencies of texts longer than those trained on, in a part of each head
+        "phi3",
+        dict(
+            **SMALL,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=False,
+            partial_rotary_factor=0.75,
+            original_max_position_embeddings=20,
+            rope_scaling=dict(
+                type="longrope",
+                short_factor=[1.0, 1.1, 1.2, 1.5, 2.0, 2.5],
+                long_factor=[1.1, 2.0, 4.5, 9.0, 20.0, 40.0],
+            ),
+        ),
+    ),
     "mixtral": ("mixtral", dict(**SMALL, **HEADS, num_local_experts=5, sliding_window=7)),  # normalized weights
     "qwen3_moe": (  # weights that are not normalized, norms of queries and keys
         "qwen3_moe",
@@ -86,7 +102,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 SHARDED = {"mistral": "40KB"}  # cases saved in several files, and the limit for each
-AS_PUBLISHED = ("llama3", "gemma3_text")  # cases with the config.json of published checkpoints (`publish_config`)
+AS_PUBLISHED = (
+    "llama3",
+    "gemma3_text",
+    "phi3_long",
+)  # cases with the config.json of published checkpoints (`publish_config`)
 
 
 def write(name: str) -> str:

@@ -83,7 +83,24 @@ def scaling(draw: np.random.Generator, *kinds: str) -> Fields:
         values |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
     if kind in ("llama3", "yarn"):
         values |= dict(original_max_position_embeddings=MAX_LENGTH // factor)
+    if kind == "dynamic":  # it scales texts beyond the context length, which may be shorter or longer than ours
+        return {"rope_scaling": values, "max_position_embeddings": int(draw.choice([LENGTH - 8, MAX_LENGTH]))}
     return {} if kind == "default" else {"rope_scaling": values}
+
+
+def long_scaling(draw: np.random.Generator, rotary_dim: int) -> Fields:
+    """Returns the scaling of a long phi3, whose short texts are all shorter than ours, or all longer."""
+    short, long = (sorted(draw.uniform(1, most, rotary_dim // 2).tolist()) for most in (2.0, 30.0))
+    return {
+        "rope_scaling": {"type": "longrope", "short_factor": short, "long_factor": long},
+        "original_max_position_embeddings": int(draw.choice([LENGTH - 8, LENGTH + NEW_TOKENS])),
+    }
+
+
+def is_compared_by_text(fields: Fields) -> bool:
+    """Returns whether texts can be compared: not if the frequencies of earlier tokens change with each new one."""
+    kind = fields.get("rope_scaling", {}).get("rope_type")
+    return kind != "dynamic" or fields["max_position_embeddings"] >= LENGTH + NEW_TOKENS
 
 
 def gpt2(draw: np.random.Generator) -> Fields:
@@ -105,7 +122,7 @@ def llama(draw: np.random.Generator) -> Fields:
     """Every kind of rotary scaling, heads of any width, biases or none."""
     return {
         **sizes(draw),
-        **scaling(draw, "llama3", "llama3", "linear", "yarn"),
+        **scaling(draw, "llama3", "llama3", "linear", "yarn", "dynamic"),
         **({"head_dim": head_dim(draw)} if draw.integers(2) else {}),
         "attention_bias": bool(draw.integers(2)),
         "mlp_bias": bool(draw.integers(2)),
@@ -125,7 +142,7 @@ def qwen2(draw: np.random.Generator) -> Fields:
     """Biases of queries, keys and values; windows from some layer on."""
     return {
         **sizes(draw),
-        **scaling(draw, "yarn"),
+        **scaling(draw, "yarn", "dynamic"),
         "use_sliding_window": bool(draw.integers(2)),
         "max_window_layers": int(draw.integers(0, 3)),
         "sliding_window": window(draw),
@@ -164,11 +181,14 @@ def gemma3_text(draw: np.random.Generator) -> Fields:
 
 
 def phi3(draw: np.random.Generator) -> Fields:
-    """Fused projections; heads that rotate whole or in part."""
+    """Fused projections; heads that rotate whole or in part, with the frequencies of long texts or without."""
+    fields, fraction = sizes(draw), float(draw.choice([0.5, 1.0]))
+    rotary_dim = int(fields["hidden_size"] // fields["num_attention_heads"] * fraction)
     return {
-        **sizes(draw),
+        **fields,
         "sliding_window": window(draw) if draw.integers(2) else None,
-        "partial_rotary_factor": float(draw.choice([0.5, 1.0])),
+        "partial_rotary_factor": fraction,
+        **(long_scaling(draw, rotary_dim) if draw.integers(3) else {}),
     }
 
 
@@ -260,7 +280,7 @@ def compare(family: str, seed: int, folder: pathlib.Path) -> Comparison:
 
     text, lead = reference.greedy(theirs, tokens, NEW_TOKENS)
     greedy = None
-    if lead > SMALLEST_LEAD:
+    if lead > SMALLEST_LEAD and is_compared_by_text(fields):
         ours = nnx.generate(model, jnp.asarray(tokens), max_new_tokens=NEW_TOKENS, temperature=0)
         greedy = bool(np.array_equal(ours, text))
 

@@ -84,6 +84,10 @@ def load(directory: pathlib.Path) -> Any:
 
 def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
     """Returns the logits of a whole text, `[batch, length, vocab]`, computed without a cache."""
+    for module in model.modules():
+        # Rotary frequencies that grow with the text keep those of the longest one so far.
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.max_seq_len_cached, module.inv_freq = module.original_max_seq_len, module.original_inv_freq.clone()
     with torch.no_grad():
         ids = torch.from_numpy(tokens).long()
         return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.numpy()

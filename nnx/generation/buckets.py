@@ -54,7 +54,9 @@ class Lengths(NamedTuple):
     new: int
 
 
-def rounded_lengths(prompt: int, prefix: int, new: int, chunk: int, limit: int | None) -> Lengths:
+def rounded_lengths(
+    prompt: int, prefix: int, new: int, chunk: int, limit: int | None, boundary: int | None = None
+) -> Lengths:
     """Returns the buckets for texts of so many tokens.
 
     Args:
@@ -64,15 +66,20 @@ def rounded_lengths(prompt: int, prefix: int, new: int, chunk: int, limit: int |
         new: the number of new tokens.
         chunk: the number of tokens to read at a time.
         limit: the length of the longest text that the model can hold, which no bucket exceeds.
+        boundary: the length above which the model treats a text differently, which rounding must not exceed.
 
     >>> from nnx.generation.buckets import rounded_lengths
     >>> rounded_lengths(prompt=100, prefix=0, new=60, chunk=1024, limit=None)
     Lengths(prompt=128, prefix=0, cache=192, new=64)
     >>> rounded_lengths(prompt=100, prefix=0, new=60, chunk=1024, limit=160).cache
     160
+    >>> [rounded_lengths(100, 0, new, 1024, None, boundary=160).cache for new in (60, 61, 62)]
+    [160, 160, 192]
     """
     read, shared = prompt_bucket(prompt - 1, chunk), prompt_bucket(prefix, chunk)
     cache = cache_bucket(max(prefix + prompt + new - 1, read, shared))
+    if boundary is not None and prefix + prompt + new - 1 <= boundary:
+        limit = boundary if limit is None else min(limit, boundary)
     if limit is not None:
         read, shared, cache = min(read, limit), min(shared, limit), min(cache, limit)
     return Lengths(read, shared, cache, cache_bucket(new))

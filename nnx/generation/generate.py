@@ -164,7 +164,8 @@ def generate(
     key = None if sampling.temperature is None or ctx is None else ctx.make_rng("sample")
     pad = np.int32(as_int("pad_token", pad_token))
 
-    room = rounded_lengths(prompt_length, shared_length, new, chunk, limit)
+    boundary = getattr(model, "rotary_boundary", None)
+    room = rounded_lengths(prompt_length, shared_length, new, chunk, limit, boundary)
     rules = get_logical_axis_rules()
     plan = Plan(
         cache_length=room.cache,

@@ -31,6 +31,7 @@ from nnx.nn.moe import MoE
 from nnx.nn.norm import LayerNorm, RMSNorm
 from nnx.nn.parameters import AxisNames
 from nnx.nn.rotary import RotaryEmbedding
+from nnx.nn.rotary_scaling import DynamicNTKScaling, LongRoPEScaling
 from nnx.nn.settings import as_dtype, as_optional_dtype
 from nnx.sharding.axes import PARTITION_NAME, DefaultAxes
 from nnx.sharding.constraints import with_logical_constraint
@@ -269,12 +270,23 @@ class Decoder(Module):
         """The longest text the model can take; None with rotary positions, which do not end."""
         return None if self.positions is None else self.config.max_length
 
+    @property
+    def rotary_boundary(self) -> int | None:
+        """The length of text above which other rotary frequencies apply; None if they never change.
+
+        A cache with room for longer texts uses their frequencies from the first token on.
+        """
+        scalings = [rotary.scaling for rotary in (self.config.rotary, self.config.local_rotary) if rotary is not None]
+        lengths = [s.original_max_length for s in scalings if isinstance(s, (DynamicNTKScaling, LongRoPEScaling))]
+        return min(lengths, default=None)
+
     def init_cache(self, batch: int, length: int, dtype: DTypeLike | None = None) -> DecoderCache:
         """Returns an empty cache for `decode`.
 
         Args:
             batch: the number of rows.
-            length: the number of tokens that each row can hold.
+            length: the number of tokens that each row can hold. Rotary frequencies that depend on the length of the
+                text are those of a text of this length.
             dtype: the dtype in which keys and values are stored; the computation dtype by default.
         """
         config = self.config

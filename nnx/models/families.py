@@ -209,6 +209,7 @@ FAMILIES = {
 
 _CONSUMED = {
     *("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor"),
+    "original_max_position_embeddings",
     *("sliding_window", "use_sliding_window", "layer_types", "sliding_window_pattern", "max_window_layers"),
 }
 
@@ -272,7 +273,7 @@ def config_to_dict(config: DecoderConfig) -> dict[str, Any]:
     fields |= {"model_type": family.model_type, "architectures": [family.architecture]}
     fields |= {key: values[field] for key, field in family.keys.items()}
     if config.rotary is not None:
-        fields |= write_rope(config.rotary, config.local_rotary)
+        fields |= write_rope(config.rotary, config.local_rotary, config.max_length)
     if family.sliding is not None:
         types = [f"{kind}_attention" for kind in config.layer_types]
         fields |= {"sliding_window": config.sliding_window, "layer_types": types}

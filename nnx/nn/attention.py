@@ -25,7 +25,7 @@ from nnx.nn.kv_cache import KVCache, LayerCache, causal_options, visible_part
 from nnx.nn.linear import DotGeneral, LinearGeneral
 from nnx.nn.norm import LayerNorm, RMSNorm
 from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, default_bias_init, default_kernel_init
-from nnx.nn.rotary import RotaryEmbedding
+from nnx.nn.rotary import RotaryEmbedding, rotate_pair
 from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, cast, default_promote_dtype, resolve_mode
 from nnx.nn.stochastic import draw_key
 
@@ -345,7 +345,7 @@ class MultiHeadAttention(Module):
         if decode:
             query, key, value = self._through_cache(query, key, value, seq_lengths, positions, key_positions, options)
         else:
-            query, key = self._rotated(query, key, positions, key_positions)
+            query, key = rotate_pair(self.rotary, query, key, positions, key_positions)
             if seq_lengths is not None:
                 options["key_value_seq_lengths"] = seq_lengths
             if self.sliding_window is not None:
@@ -394,7 +394,8 @@ class MultiHeadAttention(Module):
         """
         query, key, value = self._projected(inputs, inputs, inputs)
         positions = lengths[..., None] + jnp.arange(inputs.shape[-2], dtype=jnp.int32)
-        query, key = self._rotated(query, key, positions, positions)
+        # Keys stay in the cache as they are rotated here, and meet queries of later tokens.
+        query, key = rotate_pair(self.rotary, query, key, positions, positions, text_length=cache.max_length)
         cache = cache.append(key, value, lengths, seq_lengths)
         if bias is None:
             seen, options = visible_part(cache, positions, self.sliding_window)
@@ -484,13 +485,6 @@ class MultiHeadAttention(Module):
         if len(shape) < 2 or shape[-1] != features:
             raise ValueError(WRONG_INPUT.format(name=name, features=features, got=inputs.shape))
 
-    def _rotated(
-        self, query: jax.Array, key: jax.Array, positions: jax.Array | None, key_positions: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        if self.rotary is None:
-            return query, key
-        return self.rotary(query, positions), self.rotary(key, key_positions)
-
     def _through_cache(
         self,
         query: jax.Array,
@@ -516,7 +510,8 @@ class MultiHeadAttention(Module):
             raise ValueError(DECODE_MASK.format(max_length=cache.max_length, got=mask.shape))
         slots = cache.positions(length)
         positions = slots if positions is None else positions
-        query, key = self._rotated(query, key, positions, positions if key_positions is None else key_positions)
+        key_positions = positions if key_positions is None else key_positions
+        query, key = rotate_pair(self.rotary, query, key, positions, key_positions, text_length=cache.max_length)
         key, value = cache.append(key, value, seq_lengths)
         key, value = cast(key, query.dtype), cast(value, query.dtype)
 

@@ -1,16 +1,9 @@
 """Rotary position embeddings: each query and key is rotated by an angle that grows with its position.
 
-Each pair of features rotates at its own *frequency*, `base ** (-2i / dim)`. A model trained on short texts meets
-unseen angles in long ones; a *scaling* changes the frequencies so that the angles stay familiar:
-
-- `LinearScaling` divides every frequency by the factor (position interpolation).
-- `NTKScaling` uses a larger base, which slows low frequencies most and leaves the highest alone (NTK-aware).
-- `YaRNScaling` keeps high frequencies, divides low ones, ramps between them, and sharpens attention slightly (YaRN).
-- `Llama3Scaling` is the same idea with the bands of Llama 3.1, chosen by wavelength.
+Each pair of features rotates at its own *frequency*, `base ** (-2i / dim)`, or at those of a `RotaryScaling`.
 """
 
-import dataclasses
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +11,7 @@ import numpy as np
 
 from nnx.core.module import Module
 from nnx.nn.checks import shape_of
+from nnx.nn.rotary_scaling import RotaryScaling
 from nnx.nn.settings import compiled_body
 
 ODD_ROTARY_DIM = (
@@ -29,123 +23,6 @@ WRONG_POSITIONS = (
     "apply_rotary: expected positions of shape {tokens} (batch..., length) or {length} (length,) for x of shape "
     "{shape}, got {got}."
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class RotaryScaling:
-    """A change of frequencies for contexts longer than those trained on; the base class leaves them alone.
-
-    Subclass it as a frozen dataclass to write your own: a scaling is a static value.
-    """
-
-    def frequencies(self, dim: int, base: float) -> np.ndarray:
-        """Returns the `dim // 2` angular frequencies, in radians per token, fastest first."""
-        return base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
-
-    @property
-    def amplitude(self) -> float:
-        """The number by which rotated queries and keys are multiplied."""
-        return 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearScaling(RotaryScaling):
-    """Position interpolation: positions shrink by `factor`.
-
-    Args:
-        factor: the new context length divided by the old.
-
-    >>> nnx.LinearScaling(2.0).frequencies(4, base=10000.0).tolist()
-    [0.5, 0.005]
-    """
-
-    factor: float
-
-    def frequencies(self, dim: int, base: float) -> np.ndarray:
-        return super().frequencies(dim, base) / self.factor
-
-
-@dataclasses.dataclass(frozen=True)
-class NTKScaling(RotaryScaling):
-    """NTK-aware scaling: the base grows to `base * factor ** (dim / (dim - 2))`.
-
-    The slowest frequency is then divided by `factor`, and the fastest does not change.
-
-    Args:
-        factor: the new context length divided by the old.
-
-    >>> nnx.NTKScaling(2.0).frequencies(4, base=10000.0).tolist()
-    [1.0, 0.005]
-    """
-
-    factor: float
-
-    def frequencies(self, dim: int, base: float) -> np.ndarray:
-        if dim <= 2:
-            return super().frequencies(dim, base) / self.factor
-        return super().frequencies(dim, base * self.factor ** (dim / (dim - 2)))
-
-
-@dataclasses.dataclass(frozen=True)
-class YaRNScaling(RotaryScaling):
-    """YaRN: interpolates only the features that turn rarely within the trained context.
-
-    Args:
-        factor: the new context length divided by the old.
-        original_max_length: the context length of training.
-        beta_fast: a number of turns within the trained context; features with more keep their frequency.
-        beta_slow: a number of turns; features with fewer have their frequency divided by `factor`.
-        attention_factor: the factor on rotated queries and keys; `0.1 * ln(factor) + 1` by default.
-    """
-
-    factor: float
-    original_max_length: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-
-    def frequencies(self, dim: int, base: float) -> np.ndarray:
-        plain = super().frequencies(dim, base)
-
-        # Feature i turns `original_max_length * base ** (-2i / dim) / 2 pi` times; this solves it for i.
-        def index_with(turns: float) -> float:
-            return dim * math.log(self.original_max_length / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-        first = max(math.floor(index_with(self.beta_fast)), 0)
-        last = min(math.ceil(index_with(self.beta_slow)), dim - 1)
-        # 1e-3 keeps the ramp finite where it would have no width.
-        divided = np.clip((np.arange(dim // 2) - first) / max(last - first, 1e-3), 0, 1)
-        return plain * (1 - divided) + plain / self.factor * divided
-
-    @property
-    def amplitude(self) -> float:
-        if self.attention_factor is not None:
-            return self.attention_factor
-        return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Llama3Scaling(RotaryScaling):
-    """The scaling of Llama 3.1 and later.
-
-    Args:
-        factor: the number by which the frequencies of long wavelengths are divided.
-        low_freq_factor: a bound; wavelengths above `original_max_length / low_freq_factor` are scaled fully.
-        high_freq_factor: a bound; wavelengths below `original_max_length / high_freq_factor` are left alone. Between
-            the two is a ramp.
-        original_max_length: the context length of training.
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_length: int = 8192
-
-    def frequencies(self, dim: int, base: float) -> np.ndarray:
-        plain = super().frequencies(dim, base)
-        turns = self.original_max_length * plain / (2 * math.pi)
-        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
-        return plain * kept + plain / self.factor * (1 - kept)
 
 
 class RotaryEmbedding(Module):
@@ -192,13 +69,19 @@ class RotaryEmbedding(Module):
         self.rotary_dim = rotary_dim
         self.interleaved = interleaved
         self.scaling = scaling
+        if scaling is not None:
+            scaling.frequencies(rotary_dim, self.base)  # raises here, rather than in a call, if it does not fit
 
-    def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, positions: jax.Array | None = None, *, text_length: int | jax.Array | None = None
+    ) -> jax.Array:
         """Rotates `x`.
 
         Args:
             x: an array of shape `[batch..., length, heads, head_dim]`.
             positions: the positions of the tokens, `[batch..., length]` or `[length]`; 0, 1, 2 … by default.
+            text_length: the length of the text, of which `x` may be a part, for a scaling that depends on it: an
+                integer, or `[batch...]`; one more than the last position by default.
 
         Returns:
             An array with the shape and dtype of `x`; angles are computed in float32.
@@ -212,6 +95,7 @@ class RotaryEmbedding(Module):
             rotary_dim=self.rotary_dim,
             interleaved=self.interleaved,
             scaling=self.scaling,
+            text_length=text_length,
         )
 
 
@@ -223,6 +107,7 @@ def apply_rotary(
     rotary_dim: int | None = None,
     interleaved: bool = False,
     scaling: RotaryScaling | None = None,
+    text_length: int | jax.Array | None = None,
 ) -> jax.Array:
     """Rotates `x` by its positions; the function form of `RotaryEmbedding`.
 
@@ -230,6 +115,7 @@ def apply_rotary(
         x: an array of shape `[batch..., length, heads, head_dim]`.
         positions: the positions of the tokens, `[batch..., length]` or `[length]`; 0, 1, 2 … by default.
         base, rotary_dim, interleaved, scaling: the settings of `RotaryEmbedding`.
+        text_length: the length of the text, as in a call of `RotaryEmbedding`.
 
     >>> x = jnp.ones((3, 1, 4))  # length, heads, head_dim
     >>> bool((nnx.apply_rotary(x)[0] == x[0]).all())  # position 0 is not turned
@@ -237,6 +123,9 @@ def apply_rotary(
     """
     if len(shape_of("apply_rotary", x)) < 3:
         raise ValueError(NO_HEADS.format(got=x.shape))
+    by_length = scaling is not None and scaling.depends_on_length
+    if by_length and text_length is None:
+        text_length = _length_of_text(x, positions)
     if positions is None:
         positions = jnp.arange(x.shape[-3], dtype=jnp.int32)
     elif not _one_per_token(positions.shape, x.shape[:-2]):
@@ -245,7 +134,44 @@ def apply_rotary(
         )
     rotary_dim = x.shape[-1] if rotary_dim is None else rotary_dim
     _check_rotary_dim("apply_rotary", rotary_dim, x.shape[-1])
-    return _rotate(x, positions, base=base, rotary_dim=rotary_dim, interleaved=interleaved, scaling=scaling)
+    # A length that is known is static: its frequencies are then computed on the host, in float64.
+    known = text_length if by_length and isinstance(text_length, int) else None
+    traced: Any = text_length if by_length and known is None else None
+    settings: Any = {"base": base, "rotary_dim": rotary_dim, "interleaved": interleaved, "scaling": scaling}
+    return _rotate(x, positions, traced, known_length=known, **settings)
+
+
+def rotate_pair(
+    rotary: RotaryEmbedding | None,
+    query: jax.Array,
+    key: jax.Array,
+    positions: jax.Array | None,
+    key_positions: jax.Array | None,
+    text_length: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns rotated queries and keys that meet in attention.
+
+    Args:
+        rotary: the embedding, if any.
+        query, key: arrays of shape `[batch..., length, heads, head_dim]`.
+        positions, key_positions: the positions of both, as in a call of `RotaryEmbedding`.
+        text_length: the length of the text that both belong to; by default, it ends with the last of them.
+    """
+    if rotary is None:
+        return query, key
+    if rotary.scaling is None or not rotary.scaling.depends_on_length:
+        return rotary(query, positions), rotary(key, key_positions)
+    length: Any = text_length
+    if length is None:
+        queries, keys = _length_of_text(query, positions), _length_of_text(key, key_positions)
+        known = isinstance(queries, int) and isinstance(keys, int)
+        length = max(queries, keys) if known else jnp.maximum(queries, keys)
+    return rotary(query, positions, text_length=length), rotary(key, key_positions, text_length=length)
+
+
+def _length_of_text(x: jax.Array, positions: jax.Array | None) -> int | jax.Array:
+    """Returns one more than the last position of queries or keys: an integer if it is known, or one per text."""
+    return x.shape[-3] if positions is None else positions.max(axis=-1) + 1
 
 
 def _check_rotary_dim(layer: str, rotary_dim: int, head_dim: int) -> None:
@@ -264,7 +190,9 @@ def _one_per_token(positions: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
 def _rotate(
     x: jax.Array,
     positions: jax.Array,
+    lengths: jax.Array | None,
     *,
+    known_length: int | None,
     base: float,
     rotary_dim: int,
     interleaved: bool,
@@ -272,7 +200,13 @@ def _rotate(
 ) -> jax.Array:
     scaling = RotaryScaling() if scaling is None else scaling
     # Computed in float64 on the host, then rounded once: an error in a frequency grows with the position.
-    frequencies = scaling.frequencies(rotary_dim, base).astype(np.float32)
+    if known_length is not None:
+        frequencies = scaling.frequencies_for(rotary_dim, base, known_length)
+    elif lengths is not None:
+        frequencies = scaling.frequencies_for(rotary_dim, base, lengths)[..., None, None, :]
+    else:
+        frequencies = scaling.frequencies(rotary_dim, base)
+    frequencies = frequencies.astype(np.float32)
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies  # [batch..., length, 1, rotary_dim / 2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if scaling.amplitude != 1.0:

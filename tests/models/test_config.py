@@ -66,6 +66,11 @@ class TestRotary:
             nnx.Llama3Scaling(8.0, 1.0, 4.0, 32),
         ),
         "yarn": ({"factor": 2.0, "beta_fast": 16}, nnx.YaRNScaling(2.0, 64, beta_fast=16)),
+        "dynamic": ({"factor": 2.0}, nnx.DynamicNTKScaling(2.0, 64)),
+        "longrope": (
+            {"short_factor": [1.0, 1.5], "long_factor": [2, 4], "original_max_position_embeddings": 16},
+            nnx.LongRoPEScaling((1.0, 1.5), (2, 4), 16, factor=4.0),
+        ),
     }
 
     @pytest.mark.parametrize("kind", SCALINGS)
@@ -92,6 +97,35 @@ class TestRotary:
         defaults = config_from_dict(gemma)
         assert (defaults.rotary.base, defaults.local_rotary.base) == (1e6, 1e4)
 
+    @pytest.mark.parametrize("kind", ["longrope", "su"])
+    def test_a_long_phi3_is_read_and_written_as_published(self, kind):
+        scaling = {"type": kind, "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
+        phi = {**LLAMA, "model_type": "phi3", "original_max_position_embeddings": 16, "rope_scaling": scaling}
+        config = config_from_dict(phi)
+        assert config.rotary.scaling == nnx.LongRoPEScaling((1.0, 1.5), (2.0, 4.0), 16, factor=4.0)
+        written = config_to_dict(config)
+        assert written["rope_scaling"] == {**scaling, "type": "longrope"}
+        assert written["original_max_position_embeddings"] == 16
+        assert config_from_dict(written) == config
+        # What a phi3 means that does not say how long its training texts were.
+        del phi["original_max_position_embeddings"]
+        assert config_from_dict(phi).rotary.scaling.original_max_length == 4096
+
+    def test_factors_must_fit_the_heads(self):
+        scaling = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+        with pytest.raises(ValueError, match="expected 2 numbers in short_factors, .* got 3"):
+            nnx.models.Decoder(read(rope_scaling=scaling), ctx=nnx.context(0))
+        with pytest.raises(ValueError, match="expected 'long_factor' in the rotary settings to be a list of numbers"):
+            read(rope_scaling={**scaling, "long_factor": 2.0})
+        with pytest.raises(ValueError, match="needs the entry 'short_factor'"):
+            read(rope_scaling={"rope_type": "longrope", "long_factor": [2.0, 2.0]})
+
+    def test_a_dynamic_scaling_begins_at_the_context_length(self):
+        config = read(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+        other = nnx.models.RotaryConfig(scaling=nnx.DynamicNTKScaling(2.0, 32))
+        with pytest.raises(ValueError, match="rotary"):
+            config_to_dict(config.replace(rotary=other))
+
     def test_a_part_of_a_head_can_rotate(self):
         phi = {**LLAMA, "model_type": "phi3", "partial_rotary_factor": 0.5}
         config = config_from_dict(phi)
@@ -102,7 +136,10 @@ class TestRotary:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"rope_type": "longrope"}, "'longrope' is not among the known ones: default, linear, llama3, yarn"),
+            (
+                {"rope_type": "mrope"},
+                "'mrope' is not among the known ones: default, linear, dynamic, llama3, yarn, longrope",
+            ),
             ({"rope_type": "linear"}, "'linear' needs the entry 'factor'"),
             ({"rope_type": "linear", "factor": "much"}, "'factor' in the rotary settings to be a number, got 'much'"),
             ({"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}, "mscale=0.7 is not supported"),

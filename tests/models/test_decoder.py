@@ -248,3 +248,28 @@ def test_unknown_activations_list_the_known_ones():
 def test_configs_that_make_no_sense_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         tiny_config(**changes)
+
+
+class TestFrequenciesThatDependOnTheLength:
+    LONG = nnx.LongRoPEScaling((1.0, 1.5), (3.0, 9.0), original_max_length=6, factor=4.0)
+    DYNAMIC = nnx.DynamicNTKScaling(3.0, original_max_length=6)
+
+    @pytest.mark.parametrize("scaling", [LONG, DYNAMIC], ids=["long", "dynamic"])
+    def test_a_cache_uses_those_of_the_longest_text_it_can_hold(self, scaling):
+        model = tiny_model(rotary=nnx.models.RotaryConfig(scaling=scaling))
+        tokens = tokens_for(model.config, 2, 9)
+        for length in (6, 9):
+            text = tokens[:, :length]
+            first, cache = model.decode(text[:, :4], model.init_cache(2, length))
+            rest, _ = model.decode(text[:, 4:], cache)
+            np.testing.assert_allclose(jnp.concatenate([first, rest], 1), model(text), rtol=1e-4, atol=1e-4)
+        assert abs(model(tokens)[:, :6] - model(tokens[:, :6])).max() > 0.01
+
+    @pytest.mark.parametrize("new", [3, 4])
+    def test_generation_makes_no_longer_cache_than_the_text_needs(self, new):
+        # Four tokens and three new ones, of which the last is not read, are 6; one more is a long text throughout.
+        model = tiny_model(rotary=nnx.models.RotaryConfig(scaling=self.LONG))
+        tokens = tokens_for(model.config, 2, 4)
+        written = nnx.generate(model, tokens, max_new_tokens=new, temperature=0)
+        text = jnp.concatenate([tokens, written[:, :-1]], 1)
+        np.testing.assert_array_equal(jnp.argmax(model(text)[:, 3:], -1), written)

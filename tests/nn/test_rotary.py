@@ -1,8 +1,10 @@
 """Rotary embeddings: relative positions, layouts, and scalings for long contexts."""
 
+import functools
 import math
 import pickle
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -128,6 +130,44 @@ def test_llama3_scaling_follows_its_bands():
             smooth = (256 / wavelength - 1) / 3
             expected = (1 - smooth) * plain / 8 + smooth * plain
         assert got == pytest.approx(expected, rel=1e-4)
+
+
+# The frequencies of `transformers` 5.22, for heads of 8 features and a context length of 64 in training.
+LONG = nnx.LongRoPEScaling((1.0, 1.1, 1.5, 2.0), (1.5, 4.0, 12.0, 30.0), original_max_length=64, factor=8.0)
+DYNAMIC = nnx.DynamicNTKScaling(4.0, original_max_length=64)
+BY_LENGTH = [
+    (LONG, 64, [1.0, 0.09090909361839294, 0.006666666828095913, 0.0005000000237487257]),
+    (LONG, 65, [0.6666666865348816, 0.02500000037252903, 0.0008333333535119891, 3.333333370392211e-05]),
+    (DYNAMIC, 64, [1.0, 0.10000000149011612, 0.009999999776482582, 0.0010000000474974513]),
+    (DYNAMIC, 65, [1.0, 0.0979994609951973, 0.00960389431566, 0.0009411764913238585]),
+    (DYNAMIC, 200, [1.0, 0.047216322273015976, 0.002229380654171109, 0.00010526315600145608]),
+]
+
+
+@pytest.mark.parametrize(("scaling", "length", "expected"), BY_LENGTH)
+def test_frequencies_that_depend_on_the_length_are_those_of_transformers(scaling, length, expected):
+    np.testing.assert_allclose(scaling.frequencies_for(8, 10000.0, length), expected, rtol=1e-6)
+    known = jax.jit(lambda length: scaling.frequencies_for(8, 10000.0, length))(jnp.array([length, 3]))
+    np.testing.assert_allclose(known[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(known[1], scaling.frequencies(8, 10000.0), rtol=1e-6)
+
+
+def test_long_rope_multiplies_queries_and_keys_as_transformers_does():
+    assert LONG.amplitude == pytest.approx(1.224744871391589, rel=1e-7)
+
+
+def test_the_length_of_a_text_is_that_of_its_last_position_unless_given():
+    scaling = nnx.DynamicNTKScaling(4.0, original_max_length=4)
+    x, turn = numpy_normal(2, 6, 1, 8), functools.partial(nnx.apply_rotary, scaling=scaling)
+    whole = turn(x)
+    np.testing.assert_allclose(turn(x, jnp.arange(6)), whole, atol=1e-6)
+    np.testing.assert_allclose(turn(x[:, :3], text_length=6), whole[:, :3], atol=1e-6)
+    assert abs(turn(x[:, :3]) - whole[:, :3]).max() > 0.01
+    np.testing.assert_allclose(turn(x[:, :3]), nnx.apply_rotary(x[:, :3]), atol=1e-6)
+    # Rows of a batch have their own lengths.
+    rows = turn(x, jnp.array([[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 3, 3]]))
+    np.testing.assert_allclose(rows[0], whole[0], atol=1e-6)
+    np.testing.assert_allclose(rows[1, :4], nnx.apply_rotary(x[1, :4]), atol=1e-6)
 
 
 def test_it_has_no_state_and_equal_settings_make_equal_definitions():
