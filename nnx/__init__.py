@@ -67,6 +67,7 @@ from nnx.sharding.rules import RulesFallback as RulesFallback
 from nnx.sharding.rules import get_logical_axis_rules as get_logical_axis_rules
 from nnx.sharding.rules import logical_axis_rules as logical_axis_rules
 from nnx.sharding.rules import logical_to_mesh_axes as logical_to_mesh_axes
+from nnx.sharding.rules import on_host as on_host
 from nnx.sharding.rules import set_logical_axis_rules as set_logical_axis_rules
 from nnx.sharding.rulesets import data_parallel_rules as data_parallel_rules
 from nnx.sharding.rulesets import fsdp_rules as fsdp_rules
@@ -298,7 +299,7 @@ __all__ = [
     # sharding
     "data_parallel_rules", "fsdp_rules", "fsdp_tensor_parallel_rules", "get_logical_axis_rules", "get_partition_spec",
     "init_sharded", "logical_axis_rules", "logical_to_mesh", "logical_to_mesh_axes", "logical_to_mesh_sharding",
-    "name_axes", "PARTITION_NAME", "RulesFallback", "set_logical_axis_rules", "shard", "sharding_report",
+    "name_axes", "on_host", "PARTITION_NAME", "RulesFallback", "set_logical_axis_rules", "shard", "sharding_report",
     "ShardingReport", "tensor_parallel_rules", "with_logical_constraint", "with_logical_partitioning",
     # transforms
     "checkify", "cond", "custom_jvp", "custom_vjp", "eval_shape", "fori_loop", "grad", "hessian", "jacfwd", "jacrev",

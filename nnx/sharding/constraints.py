@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx.core.variables import with_metadata
 from nnx.sharding.axes import aligned_names, axis_names
-from nnx.sharding.rules import AnyMesh, Rules, RulesFallback, RulesLike, as_rules, names_in, resolve
+from nnx.sharding.rules import AnyMesh, Rules, RulesFallback, RulesLike, as_rules, axis_rules, names_in, resolve
 from nnx.sharding.unmatched import BUILT_IN_NAMES, did_you_mean, first_time, note_names
 
 
@@ -81,7 +81,7 @@ def _note_under_rules(names: tuple[str, ...], rules: Rules) -> None:
 
 def _warn_of_unknown_names(names: tuple[str, ...], rules: Rules) -> None:
     """Warns, once for each name, of names that no rule has; not of one that a layer uses and the rules leave alone."""
-    decided = {name for name, _ in rules}
+    decided = {name for name, _ in axis_rules(rules)}
     unknown = [name for name in names if name not in decided]
     if decided.intersection(names):
         unknown = [name for name in unknown if name not in BUILT_IN_NAMES]

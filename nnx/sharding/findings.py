@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from nnx.sharding.rules import Rules, names_in
+from nnx.sharding.rules import Rules, axis_rules, names_in
 from nnx.sharding.unmatched import BUILT_IN_NAMES, did_you_mean, idle_mesh_axes, missing_mesh_axes, unmatched_rules
 
 LARGE = 16 << 20
@@ -56,7 +56,7 @@ def find(rows: Sequence[Row], mesh_shape: Mapping[str, int], rules: Rules, const
     if math.prod(mesh_shape.values()) == 1:
         return []
     used = names_of(rows)
-    decided = {name for name, _ in rules}
+    decided = {name for name, _ in axis_rules(rules)}
     unknown = sorted(set(constrained) - decided - BUILT_IN_NAMES)
     known = decided | BUILT_IN_NAMES
     return [
@@ -76,7 +76,7 @@ def names_of(rows: Sequence[Row]) -> set[str]:
 
 def left_whole(rows: Sequence[Row], mesh_shape: Mapping[str, int], rules: Rules) -> list[str]:
     """Returns the findings about large arrays that are not split, unless rules leave them whole on purpose."""
-    decided, found = {name for name, _ in rules}, []
+    decided, found = {name for name, _ in axis_rules(rules)}, []
     devices = math.prod(mesh_shape.values())
     for row in rows:
         if row.bytes < LARGE or row.errors or any(row.mesh_axes):

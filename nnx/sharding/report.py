@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from nnx.core.sizes import size_in_bytes
 from nnx.sharding.constraints import constrained_names, current_mesh
 from nnx.sharding.findings import find, size_text
-from nnx.sharding.rules import AnyMesh, Rules, RulesLike, as_rules, resolve
+from nnx.sharding.rules import AnyMesh, Rules, RulesLike, as_rules, memory_kind_of, resolve
 from nnx.sharding.specs import map_named
 
 
@@ -29,6 +29,7 @@ class ShardingRow:
         bytes_per_device: the size of that part.
         errors: the reasons why the array cannot be placed like this.
         notes: the axes a rule would split but could not: not divisible, or the mesh axis was already claimed.
+        memory_kind: the memory that an `nnx.on_host` rule chooses; None for that of the device.
     """
 
     path: str
@@ -40,6 +41,7 @@ class ShardingRow:
     bytes_per_device: int
     errors: tuple[str, ...]
     notes: tuple[str, ...]
+    memory_kind: str | None = None
 
     @property
     def bytes(self) -> int:
@@ -73,8 +75,13 @@ class ShardingReport:
 
     @property
     def bytes_per_device(self) -> int:
-        """The size of the part that each device holds."""
-        return sum(row.bytes_per_device for row in self.rows)
+        """The size of the part that each device holds in its own memory."""
+        return sum(row.bytes_per_device for row in self.rows if row.memory_kind in (None, "device"))
+
+    @property
+    def host_bytes_per_device(self) -> int:
+        """The size of the part of each device that is kept in the memory of the host (`nnx.on_host`)."""
+        return sum(row.bytes_per_device for row in self.rows) - self.bytes_per_device
 
     @property
     def free_per_device(self) -> int | None:
@@ -104,6 +111,8 @@ class ShardingReport:
             return f"{total} in {len(self.rows)} arrays; no mesh, so nothing is split"
         axes = " × ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
         parts = f"{size_text(self.bytes_per_device)} on each"
+        if self.host_bytes_per_device:
+            parts += f" and {size_text(self.host_bytes_per_device)} for each on its host"
         return f"{total} in {len(self.rows)} arrays on {devices} devices ({axes}): {parts}{self._fit(devices)}"
 
     def _fit(self, devices: int) -> str:
@@ -151,15 +160,27 @@ def sharding_report(
     mesh_shape = {} if mesh is None else dict(mesh.shape)
     rows: list[ShardingRow] = []
 
-    def add(path: str, names: tuple[Any, ...], leaf: Any) -> None:
+    def add(path: str, names: tuple[Any, ...], leaf: Any, container: Any) -> None:
         shape, dtype = tuple(jax.numpy.shape(leaf)), jax.dtypes.result_type(leaf) if _is_number(leaf) else leaf.dtype
         resolution = resolve(names, rules if mesh_shape else (), shape, mesh_shape or None)
         part = () if resolution.errors else tuple(resolution.spec)
         shard_shape = tuple(size // _parts(entry, mesh_shape) for size, entry in zip(shape, part, strict=False))
         shard_shape += shape[len(shard_shape) :]
         on_each = size_in_bytes(shard_shape, dtype)
-        errors, notes = resolution.errors, resolution.notes
-        rows.append(ShardingRow(path, shape, dtype, names, resolution.spec, shard_shape, on_each, errors, notes))
+        rows.append(
+            ShardingRow(
+                path,
+                shape,
+                dtype,
+                names,
+                resolution.spec,
+                shard_shape,
+                on_each,
+                resolution.errors,
+                resolution.notes,
+                memory_kind_of(path, leaf, container, rules if mesh_shape else ()),
+            )
+        )
 
     map_named(add, model)
     findings = find(rows, mesh_shape, rules, constrained_names(rules)) if mesh_shape else []
@@ -193,7 +214,7 @@ def _cells(row: ShardingRow) -> tuple[str, ...]:
         _axes(row.logical_axes),
         _axes(tuple(row.mesh_axes)),
         size_text(row.bytes_per_device),
-        "!" if row.errors else "*" if row.notes else "",
+        " ".join(["!" if row.errors else "*" if row.notes else "", row.memory_kind or ""]).strip(),
     )
 
 

@@ -5,6 +5,9 @@ tried in order. Each assigns its mesh axis to its name if the array has that nam
 dimension has claimed the mesh axis, and (where shape and mesh are known) the mesh axis divides the dimension. A later
 rule for the same name is therefore a second choice, and `(name, None)` at the end means "leave it whole rather than
 fail". A *resolution* is the result of the rules for one array: its `PartitionSpec`, and what went wrong.
+
+A *memory rule* (`nnx.on_host`) says in which memory the arrays of some Variables are kept. It is about whole arrays, so
+it selects them with a filter, not by the names of their axes.
 """
 
 import contextlib
@@ -17,12 +20,28 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from nnx.core.filters import Filter, to_predicate
 from nnx.sharding.axes import PartialAxes, axis_names
 
 MeshAxes = str | tuple[str, ...] | None
 Rule = tuple[str, MeshAxes]
-Rules = tuple[Rule, ...]
-RulesLike = Mapping[str, MeshAxes] | Iterable[tuple[str, MeshAxes]] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryRule:
+    """A rule that keeps the arrays of some Variables in a certain memory; made by `nnx.on_host`.
+
+    Attributes:
+        where: the filter of the Variables.
+        memory_kind: the name of the memory, as in `jax.sharding.NamedSharding`.
+    """
+
+    where: Any
+    memory_kind: str
+
+
+Rules = tuple[Rule | MemoryRule, ...]
+RulesLike = Mapping[str, MeshAxes] | Iterable[tuple[str, MeshAxes] | MemoryRule] | None
 """Rules as a user writes them; None for the current ones."""
 AnyMesh = Mesh | AbstractMesh
 
@@ -92,7 +111,9 @@ def as_rules(rules: Any) -> Rules:
     return tuple(_as_rule(rule) for rule in (rules.items() if isinstance(rules, Mapping) else rules))
 
 
-def _as_rule(rule: Any) -> Rule:
+def _as_rule(rule: Any) -> Rule | MemoryRule:
+    if isinstance(rule, MemoryRule):
+        return rule
     if isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], str):
         name, axes = rule
         if isinstance(axes, list):
@@ -102,6 +123,46 @@ def _as_rule(rule: Any) -> Rule:
         if isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes):
             return name, axes
     raise TypeError(NOT_A_RULE.format(got=rule))
+
+
+def on_host(where: Filter, memory_kind: str = "pinned_host") -> MemoryRule:
+    """Returns a rule that keeps the arrays of some Variables in the memory of the host, split as the other rules say.
+
+    Scalars stay on the devices. `nnx.Optimizer.update` and `nnx.TrainState.apply_gradients` move optimizer state to the
+    devices for the update, and back. Any other array has to be moved before it is computed with:
+    `jax.device_put(x, jax.memory.Space.Device)`.
+
+    Args:
+        where: a filter for the Variables, e.g. `nnx.OptState`; in a `TrainState`, `nnx.PathMatches("opt_state/**")`.
+        memory_kind: the name of the memory; `device.addressable_memories()` lists those a device has.
+
+    Raises:
+        TypeError: `where` is not a filter.
+
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> rules = [nnx.on_host(nnx.Param), ("embed", "data")]
+    >>> nnx.shard(nnx.Dict(w=nnx.Param(jnp.ones(4), ("embed",))), mesh, rules).w.sharding.memory_kind
+    'pinned_host'
+    """
+    to_predicate(where)  # raises here rather than at the first use
+    return MemoryRule(tuple(where) if isinstance(where, list) else where, memory_kind)
+
+
+def axis_rules(rules: Rules) -> tuple[Rule, ...]:
+    """Returns the rules for axis names, without those for memories."""
+    return tuple(rule for rule in rules if not isinstance(rule, MemoryRule))
+
+
+def memory_kind_of(path: str, leaf: Any, container: Any, rules: Rules) -> str | None:
+    """Returns the memory that the rules choose for an array of a Variable; None for that of the device.
+
+    The first rule that matches decides. A scalar, such as a counter, always stays on the device: there is nothing to
+    gain, and code that uses it would have to move it first.
+    """
+    kinds = [rule for rule in rules if isinstance(rule, MemoryRule)]
+    if not kinds or getattr(leaf, "shape", None) == ():
+        return None
+    return next((rule.memory_kind for rule in kinds if to_predicate(rule.where)(path, container)), None)
 
 
 def logical_to_mesh_axes(names: Any, rules: RulesLike = None) -> PartitionSpec:
@@ -171,7 +232,7 @@ def resolve(
     crowded: dict[str, list[str]] = {}  # per name, the rules whose mesh axis splits another dimension; often intended
     unfit: dict[str, str] = {}  # refusals that are errors, unless a later rule decides the name
     unknown: list[str] = []
-    for rule in rules:
+    for rule in axis_rules(rules):
         name, axes = rule[0], mesh_axes_of(rule[1])
         if name not in place or name in given:
             continue

@@ -18,7 +18,7 @@ from nnx.core.state import State
 from nnx.core.variables import Node
 from nnx.sharding.axes import DefaultAxes, aligned_names, axis_names, matching_axes, taken_over
 from nnx.sharding.defaults import current_names, default_axes
-from nnx.sharding.rules import AnyMesh, Resolution, Rules, RulesLike, as_rules, resolve
+from nnx.sharding.rules import AnyMesh, Resolution, Rules, RulesLike, as_rules, memory_kind_of, resolve
 
 
 def get_partition_spec(tree: Any) -> Any:
@@ -39,7 +39,7 @@ def get_partition_spec(tree: Any) -> Any:
     P()
     """
 
-    def spec(path: str, names: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+    def spec(path: str, names: tuple[Any, ...], leaf: Any, _: Any) -> PartitionSpec:
         shape = getattr(leaf, "shape", None)
         if shape is not None and len(names) > len(shape):
             resolve(names, (), shape).check(path)
@@ -59,15 +59,15 @@ def logical_to_mesh(tree: Any, rules: RulesLike = None) -> Any:
         ValueError: a name appears twice in one spec; the message has the path.
     """
     rules = as_rules(rules)
-    return map_named(lambda path, names, leaf: _resolved(path, names, leaf, rules, None).spec, tree)
+    return map_named(lambda path, names, leaf, _: _resolved(path, names, leaf, rules, None).spec, tree)
 
 
 def logical_to_mesh_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike = None) -> Any:
     """Returns the `NamedSharding` of every array in a tree, in the same structure.
 
     Args:
-        tree: the logical specs that `get_partition_spec` returns, or a tree that it takes. In the latter case the
-            shapes are known, so axes that do not divide are found here.
+        tree: the logical specs that `get_partition_spec` returns, or a tree that it takes. In the latter case shapes
+            and types are known: axes that do not divide are found here, and `nnx.on_host` can select by type.
         mesh: the mesh to split over.
         rules: the rules to use; by default those of `logical_axis_rules`.
 
@@ -76,9 +76,12 @@ def logical_to_mesh_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike = None) 
             twice in one array, or there are more names than axes; the message has the path and the rule.
     """
     rules = as_rules(rules)
-    return map_named(
-        lambda path, names, leaf: NamedSharding(mesh, _resolved(path, names, leaf, rules, mesh).spec), tree
-    )
+
+    def sharding(path: str, names: tuple[Any, ...], leaf: Any, container: Any) -> NamedSharding:
+        spec = _resolved(path, names, leaf, rules, mesh).spec
+        return NamedSharding(mesh, spec, memory_kind=memory_kind_of(path, leaf, container, rules))
+
+    return map_named(sharding, tree)
 
 
 def _resolved(path: str, names: Any, leaf: Any, rules: Rules, mesh: Any) -> Resolution:
@@ -87,10 +90,11 @@ def _resolved(path: str, names: Any, leaf: Any, rules: Rules, mesh: Any) -> Reso
     return resolution
 
 
-def map_named(fn: Callable[[str, tuple[Any, ...], Any], Any], tree: Any) -> Any:
-    """Maps `fn(path, names, array)` over the arrays (or `PartitionSpec`s) of a tree; the results replace the Variables.
+def map_named(fn: Callable[[str, tuple[Any, ...], Any, Any], Any], tree: Any) -> Any:
+    """Maps `fn(path, names, array, container)` over the arrays (or `PartitionSpec`s) of a tree.
 
-    Of a Module, the State is mapped. Optimizer state that is part of a `TrainState` takes the names of its parameters.
+    The results replace the Variables. The container of a bare array is the array itself. Of a Module, the State is
+    mapped. Optimizer state that is part of a `TrainState` takes the names of its parameters.
     """
     defaults: Mapping[str, DefaultAxes] = {}
     shapes: Mapping[str, tuple[int, ...]] = {}
@@ -104,7 +108,7 @@ def map_named(fn: Callable[[str, tuple[Any, ...], Any], Any], tree: Any) -> Any:
     def visit(keys: tuple[Any, ...], node: Any) -> Any:
         path = _path(keys)
         if not isinstance(node, Node):
-            return fn(path, _names(None, node, path), node)
+            return fn(path, _names(None, node, path), node, node)
         if "sharding" not in node.metadata:  # plain data in its box: a bare Node, or the field of a Pytree
             return walk(node.value, keys)
         in_state = bool(keys) and isinstance(keys[-1], jax.tree_util.DictKey)
@@ -121,7 +125,7 @@ def map_named(fn: Callable[[str, tuple[Any, ...], Any], Any], tree: Any) -> Any:
                 if of is not None and axes is not None and None in axes and len(axes) < len(of):
                     axes = moment_axes().get(whole_path.removeprefix("opt_state/"), axes)
                 names = _derived_names(sharding, names, leaf.shape, of, axes)
-            return fn(whole_path, names, leaf)
+            return fn(whole_path, names, leaf, node)
 
         return jax.tree_util.tree_map_with_path(visit_array, node.value)
 

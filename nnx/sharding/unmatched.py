@@ -18,7 +18,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from nnx.core.scopes import count_calls
-from nnx.sharding.rules import Rule, Rules, mesh_axes_of
+from nnx.sharding.rules import Rule, Rules, axis_rules, mesh_axes_of
 from nnx.sharding.rulesets import PARAMETER_NAMES
 
 BUILT_IN_NAMES = frozenset((*PARAMETER_NAMES, "batch", "length", "layers"))
@@ -106,7 +106,7 @@ def unmatched_rules(names: Iterable[str], rules: Rules) -> dict[Rule, str]:
     known = {*names, *_seen_names, *BUILT_IN_NAMES}
     return {
         rule: UNMATCHED_RULE.format(rule=rule, hint=did_you_mean(rule[0], known))
-        for rule in rules
+        for rule in axis_rules(rules)
         if rule[1] and rule[0] not in known
     }
 
@@ -114,7 +114,7 @@ def unmatched_rules(names: Iterable[str], rules: Rules) -> dict[Rule, str]:
 def probable_typos(names: Iterable[str], rules: Rules) -> list[str]:
     """Returns the sentences about unmatched rules whose name is close to one in the model that no rule splits."""
     names = set(names)
-    split = {name for name, axes in rules if axes}
+    split = {name for name, axes in axis_rules(rules) if axes}
     return [text for (name, _), text in unmatched_rules(names, rules).items() if closest(name, names - split)]
 
 
@@ -125,7 +125,7 @@ def missing_mesh_axes(names: Iterable[str], mesh_shape: Mapping[str, int], rules
     """
     names = set(names)
     wanting: dict[str, list[Rule]] = {}
-    for rule in rules:
+    for rule in axis_rules(rules):
         for axis in mesh_axes_of(rule[1]):
             if axis not in mesh_shape and rule[0] not in names:
                 wanting.setdefault(axis, []).append(rule)
@@ -138,7 +138,7 @@ def missing_mesh_axes(names: Iterable[str], mesh_shape: Mapping[str, int], rules
 
 def idle_mesh_axes(mesh_shape: Mapping[str, int], rules: Rules) -> list[str]:
     """Returns a sentence for every mesh axis of several devices that nothing is known to use."""
-    used = {axis for _, axes in rules for axis in mesh_axes_of(axes)} | _seen_axes
+    used = {axis for _, axes in axis_rules(rules) for axis in mesh_axes_of(axes)} | _seen_axes
     return [IDLE_MESH_AXIS.format(axis=a, size=n) for a, n in mesh_shape.items() if n > 1 and a not in used]
 
 

@@ -22,6 +22,7 @@ from nnx.core.state import State, parts_of
 from nnx.core.variables import Node, Param
 from nnx.sharding.defaults import AxesOf
 from nnx.sharding.placement import whole_beside
+from nnx.training.host_memory import fetch, put_back
 from nnx.training.optimizer_state import OptState, Structure, as_variables, flatten_state, init_state
 from nnx.training.variable_tree import variable_tree
 
@@ -149,7 +150,8 @@ class Optimizer(Module, Generic[M]):
         grads = self._select(grads, params)
         if isinstance(extra.get("grad"), State):
             extra["grad"] = self._select(extra["grad"], params)
-        before = self.optax_state
+        kept = self.optax_state
+        before = fetch(kept)
         tx = optax.with_extra_args_support(self.tx)
         updates, opt_state = tx.update(_tree(grads), before, _tree(params), **extra)
         new_params = optax.apply_updates(_tree(params), updates)
@@ -161,7 +163,7 @@ class Optimizer(Module, Generic[M]):
             counted = finite.astype(jnp.int32)
             self.skipped += 1 - counted
         self.model.update_state(new_params)
-        self._store(opt_state, params)
+        self._store(put_back(opt_state, kept, before), params)
         self.step += counted
 
     @property

@@ -12,6 +12,7 @@ from nnx.core.proxies import Access
 from nnx.core.pytree import Pytree
 from nnx.core.state import State
 from nnx.core.variables import TreeNode
+from nnx.training.host_memory import fetch, put_back
 from nnx.training.optimizer_state import moment_axes
 
 T = TypeVar("T", bound="TrainState")
@@ -91,8 +92,10 @@ class TrainState(Pytree):
             **replacements: other fields to replace, e.g. `batch_stats=new_batch_stats`.
         """
         tx = optax.with_extra_args_support(self.tx)
-        updates, opt_state = tx.update(_tree(grads), self.opt_state, _tree(self.params), **(tx_args or {}))
+        before = fetch(self.opt_state)
+        updates, opt_state = tx.update(_tree(grads), before, _tree(self.params), **(tx_args or {}))
         params = optax.apply_updates(_tree(self.params), updates)
+        opt_state = put_back(opt_state, self.opt_state, before)
         return self.replace(params=params, opt_state=opt_state, step=self.step + 1, **replacements)
 
 

@@ -80,7 +80,7 @@ class RematOptions(TypedDict, total=False):
 
     prevent_cse: bool
     static_argnums: int | Sequence[int] | None
-    policy: Callable[..., Any] | str | Sequence[str] | None
+    policy: Callable[..., Any] | str | Sequence[str] | Mapping[str, str] | None
     stateful: bool
     is_init: bool | None
 

@@ -1,7 +1,7 @@
 """`remat`: intermediate results are recomputed in the backward pass instead of kept in memory."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Unpack, overload
 
@@ -16,8 +16,10 @@ from nnx.transforms.effects import finish, run
 from nnx.transforms.shared_traces import shared_body
 from nnx.transforms.vmap import is_init_method
 
-NOT_A_POLICY = """nnx.remat: policy is the name of an activation to keep, a list of names, or a policy such as \
-jax.checkpoint_policies.dots_saveable; got {got!r}."""
+NOT_A_POLICY = """nnx.remat: policy is the name of an activation to keep, a list of names, a mapping from name to \
+memory ("device" or "pinned_host"), or a policy such as jax.checkpoint_policies.dots_saveable; got {got!r}."""
+
+SEVERAL_MEMORIES = """nnx.remat: besides "device", a policy can name one memory, e.g. "pinned_host"; got {kept}."""
 
 _recomputed: ContextVar[bool] = ContextVar("nnx_recomputed", default=False)
 
@@ -35,7 +37,7 @@ def remat(
     *,
     prevent_cse: bool = True,
     static_argnums: int | Sequence[int] | None = None,
-    policy: Callable[..., Any] | str | Sequence[str] | None = None,
+    policy: Callable[..., Any] | str | Sequence[str] | Mapping[str, str] | None = None,
     stateful: bool = True,
     is_init: bool | None = None,
 ) -> Callable[..., Any]:
@@ -49,8 +51,9 @@ def remat(
             and there is nothing to recompute.
         prevent_cse: as in `jax.checkpoint`.
         policy: the intermediate results to keep: their names, e.g. `("attention", "mlp_hidden")`, or a policy of
-            `jax.checkpoint_policies`; none by default. Built-in layers name the results listed in the guide; name
-            your own with `jax.ad_checkpoint.checkpoint_name`.
+            `jax.checkpoint_policies`; none by default. A mapping also says in which memory each is kept:
+            `{"attention": "device", "mlp_hidden": "pinned_host"}`. Built-in layers name the results listed in the
+            guide; name your own with `jax.ad_checkpoint.checkpoint_name`.
         static_argnums: positions of arguments that are not data, counted with Modules included.
         stateful: whether changes to Modules are written back.
         is_init: whether the function is a constructor; by default, whether its name is `__init__`.
@@ -99,20 +102,38 @@ def remat(
     return lifted
 
 
-def _as_policy(policy: Any) -> Callable[..., Any] | tuple[str, ...] | None:
-    """Returns a policy as it was given, or names in a form that compares equal for the same names."""
+def _as_policy(policy: Any) -> Callable[..., Any] | tuple[tuple[str, str], ...] | None:
+    """Returns a policy as it was given, or pairs of name and memory that compare equal for the same policy."""
     if policy is None or callable(policy):
         return policy
-    names = (policy,) if isinstance(policy, str) else tuple(policy) if isinstance(policy, (list, tuple, set)) else ()
-    if not names or not all(isinstance(name, str) for name in names):
+    if isinstance(policy, str):
+        policy = (policy,)
+    if isinstance(policy, (list, tuple, set)):
+        policy = dict.fromkeys(policy, "device")
+    if (
+        not policy
+        or not isinstance(policy, Mapping)
+        or not all(isinstance(x, str) for x in (*policy, *policy.values()))
+    ):
         raise TypeError(NOT_A_POLICY.format(got=policy))
-    return tuple(sorted(names))
+    return tuple(sorted(policy.items()))
 
 
 @functools.lru_cache(maxsize=128)
-def _keep_only(names: tuple[str, ...]) -> Callable[..., Any]:
+def _keep_only(kept: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
     # JAX compares policies by identity: equal blocks share what is derived from their traces if this is one object.
-    return jax.checkpoint_policies.save_only_these_names(*names)
+    on_device = [name for name, memory in kept if memory == "device"]
+    elsewhere = {memory for _, memory in kept if memory != "device"}
+    if not elsewhere:
+        return jax.checkpoint_policies.save_only_these_names(*on_device)
+    if len(elsewhere) > 1:
+        raise ValueError(SEVERAL_MEMORIES.format(kept=dict(kept)))
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=on_device,
+        names_which_can_be_offloaded=[name for name, memory in kept if memory != "device"],
+        offload_src="device",
+        offload_dst=elsewhere.pop(),
+    )
 
 
 def _constructor(fun: Callable[..., Any]) -> Callable[..., Any]:

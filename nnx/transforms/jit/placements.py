@@ -5,6 +5,8 @@ because its moments are split (ZeRO-1): memory and communication change after th
 compiled again for the new shardings. So a function is traced with the *placements* of its cells, and constrains what it
 writes back to them.
 
+State in the memory of the host (`nnx.on_host`) is written back there, too.
+
 A placement is the sharding of a cell over several devices, or None if the cell is free: it is on one device, its value
 is not one array, or the mesh has explicit axes, where the type of a value already says how it is split.
 """
@@ -35,9 +37,6 @@ def _placement(sharding: Any) -> NamedSharding | None:
         or sharding.num_devices == 1
         or AxisType.Explicit in sharding.mesh.axis_types
     ):
-        return None
-    # State that is kept in another memory passes through the step by the user's own transfers.
-    if sharding.memory_kind not in (None, "device"):
         return None
     # P("data", None) and P("data") are the same placement, but not equal. So is P("data", "model") if the mesh axis
     # "model" has one device, and JAX returns the shorter form.

@@ -125,7 +125,7 @@ def constrain_outcome(
     if cell_shardings is not None and effects.rewrite is None:
         shardings = [cell_shardings[i] for i in effects.changed]
         values = [
-            x if s is None or _shapes(x) != _shapes(cells[i]) else jax.lax.with_sharding_constraint(x, s)
+            x if s is None or _shapes(x) != _shapes(cells[i]) else _constrain(x, s)
             for x, s, i in zip(values, shardings, effects.changed)
         ]
     if out_shardings is not None:
@@ -134,6 +134,13 @@ def constrain_outcome(
         for index, sharding in modules.items():
             values, effects = _constrain_module(index, sharding, values, effects, key, cells)
     return Outcome(values, out, effects)
+
+
+def _constrain(x: Any, sharding: Any) -> Any:
+    # A constraint does not move a value to another memory.
+    if getattr(sharding, "memory_kind", None) in (None, "device"):
+        return jax.lax.with_sharding_constraint(x, sharding)
+    return jax.device_put(x, sharding)
 
 
 def _shapes(value: Any) -> list[tuple[int, ...]]:
