@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import PrecisionLike
 
+from nnx.nn.quantized import as_operand
 from nnx.nn.settings import cast, statistics_dtype
 
 PADDING = 0.12
@@ -99,7 +100,13 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     return x.at[index].get(mode="fill", fill_value=0, unique_indices=True)
 
 
-def block_dot(x: jax.Array, kernels: jax.Array, blocks: Blocks, precision: PrecisionLike = None) -> jax.Array:
+def block_dot(
+    x: jax.Array,
+    kernels: jax.Array,
+    blocks: Blocks,
+    precision: PrecisionLike = None,
+    scales: jax.Array | None = None,
+) -> jax.Array:
     """Multiplies each block with the matrix of its group.
 
     Args:
@@ -107,6 +114,7 @@ def block_dot(x: jax.Array, kernels: jax.Array, blocks: Blocks, precision: Preci
         kernels: one matrix per group, `[groups, inputs, outputs]`.
         blocks: the arrangement of the rows.
         precision: the precision of the product, see `jax.lax.Precision`.
+        scales: the scales of quantized matrices, see `nnx.nn.quantized`; their first axis is that of `kernels`.
 
     Returns:
         The products, `[blocks, size, outputs]`.
@@ -115,17 +123,24 @@ def block_dot(x: jax.Array, kernels: jax.Array, blocks: Blocks, precision: Preci
     # There are several blocks per group, so the gathered matrices are larger than the parameters. The checkpoint
     # gathers them again in the backward pass instead of keeping them. (The product is not repeated: nothing needs it.)
     @jax.checkpoint
-    def product(x: jax.Array, kernels: jax.Array) -> jax.Array:
-        gathered = _gather(kernels, blocks.groups)
-        return jnp.einsum("bri,bio->bro", x, cast(gathered, x.dtype), precision=precision)
+    def product(x: jax.Array, kernels: jax.Array, scales: jax.Array | None) -> jax.Array:
+        if scales is None:
+            gathered = cast(_gather(kernels, blocks.groups), x.dtype)
+            return jnp.einsum("bri,bio->bro", x, gathered, precision=precision)
+        gathered, scale = (_of_groups(array, blocks.groups) for array in (kernels, scales))
+        operand, scale = as_operand(gathered, scale, (1,), x.dtype)
+        # Sums of products with integers can be large, so they are not rounded before they are scaled.
+        wide = None if scale is None else statistics_dtype(x.dtype)
+        out = jnp.einsum("bri,bio->bro", x, operand, precision=precision, preferred_element_type=wide)
+        return out if scale is None else cast(out * scale[:, None], x.dtype)
 
-    return product(x, kernels)
+    return product(x, kernels, scales)
 
 
 @jax.custom_jvp
 def _gather(kernels: jax.Array, groups: jax.Array) -> jax.Array:
     """Returns the matrix of each group in a sorted list."""
-    return kernels.at[groups].get(mode="promise_in_bounds", indices_are_sorted=True)
+    return _of_groups(kernels, groups)
 
 
 @_gather.defjvp
@@ -134,3 +149,7 @@ def _gather_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (kernels, groups), (tangent, _) = primals, tangents
     wide = cast(tangent, statistics_dtype(tangent.dtype))
     return _gather(kernels, groups), cast(_gather(wide, groups), tangent.dtype)
+
+
+def _of_groups(array: jax.Array, groups: jax.Array) -> jax.Array:
+    return array.at[groups].get(mode="promise_in_bounds", indices_are_sorted=True)

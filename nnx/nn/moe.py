@@ -64,6 +64,14 @@ class RouterLosses(NamedTuple):
     z: jax.Array
 
 
+class Kernels(NamedTuple):
+    """The kernels of all experts, or the scales of quantized ones: from the input to gates and values, and back."""
+
+    gate: Any
+    up: Any
+    down: Any
+
+
 class Routing(NamedTuple):
     """The router's choice: the experts of each token, `[tokens, num_selected]`, and their weights, in float32."""
 
@@ -95,27 +103,26 @@ def _route(
 def _experts(
     x: jax.Array,
     experts: jax.Array,
-    kernels: tuple[jax.Array, jax.Array, jax.Array],
+    kernels: Kernels,
+    scales: Kernels,
     *,
     precision: PrecisionLike,
     activation: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """Applies to each row `[rows, features]` its expert `[rows]`; rows with a number past the last return zeros."""
-    gate, up, down = kernels
-    blocks = make_blocks(experts, gate.shape[0])
+    blocks = make_blocks(experts, kernels.gate.shape[0])
     x = to_blocks(x, blocks)
-    gated = checkpoint_name(block_dot(x, gate, blocks, precision), "mlp_hidden")
-    hidden = activation(gated) * checkpoint_name(block_dot(x, up, blocks, precision), "mlp_hidden")
-    return from_blocks(block_dot(hidden, down, blocks, precision), blocks)
+    gated = checkpoint_name(block_dot(x, kernels.gate, blocks, precision, scales.gate), "mlp_hidden")
+    raised = checkpoint_name(block_dot(x, kernels.up, blocks, precision, scales.up), "mlp_hidden")
+    return from_blocks(block_dot(activation(gated) * raised, kernels.down, blocks, precision, scales.down), blocks)
 
 
 @compiled_body
 def _mixture(
     x: jax.Array,
     router: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
+    kernels: Kernels,
+    scales: Kernels,
     *,
     num_selected: int,
     scores: Scores,
@@ -131,15 +138,20 @@ def _mixture(
     With an `axis`, this runs on each of its devices, with the tokens and experts that the device has.
     """
     routing, losses = _route(x, router, num_selected, scores, normalize, axis)
-    x = cast(x, infer_dtype((x, gate, up, down), dtype))
+    x = cast(x, infer_dtype((x, *_floats(kernels, scales)), dtype))
     rows, choices = jnp.repeat(x, num_selected, axis=0), routing.experts.reshape(-1)  # [tokens * num_selected, …]
-    run = partial(_experts, kernels=(gate, up, down), precision=precision, activation=activation)
+    run = partial(_experts, kernels=kernels, scales=scales, precision=precision, activation=activation)
     if axis is None:
         out = run(rows, choices)
     else:
-        out = exchange(run, rows, choices, gate.shape[0], axis, capacity_factor)
+        out = exchange(run, rows, choices, kernels.gate.shape[0], axis, capacity_factor)
     out = out.reshape(*routing.weights.shape, -1)
     return checkpoint_name(jnp.einsum("tko,tk->to", out, cast(routing.weights, out.dtype)), "mlp_out"), losses
+
+
+def _floats(kernels: Kernels, scales: Kernels) -> tuple[jax.Array, ...]:
+    """Returns the arrays that decide the dtype of the computation: kernels, or the scales of quantized ones."""
+    return tuple(kernel if scale is None else scale for kernel, scale in zip(kernels, scales, strict=True))
 
 
 class MoE(Module):
@@ -176,6 +188,7 @@ class MoE(Module):
         router: the kernel of the router.
         gate, up: the kernels from the input to the hidden features, of all experts.
         down: the kernels from the hidden features to the output, of all experts.
+        gate_scale, up_scale, down_scale: the scales of quantized kernels (`nnx.quantize`), or None.
         shared: a `GatedMLP` with the hidden features of all shared experts, or None.
         load_balancing_loss, z_loss: the router's losses in the last call that stored them, of type `Loss`; see
             `RouterLosses`. Use `nnx.router_losses` to read them.
@@ -210,6 +223,9 @@ class MoE(Module):
     gate: jax.Array
     up: jax.Array
     down: jax.Array
+    gate_scale: jax.Array | None = None
+    up_scale: jax.Array | None = None
+    down_scale: jax.Array | None = None
     shared: GatedMLP | None
     load_balancing_loss: jax.Array
     z_loss: jax.Array
@@ -285,7 +301,9 @@ class MoE(Module):
         update = resolve_mode(self, "update_stats", update_stats, ctx)
         tokens = x.reshape(-1, self.in_features)
         if tokens.shape[0] == 0:
-            return jnp.zeros((*x.shape[:-1], self.out_features), infer_dtype((x, self.gate), self.dtype))
+            return jnp.zeros(
+                (*x.shape[:-1], self.out_features), infer_dtype((x, *_floats(*self._weights())), self.dtype)
+            )
         out, losses = self._routed(tokens)
         if update:
             self.load_balancing_loss, self.z_loss = (loss.astype(jnp.float32) for loss in losses)
@@ -314,9 +332,13 @@ class MoE(Module):
         )
         if distributed and not is_manual:
             whole, split = P(), P(axis)
-            specs = (split, whole, split, split, split)
+            specs = (split, whole, split, split)
             body = jax.shard_map(body, in_specs=specs, out_specs=(split, whole), axis_names={axis})
-        return body(tokens, self.router, self.gate, self.up, self.down)
+        return body(tokens, self.router, *self._weights())
+
+    def _weights(self) -> tuple[Kernels, Kernels]:
+        """Returns the kernels of the experts, and their scales."""
+        return Kernels(self.gate, self.up, self.down), Kernels(self.gate_scale, self.up_scale, self.down_scale)
 
 
 def router_losses(model: Module) -> RouterLosses:

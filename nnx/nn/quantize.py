@@ -25,11 +25,12 @@ from nnx.nn.einsum import Einsum, parse_equation
 from nnx.nn.embed import Embed
 from nnx.nn.linear import Linear, LinearGeneral
 from nnx.nn.lora import LoRALinear, LoRALinearGeneral
+from nnx.nn.moe import MoE
 from nnx.nn.quantized import INTEGERS, QuantizedParam, to_integers, to_weight
 from nnx.sharding.axes import aligned_names, taken_over
 from nnx.sharding.defaults import current_names, default_axes
 
-LAYERS = (Linear, LinearGeneral, LoRALinear, LoRALinearGeneral, Einsum, Embed)
+LAYERS = (Linear, LinearGeneral, LoRALinear, LoRALinearGeneral, Einsum, Embed, MoE)
 """The layers that can be quantized. Subclasses are left alone, because they may use their weight in other ways."""
 GROUP_SIZES = (128, 64, 32)
 """The sizes of groups that are tried for 4 bits."""
@@ -93,8 +94,8 @@ def quantize(
 
     The layers remain the same objects with the same paths, and compute as before, up to rounding. The weight becomes
     integers, and a scale appears next to it (`kernel_scale`, or `embedding_scale`); both are `QuantizedParam`s, so
-    training with `wrt=nnx.Param` or `wrt=nnx.LoRAParam` leaves them alone. Biases, norms, convolutions and the experts
-    of `nnx.MoE` are not changed.
+    training with `wrt=nnx.Param` or `wrt=nnx.LoRAParam` leaves them alone. The experts of an `nnx.MoE` are three such
+    weights (`gate`, `up` and `down`). Biases, norms, convolutions and routers are not changed.
 
     Args:
         model: the model. An abstract one gets the shapes and dtypes of the result, for example to load it into.
@@ -102,8 +103,8 @@ def quantize(
         group_size: the number of inputs that share a scale. By default, all inputs of an output share one with 8 bits,
             and groups of 128 do with 4 bits: or 64, or 32 if the number of inputs demands it, or all if they are fewer.
         where: a Module selector for the layers to quantize: a Module type, a glob over paths, a function
-            `f(path, module)`, a list of these, or `...` for every `Linear`, `LinearGeneral`, `Einsum` and `Embed`
-            (the layers of `MLP` and attention are among them).
+            `f(path, module)`, a list of these, or `...` for every `Linear`, `LinearGeneral`, `Einsum`, `Embed` and
+            `MoE` (the layers of `MLP` and attention are among them).
 
     Returns:
         The paths of the quantized layers.
@@ -129,7 +130,7 @@ def quantize(
         raise ValueError(WRONG_GROUP.format(got=group_size))
     layers = {path: module for path, module in model.named_modules() if type(module) in LAYERS}
     chosen = _chosen(model, layers, where, "quantize", "that can be quantized")
-    plans = [_plan(path, layer, bits, group_size) for path, layer in chosen.items()]
+    plans = [plan for path, layer in chosen.items() for plan in _plans(path, layer, bits, group_size)]
     check_levels([plan.layer for plan in plans], "quantize")
     defaults = default_axes(model)
     for plan in plans:
@@ -163,8 +164,10 @@ def dequantize(model: Module, *, where: ModuleSelector = ...) -> list[str]:
     layers = {path: module for path, module in model.named_modules() if is_quantized(module)}
     chosen = _chosen(model, layers, where, "dequantize", "that is quantized")
     check_levels(chosen.values(), "dequantize")
-    for path, layer in chosen.items():
-        name, _, summed = _located(path, layer)
+    weights = [
+        (layer, _located(path, layer, weight)) for path, layer in chosen.items() for weight in _weights(path, layer)
+    ]
+    for layer, (name, _, summed) in weights:
         integers, scale = getattr(layer, name), getattr(layer, f"{name}_scale")
         weight = _run(to_weight, (integers, scale), (summed, layer.param_dtype), _sharding(integers))
         metadata = layer.variable(name).metadata
@@ -176,7 +179,7 @@ def dequantize(model: Module, *, where: ModuleSelector = ...) -> list[str]:
 
 def is_quantized(layer: Any) -> bool:
     """Whether a Module is a layer whose weight is quantized."""
-    name = "embedding" if type(layer) is Embed else "kernel"
+    name = {Embed: "embedding", MoE: "gate"}.get(type(layer), "kernel")
     return type(layer) in LAYERS and getattr(layer, f"{name}_scale") is not None
 
 
@@ -192,8 +195,17 @@ def _chosen(model: Any, layers: dict[str, Any], where: Any, name: str, that: str
 # What to do with a layer
 
 
+def _weights(path: str, layer: Any) -> list[Weight]:
+    """Returns the weights of a layer, as they are without stacking."""
+    if not isinstance(layer, MoE):
+        return [_weight(path, layer)]
+    experts, inputs, hidden, outputs = layer.num_experts, layer.in_features, layer.hidden_features, layer.out_features
+    raised = (experts, inputs, hidden)
+    return [Weight("gate", raised, (1,)), Weight("up", raised, (1,)), Weight("down", (experts, hidden, outputs), (1,))]
+
+
 def _weight(path: str, layer: Any) -> Weight:
-    """Returns the weight of a layer, as it is without stacking."""
+    """Returns the weight of a layer that has only one, as it is without stacking."""
     if isinstance(layer, Linear):
         return Weight("kernel", (layer.in_features, layer.out_features), (0,))
     if isinstance(layer, Embed):
@@ -210,9 +222,9 @@ def _weight(path: str, layer: Any) -> Weight:
     return Weight("kernel", layer.kernel_shape, summed)
 
 
-def _located(path: str, layer: Any) -> Weight:
-    """Returns the weight of a layer with its shape and summed axes in the stack, if it is stacked."""
-    name, shape, summed = _weight(path, layer)
+def _located(path: str, layer: Any, weight: Weight) -> Weight:
+    """Returns a weight of a layer with its shape and summed axes in the stack, if it is stacked."""
+    name, shape, summed = weight
     whole = tuple(getattr(layer, name).shape)
     stacked = len(whole) - len(shape)
     if stacked < 0 or whole[stacked:] != shape:
@@ -220,18 +232,23 @@ def _located(path: str, layer: Any) -> Weight:
     return Weight(name, whole, tuple(axis + stacked for axis in summed))
 
 
-def _plan(path: str, layer: Any, bits: int, group_size: int | None) -> Quantization:
-    name = _weight(path, layer).name
-    full = _join(path, name)
+def _plans(path: str, layer: Any, bits: int, group_size: int | None) -> list[Quantization]:
+    weights = _weights(path, layer)
     if is_quantized(layer):
-        raise ValueError(TWICE.format(path=path, dtype=getattr(layer, name).dtype))
+        raise ValueError(TWICE.format(path=path, dtype=getattr(layer, weights[0].name).dtype))
+    return [_plan(path, layer, weight, bits, group_size) for weight in weights]
+
+
+def _plan(path: str, layer: Any, weight: Weight, bits: int, group_size: int | None) -> Quantization:
+    name = weight.name
+    full = _join(path, name)
     kind = info_of(layer).kinds[name]
     if type(kind) is Ref:
         raise ValueError(TIED.format(path=full))
     variable = layer.variable(name)
     if type(variable) is not Param or not jnp.issubdtype(variable.value.dtype, jnp.floating):
         raise ValueError(NOT_A_WEIGHT.format(path=full, got=short(variable)))
-    _, shape, summed = _located(path, layer)
+    _, shape, summed = _located(path, layer, weight)
     size = _group_size(full, math.prod(shape[axis] for axis in summed), bits, group_size)
     return Quantization(layer, full, name, summed, bits, size)
 

@@ -1,5 +1,8 @@
 """Mixtures of experts: what a loop over the experts computes, at the cost of the selected ones."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,6 +126,34 @@ def test_its_operations_are_those_of_the_selected_experts(experts, selected, tok
     assert needed <= cost(forward, state, x) <= 1.3 * needed
     # A product has two gradients, each of which costs as much as the product.
     assert 3 * needed <= cost(jax.value_and_grad(forward, argnums=(0, 1)), state, x) <= 1.3 * 3 * needed
+
+
+def dot_operations(function, *arguments) -> int:
+    """The operations of the matrix products in a compiled program; conversions and other arithmetic do not count."""
+    text, total = jax.jit(function).lower(*arguments).compile().as_text(), 0
+    shapes = {name: sizes(shape) for name, shape in re.findall(r"(%[\w.-]+) = \w+\[([\d,]*)\]", text)}
+    for out, left, axes in re.findall(r"= \w+\[([\d,]*)\]\S* dot\((%[\w.-]+).*?lhs_contracting_dims={([\d,]*)}", text):
+        total += 2 * math.prod(sizes(out)) * math.prod(shapes[left][axis] for axis in sizes(axes))
+    return total
+
+
+def sizes(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def test_few_tokens_in_half_precision_need_no_more_products_than_their_experts():
+    # XLA counts the conversion of each gathered number as an operation, about as many as the products of one row have.
+    options = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "update_stats": False}
+    layer = nnx.MoE(64, 96, 64, 8, ctx=nnx.context(0), **options)
+    (state, moduledef), x = layer.partition(), jnp.ones((8, 64), jnp.bfloat16)
+    needed = 8 * 8 * 3 * 2 * 64 * 96
+
+    def forward(state, x):
+        return moduledef.merge(state)(x).astype(jnp.float32).sum()
+
+    assert needed <= dot_operations(forward, state, x) <= 1.3 * needed
+    # The gradient of a kernel is a product of two vectors per token, for which the compiler needs no dot.
+    assert 2 * needed <= dot_operations(jax.value_and_grad(forward, argnums=(0, 1)), state, x) <= 1.3 * 3 * needed
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import nnx
+from tests.models.published import tiny_model
 from tests.nn.arrays import normal
 from tests.sharding.programs import ROOT, finish, start
 
@@ -96,6 +97,52 @@ def test_embeddings_look_up_and_attend(bits, bound):
     found = layer(tokens)
     assert error(found[:, :2], vectors[:, :2]) < bound and error(layer.attend(query), logits) < bound
     assert jnp.isnan(found[0, 2]).all()  # outside of the table, as before
+
+
+def experts(**options):
+    return nnx.MoE(256, 64, 6, 2, num_shared=1, update_stats=False, ctx=nnx.context(0), **options)
+
+
+@pytest.mark.parametrize(("bits", "group_size", "bound"), [(8, None, 0.01), (8, 32, 0.01), (4, 32, 0.15)])
+def test_experts_compute_the_same_up_to_rounding(bits, group_size, bound):
+    layer, x = experts(), normal(20, 256)
+    layer.router = layer.router * 30  # so that no choice hangs on rounding
+    expected = layer(x)
+    assert nnx.quantize(layer, bits, group_size, where="") == [""]
+    assert all(array.dtype == STORED[bits] for array in (layer.gate, layer.up, layer.down))
+    groups = () if group_size is None else (64 // group_size,)
+    assert layer.down_scale.shape == (6, *groups, 256)
+    found = layer(x)
+    assert 0 < error(found, expected) < bound
+    slopes = jax.grad(lambda x: layer(x).sum())(x)
+    assert nnx.dequantize(layer) == [""] and layer.gate_scale is None
+    np.testing.assert_allclose(layer(x), found, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(jax.grad(lambda x: layer(x).sum())(x), slopes, rtol=1e-4, atol=1e-4)
+
+
+def test_quantized_experts_are_saved_and_loaded_and_write_text(tmp_path):
+    def decoder():
+        return tiny_model(model_type="mixtral", num_experts=4, num_selected=2)
+
+    model, tokens = decoder(), jnp.array([[3, 1, 4]])
+    paths = nnx.quantize(model)
+    assert "layers/0/mlp" in paths and model.layers[0].mlp.up.dtype == jnp.int8
+    nnx.save(tmp_path / "model", model)
+    again = nnx.eval_shape(decoder)
+    nnx.quantize(again)
+    nnx.load(tmp_path / "model", again)
+    assert again.get_state() == model.get_state()
+    text = nnx.generate(again, tokens, max_new_tokens=4, temperature=0)
+    logits = again(jnp.concatenate([tokens, text[:, :-1]], 1))
+    np.testing.assert_array_equal(jnp.argmax(logits[:, 2:], -1), text)
+
+
+def test_half_precision_experts_compute_in_half_precision():
+    layer, x = experts(param_dtype=jnp.float16), normal(3, 256).astype(jnp.float16)
+    expected = layer(x)
+    nnx.quantize(layer)
+    assert layer.gate_scale.dtype == layer(x).dtype == layer(x[:0]).dtype == jnp.float16
+    assert error(layer(x), expected) < 0.02
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
