@@ -34,6 +34,7 @@ def measure(settings: Settings) -> Iterator[Row]:
         "tied weights (Ref)": _tied,
         "sown values that stay": _sown_before,
         "values sown and popped inside": _sown_inside,
+        "values sown inside and popped by the caller": _sown_and_popped,
     }
     for name, contenders in questions.items():
         timings = interleave(contenders(), seconds=settings.seconds(10))
@@ -244,13 +245,35 @@ def _sown_inside() -> dict[str, Contender]:
             block.counter += 1
         return x, model.pop_state(nnx.Intermediate)
 
-    @jax.jit
-    def raw_step(changing: Raw, constant: Raw, x: jax.Array) -> Any:
-        new, sown = {}, {}
-        for name, block in changing.items():
-            x = x @ block["kernel"] + constant[name]["bias"]
-            sown[name] = (x,)
-            new[name] = {"kernel": block["kernel"] - RATE * block["kernel"], "counter": block["counter"] + 1}
-        return new, (x, sown)
+    return {OURS: lambda: step(ours, x), "raw": _repeat_raw(jax.jit(_run_raw_sowing), x)}
 
-    return {OURS: lambda: step(ours, x), "raw": _repeat_raw(raw_step, x)}
+
+def _run_raw_sowing(changing: Raw, constant: Raw, x: jax.Array) -> Any:
+    new, sown = {}, {}
+    for name, block in changing.items():
+        x = x @ block["kernel"] + constant[name]["bias"]
+        sown[name] = (x,)
+        new[name] = {"kernel": block["kernel"] - RATE * block["kernel"], "counter": block["counter"] + 1}
+    return new, (x, sown)
+
+
+def _sown_and_popped() -> dict[str, Contender]:
+    """Each call adds variables to the model and the caller removes them: two structural changes."""
+    x, ours = jnp.ones((WIDTH,)), Blocks(BLOCKS)
+
+    @nnx.jit
+    def step(model: Blocks, x: jax.Array) -> jax.Array:
+        for block in model.blocks:
+            x = x @ block.kernel + block.bias
+            block.sow(nnx.Intermediate, "out", x)
+            block.kernel -= RATE * block.kernel
+            block.counter += 1
+        return x
+
+    def run() -> jax.Array:
+        out = step(ours, x)
+        ours.pop_state(nnx.Intermediate)
+        return out
+
+    raw_step = _repeat_raw(jax.jit(_run_raw_sowing), x)
+    return {OURS: run, "raw": lambda: raw_step()[0]}

@@ -24,7 +24,7 @@ from nnx.core.errors import (
     STORES_CONTEXT,
 )
 from nnx.core.hints import refuse_flax_module
-from nnx.core.kinds import NODE, STATIC, SUBMODULE, TREE, TREE_SPEC, Absent, is_static
+from nnx.core.kinds import NODE, STATIC, SUBMODULE, TREE, TREE_SPEC, Absent, is_cell, is_static
 from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.refs import Ref
 from nnx.core.repr import short
@@ -103,9 +103,7 @@ def assign(module: Any, name: str, value: Any) -> None:
     if old is None and category == _CONTAINER and value._spec.is_plain:  # the fast path of constructors
         inner = value.value
         if leaf_types.get(type(inner)) and name.isidentifier():
-            info.kinds[name] = value._spec
-            module.__dict__[name] = inner
-            info.changed()
+            info.bind(module.__dict__, name, value._spec, inner)
             return
     if type(old) is Spec:
         if category == _ARRAY and old.is_plain:  # the fast path of training steps
@@ -195,6 +193,8 @@ def place(module: Any, name: str, kind: Any, value: Any) -> None:
     if old is None and not name.isidentifier():
         _refuse_bad_name(module, name)
     if old is kind and kind in (NODE, TREE):
+        if is_mutable_tree(value) and not is_mutable_tree(values.get(name)):
+            info.changed()  # as in `_assign_to_variable`
         values[name] = value
         return
     if old is kind and (kind is STATIC or kind is SUBMODULE):
@@ -203,6 +203,9 @@ def place(module: Any, name: str, kind: Any, value: Any) -> None:
             return
         if kind is STATIC and type(before) is type(value) and _category(value) == _ATOM and _same_atom(before, value):
             return
+    if (old is None or is_cell(old)) and is_cell(kind) and not is_mutable_tree(value):
+        info.bind(values, name, kind, value)
+        return
     # A Ref knows its owners, so that a write through one attribute reaches the others. Attaching comes first: it raises
     # if the Ref is of another trace level, and then nothing has changed.
     if type(kind) is Ref:

@@ -9,18 +9,19 @@ from collections.abc import Sequence
 from operator import attrgetter, getitem
 from typing import Any
 
-from nnx.core.module_info import ModuleInfo, cached_flat, info_of
+from nnx.core.module_info import cached_flat, info_of
 from nnx.core.refs import Ref
 from nnx.core.state import Layout, State
 from nnx.core.statics import Statics
 from nnx.core.structure import GraphKey
 from nnx.core.ties import NO_TIES, Ties, alias_groups, mutable_tree_cells
 from nnx.core.trees import fresh, leaf_types
-from nnx.core.versions import STRUCTURE
+from nnx.core.variables import box_all
+from nnx.core.versions import STRUCTURE, Revision, Version
 from nnx.core.walk import Traversal, traverse
 from nnx.core.watches import comparison
 
-_count = attrgetter("count")
+_revision = attrgetter("revision")
 
 
 class Flat:
@@ -32,8 +33,8 @@ class Flat:
 
     __slots__ = (
         "key", "statics", "mutables", "dicts", "names", "refs", "ties", "modules", "level", "sown", "writers", "plans",
-        "last_plan", "ready", "watched", "unchanged", "_versions", "_counts", "_stamp", "_watch", "_mutable_trees",
-        "_indices", "__weakref__",
+        "last_plan", "pops", "ready", "watched", "unchanged", "versions", "revisions", "_stamp", "_watch",
+        "_mutable_trees", "_indices", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, walk: Traversal):
@@ -48,12 +49,13 @@ class Flat:
         # The Refs, not the places they write to: an owner outside the graph must remain free to be collected.
         self.refs: dict[int, Ref] = {}
         infos = [info_of(module) for module in walk.modules]
-        self._versions = [info.watch() for info in infos]
+        # The versions of the Modules by number, then those of the Refs, and their revisions.
+        self.versions: list[Version] = [info.watch() for info in infos]
         for i, ref in enumerate(walk.refs):
             if ref is not None:
                 self.refs[i] = ref
-                self._versions.append(ref.version)
-        self._counts = list(map(_count, self._versions))
+                self.versions.append(ref.version)
+        self.revisions: list[Revision] = list(map(_revision, self.versions))
         self._watch = [watch for watches in walk.watches for watch in watches]
         # Cells that hold containers. With two or more, every call has to ask which of them hold the same one.
         self._mutable_trees = mutable_tree_cells(self.values())
@@ -65,10 +67,11 @@ class Flat:
         self.ties: Ties = Ties(lone, aliases, walk.twins) if lone or aliases or walk.twins else NO_TIES
         levels = {id(info.level): info.level for info in infos}
         self.level: Any = next(iter(levels.values())) if len(levels) == 1 else None  # None: there are several levels
-        self.sown: bool = any(info.sown for info in infos)
+        self.sown: bool = any(info.sown and not info.sown.isdisjoint(info.kinds) for info in infos)
         self.writers: dict[tuple[int, ...], Any] = {}  # how transforms write their changes back; filled by them
         self.plans: dict[Any, Any] = {}  # how jitted functions repeat a call; filled by them
         self.last_plan: Any = None  # the one used last, which is usually the next one, too
+        self.pops: dict[Any, Any] = {}  # how pop_state repeats a removal; filled by it
         # A call compares one of the next two with the global stamp, and skips `is_valid` if it is the same object.
         # `ready` is the stamp at which there is nothing to check: no watched static value, no container to compare.
         # `watched` is the stamp at which only watched static values have to be checked, by `unchanged`.
@@ -81,7 +84,7 @@ class Flat:
         """Whether the graph still has the structure it had when this form was made."""
         stamp = STRUCTURE.stamp
         if self._stamp is not stamp:
-            if list(map(_count, self._versions)) != self._counts:
+            if list(map(_revision, self.versions)) != self.revisions:
                 return False
             self._stamp = stamp
         if self._mutable_trees and self._aliases() != self.ties.aliases:
@@ -93,6 +96,20 @@ class Flat:
         if not self._mutable_trees:
             self.watched = stamp
         return self.unchanged()
+
+    def may_come_back(self) -> bool:
+        """Whether this form is valid, or would be after some plain variables were added or removed again."""
+        return all(map(Revision.can_lead_to, map(_revision, self.versions), self.revisions))
+
+    @property
+    def has_mutable_trees(self) -> bool:
+        """Whether several cells hold mutable trees, so that every call compares which of them are one."""
+        return bool(self._mutable_trees)
+
+    def starts_at(self, roots: Sequence[Any]) -> bool:
+        """Whether these are the roots of the graph."""
+        numbers = self.key.roots
+        return len(numbers) == len(roots) and all(self.modules[n]() is root for n, root in zip(numbers, roots))
 
     def _aliases(self) -> tuple[tuple[int, ...], ...]:
         cells = self._mutable_trees
@@ -115,14 +132,10 @@ class Flat:
 
     def leaves(self) -> list[Any]:
         """Returns the State leaf of every cell: a new container around the current value, or the bare array."""
-        is_leaf = leaf_types.get
-        leaves = []
-        for spec, values, name in zip(self.key.specs, self.dicts, self.names, strict=True):
-            value = values[name]
-            if not is_leaf(type(value)):
-                value = fresh(value)
-            leaves.append(value if spec is None else spec.box(value))
-        return leaves
+        values = self.values()
+        if not all(map(leaf_types.get, set(map(type, values)))):
+            values = [*map(fresh, values)]
+        return box_all(self.key.specs, values)
 
     def indices(self, layout: Layout) -> list[int]:
         """Returns for each path of a layout, canonical or not, the cell it leads to, or -1."""
@@ -135,11 +148,9 @@ class Flat:
 
 def flat_of(module: Any) -> Flat:
     """Returns the flat form of the graph that starts at `module`, from the cache if it is still valid."""
-    info: ModuleInfo = info_of(module)
-    flat = info.flat
+    flat = info_of(module).flat
     if flat is None or not flat.is_valid():
-        flat = Flat(traverse((module,)))
-        info.remember(flat)
+        flat = flat_that_came_back((module,)) or _walk((module,))
     return flat
 
 
@@ -149,9 +160,42 @@ def joint_flat_of(roots: Sequence[Any]) -> Flat:
         return flat_of(roots[0])
     flat = joint_flat_if_cached(roots)
     if flat is None or not flat.is_valid():
-        flat = Flat(traverse(roots))
-        info_of(roots[0]).remember_joint(tuple(roots[1:]), flat)
+        flat = flat_that_came_back(roots) or _walk(roots)
     return flat
+
+
+def flat_that_came_back(roots: Sequence[Any]) -> Flat | None:
+    """Returns an earlier flat form of these Modules that is valid again, and makes it the one in use."""
+    for flat in info_of(roots[0]).flats if roots else ():
+        if flat.starts_at(roots) and flat.is_valid():
+            use(flat, roots)
+            return flat
+    return None
+
+
+def use(flat: Flat, roots: Sequence[Any]) -> None:
+    """Makes a flat form of these Modules the first one that will be looked at."""
+    info = info_of(roots[0])
+    if len(roots) == 1:
+        info.flat = flat
+    elif info.joint is not None:
+        info.joint = (info.joint[0], flat)
+
+
+def _walk(roots: Sequence[Any]) -> Flat:
+    for _ in range(_ATTEMPTS):
+        stamp = STRUCTURE.stamp
+        flat = Flat(traverse(roots))
+        if STRUCTURE.stamp is stamp:
+            info = info_of(roots[0])
+            info.remember(flat) if len(roots) == 1 else info.remember_joint(tuple(roots[1:]), flat)
+            return flat
+    # Other threads keep changing Modules. If one of ours was among them, the walk may have seen it before the change,
+    # and its revision after: such a form must not be kept.
+    return flat
+
+
+_ATTEMPTS = 3
 
 
 def joint_flat_if_cached(roots: Sequence[Any]) -> Flat | None:

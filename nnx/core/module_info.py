@@ -5,13 +5,17 @@ The values are stored raw in the instance `__dict__`; the *kind* of each attribu
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, setitem
 from typing import Any
 
 from nnx.core.paths import segment_order
 from nnx.core.trace import current_level
-from nnx.core.versions import Version, flat_holders
+from nnx.core.versions import STRUCTURE, Revision, Version, flat_holders
+
+MAX_FLAT_FORMS = 6  # per Module; a step that adds variables for the caller to pop needs two
 
 
 class ModuleInfo:
@@ -20,8 +24,8 @@ class ModuleInfo:
     is_view = False  # see views
 
     __slots__ = (
-        "kinds", "level", "restructured", "version", "flat", "joint", "order", "constructing", "unsettled", "sown",
-        "path", "__weakref__",
+        "kinds", "level", "restructured", "version", "flat", "joint", "flats", "order", "ordered_at", "constructing",
+        "unsettled", "sown", "path", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, kinds: dict[str, Any], level: Any, constructing: bool = False):
@@ -31,21 +35,23 @@ class ModuleInfo:
         # Made when a flat form starts to watch this Module. Until then nothing cached depends on it, so constructors
         # can assign attributes without replacing the global stamp.
         self.version: Version | None = None
-        self.flat: Any = None  # the cached flat form of the graph that starts here
+        self.flat: Any = None  # the flat form of the graph that starts here, the one used last
         self.order: list[str] | None = None  # attribute names in path order
         self.constructing: bool = constructing
         self.unsettled: bool = False  # whether a static list or dict was assigned that may still come to hold Modules
-        self.joint: Any = None  # the cached flat form of several roots, of which this Module is the first
+        self.joint: Any = None  # the flat form of several roots, of which this Module is the first; the one used last
+        self.flats: tuple[Any, ...] = ()  # all flat forms in use, also those whose revisions may come back
+        self.ordered_at: Revision | None = None  # the revision that `order` belongs to
         self.path: str | None = None  # the canonical path, if the Module was rebuilt inside a transform
-        self.sown: set[str] | None = None  # names of variables that sow() has appended to
+        self.sown: set[str] | None = None  # names of variables that sow() has ever appended to; see sown_names
 
     def changed(self) -> None:
-        """Notes a structural change."""
+        """Notes a structural change that is not undone (see versions)."""
         self.restructured: bool = True
         self.order = None
         version = self.version
         if version is not None:
-            self.flat = self.joint = None
+            self.forget()
             version.changed()
 
     def change_steps(self) -> list[tuple[Any, str, Any]]:
@@ -54,21 +60,62 @@ class ModuleInfo:
         return [
             (self, "flat", None),
             (self, "joint", None),
+            (self, "flats", ()),
             (self, "order", None),
             (self, "restructured", True),
             *version.change_steps(),
         ]
 
+    # Plain variables: those that are not on a Ref. Adding and removing them leads to revisions that may come back.
+
+    def bind(self, values: dict[str, Any], name: str, kind: Any, value: Any) -> None:
+        """Adds a plain variable, or gives one another kind, and stores its value; not for mutable trees.
+
+        Args:
+            values: the instance dict.
+            name: the attribute. If it exists, it is a plain variable.
+            kind: its new kind: a spec, NODE or TREE.
+            value: what to store.
+        """
+        self.restructured = True
+        version = self.version
+        if version is None:
+            self.kinds[name] = kind
+            values[name] = value
+            self.order = None
+            return
+        revision = version.revision.after(name, self.kinds.get(name), kind)
+        # One C call: a thread that walks the graph meanwhile must not find the new kind under the old revision, nor the
+        # reverse. What it wrote down would be taken for valid when that revision comes back.
+        writes = map(setitem, (self.kinds, values), (name, name), (kind, value))
+        deque(chain(writes, map(setattr, (version, STRUCTURE), _MOVED, (revision, object()))), maxlen=0)
+
+    def unbind(self, values: dict[str, Any], name: str) -> None:
+        """Removes a plain variable and its value."""
+        self.restructured = True
+        version = self.version
+        if version is None:
+            del self.kinds[name]
+            values.pop(name, None)
+            self.order = None
+            return
+        revision = version.revision.after(name, self.kinds[name], None)
+        removals = map(dict.pop, (self.kinds, values), (name, name), (None, None))
+        deque(chain(removals, map(setattr, (version, STRUCTURE), _MOVED, (revision, object()))), maxlen=0)
+
+    # Flat forms
+
     def watch(self) -> Version:
         """Returns the version, for a flat form to compare later."""
         if self.version is None:
             self.version = Version()
+            self.ordered_at = self.version.revision
         return self.version
 
     def remember(self, flat: Any) -> None:
         """Keeps the flat form of the graph that starts at this Module."""
         self.flat = flat
-        flat_holders.add(self)
+        self._keep(flat)
 
     def remember_joint(self, others: tuple[Any, ...], flat: Any) -> None:
         """Keeps the flat form of this Module and others, until one of the others is gone."""
@@ -77,21 +124,49 @@ class ModuleInfo:
         def forget(_: Any) -> None:
             info = weak_self()
             if info is not None:
-                info.joint = None
+                info.forget()
 
         self.joint = ([weakref.ref(other, forget) for other in others], flat)
+        self._keep(flat)
+
+    def _keep(self, flat: Any) -> None:
+        useful = [other for other in self.flats if other is not flat and other.may_come_back()]
+        self.flats = (flat, *useful[: MAX_FLAT_FORMS - 1])
         flat_holders.add(self)
+
+    def forget(self) -> None:
+        """Drops all flat forms."""
+        self.flat = self.joint = None
+        self.flats = ()
+
+    # Names
 
     def mark_sown(self, *names: str) -> None:
         """Notes that `sow` has appended to these variables."""
-        self.sown = {*(self.sown or ()), *names}
+        if self.sown is None or not self.sown.issuperset(names):
+            self.sown = {*(self.sown or ()), *names}
+            if self.version is not None:  # flat forms know whether there are sown values
+                self.changed()
+
+    def sown_names(self, values: dict[str, Any]) -> list[str]:
+        """Returns the variables that hold sown values, given the instance dict.
+
+        A variable that was popped is still in `sown`: the next call will most likely make it again.
+        """
+        return sorted([name for name in self.sown or () if name in self.kinds and isinstance(values[name], tuple)])
 
     def sorted_names(self) -> list[str]:
         """Returns the attribute names in path order."""
-        order = self.order
-        if order is None:
-            order = self.order = sorted(self.kinds, key=segment_order)
+        order, revision = self.order, None if self.version is None else self.version.revision
+        if order is None or self.ordered_at is not revision:
+            order = sorted(self.kinds, key=segment_order)
+            # Unless another thread has just added or removed a variable: then this may be the order before or after.
+            if (None if self.version is None else self.version.revision) is revision:
+                self.order, self.ordered_at = order, revision
         return order
+
+
+_MOVED = ("revision", "stamp")  # what `bind` and `unbind` set, on the version and on the global stamp
 
 
 class ModuleBase:

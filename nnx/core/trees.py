@@ -33,8 +33,11 @@ def is_leaf(value: Any) -> bool:
 
 def fresh(value: Any) -> Any:
     """Returns the value with new lists, dicts and other nodes around the same leaves."""
-    if leaf_types.get(type(value)) or is_leaf(value):
+    cls = type(value)
+    if leaf_types.get(cls) or is_leaf(value):
         return value
+    if cls is tuple and all(map(leaf_types.get, map(type, value))):
+        return value  # nothing in it can be shared by accident; what `sow` records is nearly always such a tuple
     return jax.tree.map(lambda leaf: leaf, value)
 
 

@@ -1,21 +1,24 @@
 """Writing State into Modules and removing it from them: all or nothing."""
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, pairwise
+from operator import getitem
 from typing import Any
 
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, MUTATE_AT_OTHER_LEVEL, UNKNOWN_PATH, TraceContextError
 from nnx.core.filters import classify
 from nnx.core.flat import Flat, flat_of
-from nnx.core.kinds import NODE, SUBMODULE, TREE, TREE_SPEC, Absent, is_static
+from nnx.core.kinds import NODE, SUBMODULE, TREE, TREE_SPEC, Absent, is_cell, is_static
 from nnx.core.module_info import ModuleBase, info_of, values_of
 from nnx.core.paths import join
 from nnx.core.refs import Ref
 from nnx.core.repr import short
-from nnx.core.state import State, parts_of
+from nnx.core.state import Layout, State, parts_of
 from nnx.core.ties import is_mutable_tree
 from nnx.core.trace import current_level, same_level
+from nnx.core.transitions import Transition
 from nnx.core.trees import fresh, leaf_types
-from nnx.core.variables import Container, Spec, spec_of
+from nnx.core.variables import Container, Spec, box_all, spec_of
 from nnx.core.versions import forget_flat_forms
 from nnx.core.walk import number_modules
 
@@ -52,9 +55,13 @@ def update(root: Any, *states: State) -> None:
     for i, value in writes:
         flat.write(i, value)
     for owner, name, kind, value in additions:
-        info_of(owner).kinds[name] = kind
-        owner.__dict__[name] = value
-        info_of(owner).changed()
+        info = info_of(owner)
+        if info.kinds.get(name) is None and not is_mutable_tree(value):
+            info.bind(owner.__dict__, name, kind, value)
+        else:
+            info.kinds[name] = kind
+            owner.__dict__[name] = value
+            info.changed()
 
 
 def note_mutable_trees(flat: Flat, cells: Sequence[int], values: Sequence[Any]) -> None:
@@ -163,6 +170,13 @@ def pop(root: Any, filters: Sequence[Any]) -> Any:
             "`...` removes everything."
         )
     flat = flat_of(root)
+    if flat.pops:
+        try:
+            known = flat.pops.get(filters)
+        except TypeError:  # a list of filters, which has no hash
+            known = None
+        if known is not None and flat.level is current_level():
+            return known.repeat(root)
     paths, leaves = flat.key.layout.paths, flat.leaves()
     found = classify(zip(paths, leaves, strict=True), filters, exhaustive=False)
     modules = number_modules((root,)).modules
@@ -181,8 +195,51 @@ def pop(root: Any, filters: Sequence[Any]) -> Any:
         for owner, name in ref.owners():
             if id(owner.__dict__) in inside:
                 remove(owner, name)
+    # A type that is not a container could match a bare array, which depends on the value; a function can do anything.
+    if taken and all(type(f) is str or (isinstance(f, type) and issubclass(f, Container)) for f in filters):
+        way = Transition.between(flat, flat_of(root), ())
+        if way is not None:
+            flat.pops[filters] = Pop(flat, [[i for i in taken if found[i] == f] for f in range(len(filters))], way)
     states = tuple(State({paths[i]: leaves[i] for i in taken if found[i] == which}) for which in range(len(filters)))
     return states[0] if len(states) == 1 else states
+
+
+class Pop:
+    """How to repeat a `pop_state`, for filters whose choice depends on the structure alone: Variable types and names.
+
+    Args:
+        flat: the flat form before, which it is stored in.
+        groups: the cells that are removed, per filter.
+        way: the transition to the flat form after.
+    """
+
+    __slots__ = ("_dicts", "_names", "_specs", "_layouts", "_slices", "_way")
+
+    def __init__(self, flat: Flat, groups: Sequence[Sequence[int]], way: Transition):
+        cells, key = [i for group in groups for i in group], flat.key
+        self._dicts = [flat.dicts[i] for i in cells]
+        self._names = [flat.names[i] for i in cells]
+        self._specs = [key.specs[i] for i in cells]
+        self._layouts = [Layout.of(tuple([key.layout.paths[i] for i in group])) for group in groups]
+        ends = [0, *accumulate(map(len, groups))]
+        self._slices = [slice(start, end) for start, end in pairwise(ends)]
+        self._way = way
+
+    def repeat(self, root: Any) -> Any:
+        """Removes the entries and returns them: one State, or one per filter."""
+        values = [*map(getitem, self._dicts, self._names)]
+        # What `sow` records are tuples of arrays, which `fresh` would return as they are. These lines ask all at once.
+        if {*map(type, values)} != _TUPLES or not all(map(leaf_types.get, {*map(type, chain.from_iterable(values))})):
+            values = [*map(fresh, values)]
+        leaves = box_all(self._specs, values)
+        self._way.make((root,))
+        if len(self._layouts) == 1:
+            return State.from_layout(self._layouts[0], leaves)
+        parts = zip(self._layouts, self._slices, strict=True)
+        return tuple([State.from_layout(layout, leaves[part]) for layout, part in parts])
+
+
+_TUPLES = {tuple}
 
 
 def remove(module: Any, name: str) -> None:
@@ -192,10 +249,11 @@ def remove(module: Any, name: str) -> None:
         info.own.pop(name, None)
         remove(info.source, name)
         return
+    if is_cell(info.kinds[name]):
+        info.unbind(module.__dict__, name)
+        return
     kind = info.kinds.pop(name)
     module.__dict__.pop(name, None)
-    if info.sown is not None:
-        info.sown.discard(name)
     if type(kind) is Ref:
         kind.detach(module, name)
     info.changed()

@@ -8,7 +8,7 @@ checks that a user's call to the class goes through.
 
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -112,6 +112,26 @@ def _is_slotted(cls: type) -> bool:
     except TypeError:  # a subclass without __slots__, whose instances have a __dict__
         return False
     return True
+
+
+def box_all(specs: Iterable[Spec | None], values: Iterable[Any]) -> list[Any]:
+    """Returns containers of these specs around the values, like `Spec.box`; where there is no spec, the value itself.
+
+    The loop repeats what `box` does: a function call per value would take half as long again.
+    """
+    boxed = []
+    for spec, value in zip(specs, values, strict=True):
+        if spec is None:
+            boxed.append(value)
+        elif spec.is_slotted:
+            container: Any = _Raw()
+            container.value = value
+            container._spec = spec
+            container.__class__ = spec.type
+            boxed.append(container)
+        else:
+            boxed.append(spec.box(value))
+    return boxed
 
 
 class ContainerMetadata(Generic[T]):

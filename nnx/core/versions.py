@@ -1,13 +1,22 @@
 """Noticing structural changes: a version per Module or Ref, and one global stamp over all of them.
 
 A change of kinds, static values or submodules is *structural*; a new value in an existing cell is not. If a cached flat
-form has seen the object that changed, the change raises the object's *version* and replaces the global *stamp*. A flat
-form that saw the current stamp is valid without a further look; otherwise it compares the versions it watches.
+form has seen the object that changed, the change gives the object's *version* another *revision* and replaces the
+global *stamp*. A flat form that saw the current stamp is valid without a further look; otherwise it compares the
+revisions it saw with those of today.
+
+Revisions can come back. A *series* is a run of revisions that differ in plain variables alone: variables that were
+added, removed or given another spec, but for Refs. Inside a series, the revision is found by the difference from the
+first one, in whatever order it came about. So a variable that every step creates and the caller pops (`sow` and
+`pop_state`) moves a Module between two revisions, and the flat forms of both remain useful. Any other change, of a
+static value or a submodule, say, starts a new series and is never undone, even if it restores what was there.
 """
 
 from typing import Any
 
 from nnx.core.caches import WeakRegistry
+
+MAX_REVISIONS = 64  # per series; a Module that needs more does not go back and forth, so a new series begins
 
 
 class GlobalStamp:
@@ -22,23 +31,78 @@ class GlobalStamp:
 STRUCTURE = GlobalStamp()
 
 
+_NO_DIFFERENCE: frozenset[Any] = frozenset()
+
+
+class Revision:
+    """One structure that an object has had. Only one and the same object is the same revision.
+
+    Args:
+        series: the series it belongs to. The first revision gets one when a second follows: most never do.
+        difference: the plain variables, as (name, kind), that are not as in the first; None for those not there.
+    """
+
+    __slots__ = ("series", "difference")
+
+    def __init__(self, series: "Series | None" = None, difference: frozenset[tuple[str, Any]] = _NO_DIFFERENCE):
+        self.series: Series | None = series
+        self.difference: frozenset[tuple[str, Any]] = difference
+
+    def can_lead_to(self, other: "Revision") -> bool:
+        """Whether changes of plain variables alone can lead from this revision to another one."""
+        return self is other or (self.series is not None and self.series is other.series)
+
+    def after(self, name: str, before: Any, after: Any) -> "Revision":
+        """Returns the revision in which one plain variable has another kind; None stands for its absence.
+
+        The caller guarantees that nothing else changes, and that the value is not a mutable tree, which flat forms
+        would have to know of.
+        """
+        if self.series is None:
+            self.series = Series(self)
+        return self.series.find(dict(self.difference), name, before, after)
+
+
+class Series:
+    """Revisions of one object that differ in plain variables alone."""
+
+    __slots__ = ("first_kinds", "revisions")
+
+    def __init__(self, first: Revision) -> None:
+        self.first_kinds: dict[str, Any] = {}  # of variables that have changed since the first revision
+        self.revisions: dict[frozenset[Any], Revision] = {first.difference: first}
+
+    def find(self, kinds: dict[str, Any], name: str, before: Any, after: Any) -> Revision:
+        """Returns the revision that differs from the first in these kinds and one more."""
+        if self.first_kinds.setdefault(name, before) is after:
+            kinds.pop(name, None)
+        else:
+            kinds[name] = after
+        difference = frozenset(kinds.items())
+        found = self.revisions.get(difference)
+        if found is None:
+            if len(self.revisions) >= MAX_REVISIONS:
+                return Revision()
+            found = self.revisions.setdefault(difference, Revision(self, difference))
+        return found
+
+
 class Version:
-    """Counts the structural changes of one object. A cache can hold it without owning that object."""
+    """Says which revision one object is at. A cache can hold it without owning that object."""
 
-    __slots__ = ("count",)
-
-    count: int
+    __slots__ = ("revision",)
 
     def __init__(self) -> None:
-        self.count = 0
+        self.revision: Revision = Revision()
 
     def changed(self) -> None:
-        self.count += 1
+        """Notes a change that starts a new series."""
+        self.revision = Revision()
         STRUCTURE.stamp = object()
 
-    def change_steps(self) -> list[tuple[Any, str, Any]]:
-        """Returns what `changed` does, as assignments `(object, attribute, value)` to be made later."""
-        return [(self, "count", self.count + 1), (STRUCTURE, "stamp", object())]
+    def change_steps(self, revision: Revision | None = None) -> list[tuple[Any, str, Any]]:
+        """Returns how to move to a revision, or to a new series, as assignments `(object, attribute, value)`."""
+        return [(self, "revision", revision or Revision()), (STRUCTURE, "stamp", object())]
 
 
 flat_holders = WeakRegistry()
@@ -48,4 +112,4 @@ flat_holders = WeakRegistry()
 def forget_flat_forms() -> None:
     """Drops every cached flat form: one of them may be the last thing that keeps a removed submodule alive."""
     for info in flat_holders.take_all():
-        info.flat = info.joint = None
+        info.forget()

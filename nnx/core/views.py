@@ -71,7 +71,7 @@ class ViewInfo(ModuleInfo):
         self.own = own  # static values by name, whether or not the source has such an attribute at the moment
         self.children: dict[str, Any] = {}  # the views of the submodules, as far as they have been asked for
         self.kinds, self.level = info.kinds, info.level
-        self.flat = self.joint = None
+        self.forget()
 
     # In a class with slots, these properties hide the slots of ModuleInfo.
     restructured = property(lambda self: info_of(self.source).restructured)  # type: ignore[assignment]
@@ -80,11 +80,17 @@ class ViewInfo(ModuleInfo):
     constructing = unsettled = False
 
     def changed(self) -> None:
-        self.flat = self.joint = None
+        self.forget()
         info_of(self.source).changed()
 
     def change_steps(self) -> list[tuple[Any, str, Any]]:
-        return [(self, "flat", None), (self, "joint", None), *info_of(self.source).change_steps()]
+        return [(self, "flat", None), (self, "joint", None), (self, "flats", ()), *info_of(self.source).change_steps()]
+
+    def bind(self, values: dict[str, Any], name: str, kind: Any, value: Any) -> None:
+        info_of(self.source).bind(values, name, kind, value)
+
+    def unbind(self, values: dict[str, Any], name: str) -> None:
+        info_of(self.source).unbind(values, name)
 
     def watch(self) -> Version:
         return info_of(self.source).watch()

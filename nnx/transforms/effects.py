@@ -17,12 +17,13 @@ from nnx.core.flat import Flat
 from nnx.core.module_info import info_of
 from nnx.core.paths import join
 from nnx.core.structure import GraphKey
+from nnx.core.ties import mutable_tree_cells
 from nnx.core.trace import current_level, same_level
 from nnx.core.updates import check_level, note_mutable_trees
 from nnx.transforms.call import Call, Signature, is_context, is_module
 from nnx.transforms.entered import Entered, enter
 from nnx.transforms.observed import has_records, keep_records
-from nnx.transforms.rewrite import Rewrite, find_rewrite
+from nnx.transforms.rewrite import UNTIED, Rewrite, find_rewrite
 from nnx.transforms.shared_traces import run_in_scope
 from nnx.transforms.view_rules import check_views
 
@@ -59,10 +60,11 @@ class Effects:
         returns_modules: whether there are Modules in the output.
         aliases: groups of cells that hold one container after the function.
         regrouped: cells, numbered before the function, that came to share a container or no longer do.
+        trees: the values that come out as mutable trees, by position. A flat form has to know of these.
         simple: whether values changed and nothing else did, so that a repeated call can be made from a plan.
     """
 
-    __slots__ = ("changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped", "simple")
+    __slots__ = ("changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped", "trees", "simple")
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class Effects:
         returns_modules: bool,
         aliases: tuple[tuple[int, ...], ...] = (),
         regrouped: tuple[int, ...] = (),
+        trees: tuple[int, ...] = (),
     ):
         self.changed: tuple[int, ...] = changed
         self.rewrite: Rewrite | None = rewrite
@@ -79,12 +82,21 @@ class Effects:
         self.returns_modules: bool = returns_modules
         self.aliases = aliases
         self.regrouped: tuple[int, ...] = regrouped
+        self.trees: tuple[int, ...] = trees
         self.simple: bool = rewrite is None and not sown and not returns_modules and not aliases
 
     def replace(self, **parts: Any) -> "Effects":
         """Returns the same effects with some parts replaced."""
-        names = ("changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped")
+        names = ("changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped", "trees")
         return Effects(**{name: parts[name] if name in parts else getattr(self, name) for name in names})
+
+    @property
+    def only_moves(self) -> bool:
+        """Whether the structure changed and nothing else that a repeated call could not do by single writes."""
+        rewrite = self.rewrite
+        if rewrite is None or self.returns_modules or self.aliases or self.trees:
+            return False
+        return not rewrite.tied and not rewrite.released and all(ref == UNTIED for ref in rewrite.refs)
 
     @property
     def survives_discard(self) -> bool:
@@ -107,7 +119,7 @@ class Effects:
         return values
 
     def _parts(self) -> Any:
-        return self.changed, self.rewrite, self.sown, self.returns_modules, self.aliases
+        return self.changed, self.rewrite, self.sown, self.returns_modules, self.aliases, self.trees
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Effects) and self._parts() == other._parts())
@@ -167,7 +179,11 @@ def leave(entered: Entered, out: Any, name: str) -> Outcome:
     returned = [leaf for leaf in leaves if is_module(leaf)]
     modules = entered.graph.modules
     known = {id(module): i for i, module in enumerate(modules)}
-    sown = tuple((i, tuple(sorted(names))) for i, module in enumerate(modules) if (names := info_of(module).sown))
+    sown = tuple(
+        (i, tuple(names))
+        for i, module in enumerate(modules)
+        if info_of(module).sown and (names := info_of(module).sown_names(module.__dict__))
+    )
     found = None
     if entered.is_restructured() or any(id(module) not in known for module in returned):
         found = find_rewrite(entered, returned)
@@ -176,14 +192,16 @@ def leave(entered: Entered, out: Any, name: str) -> Outcome:
     if found is not None and found.rewrite is not None:
         known = {id(module): i for i, module in enumerate(found.walk.modules)}
         values = found.values
-        effects = Effects((), found.rewrite, sown, bool(returned), found.aliases, found.regrouped)
+        trees = tuple(mutable_tree_cells(values))
+        effects = Effects((), found.rewrite, sown, bool(returned), found.aliases, found.regrouped, trees)
     else:
         current = [entered.value(i) for i in range(len(entered.before))]
         aliases, regrouped = entered.regrouped(range(len(current)), current)
         others = set(regrouped)
         changed = tuple([i for i, value in enumerate(current) if i in others or entered.is_changed(i, value)])
         values = [current[i] for i in changed]
-        effects = Effects(changed, None, sown, bool(returned), aliases, tuple(regrouped))
+        trees = tuple(mutable_tree_cells(values))
+        effects = Effects(changed, None, sown, bool(returned), aliases, tuple(regrouped), trees)
     if returned:
         out = jax.tree.unflatten(treedef, [Returned(known[id(x)]) if is_module(x) else x for x in leaves])
     return Outcome(values, out, effects)

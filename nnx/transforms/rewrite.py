@@ -17,15 +17,16 @@ from functools import partial
 from operator import call
 from typing import Any, NamedTuple
 
-from nnx.core.kinds import SUBMODULE, Absent, absent
+from nnx.core.kinds import SUBMODULE, Absent, absent, is_cell
 from nnx.core.module_info import class_of, info_of, new_module, values_of
 from nnx.core.refs import Ref
 from nnx.core.statics import Statics
 from nnx.core.structure import AbsentAttribute, ChildAttribute, GraphKey, StaticAttribute
+from nnx.core.ties import is_mutable_tree
 from nnx.core.trace import current_level
 from nnx.core.trees import can_change
 from nnx.core.updates import check_levels
-from nnx.core.versions import forget_flat_forms
+from nnx.core.versions import Revision, forget_flat_forms
 from nnx.core.views import view_class
 from nnx.core.walk import Traversal, traverse
 from nnx.core.watches import watched_unchanged
@@ -122,10 +123,12 @@ class Rewrite:
         for index in range(len(replay.modules)):
             replay.plan_module(index)
         replay.plan_cells()
+        replay.plan_revisions()
         # A deque of length 0 exhausts the iterator in C, and every step is a call of a C function. Python delivers
         # signals only between bytecodes, so an interrupt arrives before the first step or after the last one.
         deque(map(call, replay.steps), maxlen=0)
-        forget_flat_forms()
+        if replay.marked:  # else only plain variables were added or removed, and no submodule can have left
+            forget_flat_forms()
         return replay.modules
 
 
@@ -154,7 +157,8 @@ class Replay:
         for place, cell in key.cell_numbers.items():
             self.places[cell].append(place)
         self.owners: dict[int, tuple[Ref, list[Any]]] = {}  # the future owners of the Refs whose owners change, by id
-        self.marked: set[int] = set()
+        self.marked: set[int] = set()  # by id, the ModuleInfos with a change that starts a new series; see versions
+        self.revisions: dict[int, tuple[Any, Revision]] = {}  # by id, the future revisions of the others
         existing = {number: mutables[old] for number, (old, _) in enumerate(rewrite.mutables) if old >= 0}
         changed = [number for number in existing if rewrite.mutables[number][1]]
         self.statics, self.steps = rewrite.statics.attach_onto(self.modules, existing, changed)
@@ -189,6 +193,7 @@ class Replay:
                 if type(current) is not Absent or current.spec is not attribute.spec:
                     self._remove(module, name)
                     self._set(info.kinds, name, absent(type(module), attribute.spec))
+                    self._mark(info)
         present = {attribute.name for attribute in attributes}
         for name in before:
             if name not in present:
@@ -253,12 +258,16 @@ class Replay:
                 self._bind(info.source, name, kind, info.stored(value))
             self._mark(info)
             return
+        before = info.kinds.get(name)
+        self._set(info.kinds, name, kind)
+        self._set(module.__dict__, name, value)
+        if is_cell(kind) and (before is None or is_cell(before)) and not is_mutable_tree(value):
+            self._revise(info, name, before, kind)
+            return
         self._untie(module, name)
         if type(kind) is Ref:
             self._owners(kind).append((weakref.ref(module), name))
-        self._set(info_of(module).kinds, name, kind)
-        self._set(module.__dict__, name, value)
-        self._mark(info_of(module))
+        self._mark(info)
 
     def _become(self, module: Any, cls: type) -> None:
         """Plans to give a Module another class."""
@@ -275,11 +284,13 @@ class Replay:
             self._remove(info.source, name)
             self._mark(info)
             return
-        self._untie(module, name)
+        before = info.kinds.get(name)
         self.steps.append(partial(dict.pop, info.kinds, name, None))
         self.steps.append(partial(dict.pop, module.__dict__, name, None))
-        if info.sown and name in info.sown:
-            self.steps.append(partial(set.discard, info.sown, name))
+        if is_cell(before):
+            self._revise(info, name, before, None)
+            return
+        self._untie(module, name)
         self._mark(info)
 
     def _untie(self, module: Any, name: str) -> None:
@@ -296,6 +307,17 @@ class Replay:
 
     def _set(self, values: dict[str, Any], name: str, value: Any) -> None:
         self.steps.append(partial(dict.__setitem__, values, name, value))
+
+    def _revise(self, info: Any, name: str, before: Any, after: Any) -> None:
+        """Plans to note that a plain variable was added, removed or changed; None stands for its absence."""
+        revision = self.revisions[id(info)][1] if id(info) in self.revisions else info.watch().revision
+        self.revisions[id(info)] = (info, revision.after(name, before, after))
+
+    def plan_revisions(self) -> None:
+        """Plans to note all changes of plain variables, unless the Module starts a new series anyway."""
+        for info, revision in self.revisions.values():
+            if id(info) not in self.marked:
+                self._assign([(info, "restructured", True), *info.watch().change_steps(revision)])
 
     def _mark(self, info: Any) -> None:
         """Plans what `info.changed()` does, as single steps; once per Module."""

@@ -46,6 +46,18 @@ def test_a_container_that_is_replaced_in_one_attribute_comes_apart(lift):
     assert m.p is not m.q
 
 
+def test_a_list_that_replaces_tuples_under_two_attributes_is_one_inside():
+    class Pair(nnx.Module):
+        def __init__(self):
+            self.p, self.q = (value(1.0),), (value(1.0),)
+
+    m, f = Pair(), nnx.jit(lambda m: m.p.append(m.p[0] + 1))
+    nnx.jit(lambda m: None)(m)
+    m.p = m.q = [value(1.0)]
+    f(m)
+    assert m.p is m.q and len(m.q) == 2
+
+
 @pytest.mark.parametrize("lift", LIFTED)
 def test_attributes_that_come_to_hold_one_container_hold_one_after(lift):
     def body(m):

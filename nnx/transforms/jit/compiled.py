@@ -56,7 +56,7 @@ class Compiled:
         self.signature: Signature = call.signature
         self.statics = call.statics
         self.static_arguments: list[StaticArgument] = static_arguments(args, kwargs)
-        self.effects: list[Effects] = []
+        self.effects: list[Effects | None] = []  # None: the first set, before one that can be first has shown
         self.shapes: list[str] | None = None
         self.in_shardings: InputShardings | None = None
         if owner.in_shardings is not None:
@@ -97,8 +97,18 @@ class Compiled:
         if not owner.stateful and not outcome.effects.survives_discard:
             outcome.values = ()  # the changes will be discarded, so XLA need not compute them
         if outcome.effects not in self.effects:
+            if not self.effects and not self._is_first(outcome.effects):
+                self.effects.append(None)
             self.effects.append(outcome.effects)
         return (outcome.values, outcome.out, *[None] * self.effects.index(outcome.effects))
+
+    def _is_first(self, effects: Effects) -> bool:
+        """Whether these effects can be the first set, that of results of length 2.
+
+        The fast path ends such a call by writing values, or by nothing if changes are discarded, without asking what
+        the effects are. If others come first, the first set stays empty.
+        """
+        return effects.simple if self.owner.stateful else not effects.survives_discard
 
     def _kept(self, call: Call) -> list[Any] | None:
         """Returns how to split what is written back to each cell: as `in_shardings` says, or else as it was."""
@@ -115,7 +125,9 @@ class Compiled:
         return kept_shardings(given, placements, self.signature.key.hooks)
 
     def effects_of(self, result: tuple[Any, ...]) -> Effects:
-        return self.effects[len(result) - 2]
+        effects = self.effects[len(result) - 2]
+        assert effects is not None, "no result has the length of an empty set of effects"
+        return effects
 
     def execute(self, call: Call) -> Any:
         return self.owner.current.run(call, self._execute, call)

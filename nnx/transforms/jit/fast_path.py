@@ -12,13 +12,15 @@ from operator import getitem, itemgetter, setitem
 from typing import Any, NamedTuple
 
 from nnx.core.caches import WeakRegistry
-from nnx.core.flat import Flat, joint_flat_if_cached
+from nnx.core.flat import Flat, flat_that_came_back, joint_flat_if_cached, joint_flat_of
 from nnx.core.module_info import ModuleBase, cached_flat
 from nnx.core.trace import current_level
+from nnx.core.transitions import Transition
 from nnx.core.versions import STRUCTURE
 from nnx.sharding.rules import current_rules
 from nnx.transforms.arguments import Selection
 from nnx.transforms.call import DATA_MARK, Call, data_types, is_data, is_module
+from nnx.transforms.effects import Effects
 from nnx.transforms.jit.argument_forms import ArgumentForm
 from nnx.transforms.jit.compiled import Compiled, NeedsGeneralPath
 from nnx.transforms.tracebacks import hide_frames
@@ -42,6 +44,23 @@ class CallPlan:
     output_names: list[str]
     spread: Callable[[Any], Any] | None  # returns one value per place to write, if there are more places than values
     contexts: tuple[Any, ...]
+    moving: "Moving | None"  # for a call that adds or removes variables
+
+
+class Moving(NamedTuple):
+    """How a planned call ends that adds or removes variables: what it sows, say, for the caller to pop."""
+
+    transition: Transition
+    length: int  # of the results that it is for; see Compiled
+
+    def finish(self, flat: Flat, level: Any, roots: Sequence[Any], result: tuple[Any, ...]) -> bool:
+        """Writes a result into the Modules, if that is all there is to do; returns whether it was."""
+        if len(result) != self.length or level is not current_level():
+            return False
+        if flat.ready is not STRUCTURE.stamp and not flat.is_valid():
+            return False  # another thread has changed the structure since the call began
+        self.transition.make(roots, result[0])
+        return True
 
 
 class PlanCache:
@@ -77,15 +96,20 @@ class PlanCache:
     ) -> None:
         """Makes a plan for the call that was just made, if the next one like it can be made from a plan."""
         flat, effects = call.flat, compiled.effects_of(result)
-        if flat is None or flat.level is None or len(result) != 2:
+        if flat is None or flat.level is None:
             return
-        if not effects.simple if self.stateful else effects.survives_discard:
+        moving = None
+        if self.stateful and effects.only_moves:
+            moving = _moving(call, effects, len(result))
+        if moving is None and len(result) != 2:
             return
         if sum(mark > DATA_MARK for mark in call.signature.marks) != len(call.roots):
             return  # a Module that was passed twice
         if sum(mark < DATA_MARK for mark in call.signature.marks) != len(call.contexts):
             return  # a Context that was passed twice
-        places = _places(flat, effects.changed if self.stateful else ())
+        # Whatever these effects are, the next call may have the first ones: shapes can decide what a function does.
+        first = compiled.effects[0]
+        places = _places(flat, first.changed if self.stateful and first is not None else ())
         if places is None:
             return
         values = (*args, *kwargs.values())
@@ -102,6 +126,9 @@ class PlanCache:
         if is_common and is_module(args[0]) and all(map(is_data, args[1:])):
             arguments = len(args) - 1
         key = (self.token, arguments, current_rules())
+        known = flat.plans.get(key)
+        if moving is None and known is not None and known.compiled() is compiled:
+            moving = known.moving
         weak_flat = weakref.ref(flat)
 
         def forget(_: Any) -> None:
@@ -121,7 +148,18 @@ class PlanCache:
             output_names=places.names,
             spread=places.spread,
             contexts=call.signature.contexts,
+            moving=moving,
         )
+
+
+def _moving(call: Call, effects: Effects, length: int) -> Moving | None:
+    """Returns how to repeat a structural change that was just made, if it only added and removed variables."""
+    rewrite = effects.rewrite
+    if rewrite is None or call.flat is None or not call.flat.may_come_back():
+        return None
+    outputs = [(rewrite.key.cells[cell].module, rewrite.key.cells[cell].name) for cell in rewrite.outputs()]
+    transition = Transition.between(call.flat, joint_flat_of(call.roots), outputs)
+    return None if transition is None else Moving(transition, length)
 
 
 class _Places(NamedTuple):
@@ -161,7 +199,7 @@ def make_function(owner: Any) -> Callable[..., Any]:
 
     A plan is valid if the flat form is (one comparison of stamps, in the steady state), and if it was made for this
     function, these arguments and these axis rules. A result of length 2 is of the first set of effects (see
-    `Compiled`), the one plans are made for.
+    `Compiled`): values changed, and nothing else did.
     """
     structure, nothing, leaf_types = STRUCTURE, object(), data_types
     token, forms, bound = owner.plans.token, owner.plans.forms, owner.bound
@@ -179,6 +217,7 @@ def make_function(owner: Any) -> Callable[..., Any]:
                         flat.ready is structure.stamp
                         or (flat.watched is structure.stamp and flat.unchanged())
                         or flat.is_valid()
+                        or (flat := flat_that_came_back((first,))) is not None
                     ):
                         plan = flat.last_plan
                         if (
@@ -209,6 +248,8 @@ def make_function(owner: Any) -> Callable[..., Any]:
                                     # One C call, so Ctrl-C comes before all writes or after all of them; see effects.
                                     any(map(setitem, plan.output_dicts, plan.output_names, result[0]))
                                     return result[1]
+                                if plan.moving is not None and plan.moving.finish(flat, level, (first,), result):
+                                    return result[1]
                                 return owner.finish_unplanned(compiled, result, (first, *rest), kwargs)
                             return owner.call((first, *rest), kwargs)
             return any_arguments(*(() if first is nothing else (first, *rest)), **kwargs)
@@ -228,13 +269,16 @@ def make_function(owner: Any) -> Callable[..., Any]:
                 if reading is None:
                     return owner.call(args, kwargs)
                 arguments, positions, values = reading
-            flat = joint_flat_if_cached([values[i] for i in positions.modules])
+            roots = [values[i] for i in positions.modules]
+            flat = joint_flat_if_cached(roots)
             if flat is None or not (
                 flat.ready is structure.stamp
                 or (flat.watched is structure.stamp and flat.unchanged())
                 or flat.is_valid()
             ):
-                return owner.call(args, kwargs)
+                flat = flat_that_came_back(roots)
+                if flat is None:
+                    return owner.call(args, kwargs)
             plan = flat.last_plan
             if (
                 plan is None
@@ -266,6 +310,8 @@ def make_function(owner: Any) -> Callable[..., Any]:
                 if len(result) == 2 and level is current_level():
                     new = result[0] if spread is None else spread(result[0])
                     any(map(setitem, plan.output_dicts, plan.output_names, new))
+                    return result[1]
+                if plan.moving is not None and plan.moving.finish(flat, level, roots, result):
                     return result[1]
                 return owner.finish_unplanned(compiled, result, args, kwargs)
             return owner.call(args, kwargs)

@@ -171,9 +171,10 @@ class Jit:
                 join(path, name)
                 for root in call.roots
                 for path, module in root.named_modules()
-                for name in sorted(info_of(module).sown or ())
+                for name in info_of(module).sown_names(module.__dict__)
             ]
-            self._warn(NOT_POPPED.format(name=self.name, paths=", ".join(paths)), "sown")
+            if paths:
+                self._warn(NOT_POPPED.format(name=self.name, paths=", ".join(paths)), "sown")
 
     def _drop_oldest(self, reasons: str) -> None:
         """Forgets the signature that was compiled first, and warns once that there are too many."""
