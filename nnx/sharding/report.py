@@ -113,7 +113,8 @@ class ShardingReport:
         parts = f"{size_text(self.bytes_per_device)} on each"
         if self.host_bytes_per_device:
             parts += f" and {size_text(self.host_bytes_per_device)} for each on its host"
-        return f"{total} in {len(self.rows)} arrays on {devices} devices ({axes}): {parts}{self._fit(devices)}"
+        places = "1 device" if devices == 1 else f"{devices} devices"
+        return f"{total} in {len(self.rows)} arrays on {places} ({axes}): {parts}{self._fit(devices)}"
 
     def _fit(self, devices: int) -> str:
         if self.device_memory is None or self.free_per_device is None:

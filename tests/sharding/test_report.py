@@ -72,6 +72,11 @@ def test_the_text_is_a_table():
     assert any(line.startswith("* odd: axis 0") for line in lines)
 
 
+def test_the_text_speaks_of_one_device_in_the_singular():
+    text = str(nnx.sharding_report(Model(), AbstractMesh((1,), ("data",)), nnx.fsdp_rules()))
+    assert "on 1 device (data=1)" in text
+
+
 def test_mesh_axes_another_dimension_has_are_no_remark_if_a_rule_leaves_the_axis_whole():
     model = nnx.eval_shape(lambda ctx: nnx.MLP(16, 64, 16, ctx=ctx), nnx.context(0))
     report = nnx.sharding_report(model, AbstractMesh((8,), ("data",)), nnx.fsdp_rules())
