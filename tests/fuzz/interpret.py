@@ -68,7 +68,11 @@ def _while(*args: Any, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, body
     return carry
 
 
-def _scan(*args: Any, jaxpr: Any, length: int, reverse: bool, num_consts: int, num_carry: int, **_: Any) -> list[Any]:
+def _scan(*args: Any, jaxpr: Any, length: int, reverse: bool, **params: Any) -> list[Any]:
+    if "ft_in" in params:  # since JAX 0.11
+        num_consts, num_carry, _ = map(len, params["ft_in"].unpack())
+    else:
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
     consts, carry = args[:num_consts], list(args[num_consts : num_consts + num_carry])
     xs, rows = args[num_consts + num_carry :], []
     for i in reversed(range(length)) if reverse else range(length):

@@ -87,7 +87,8 @@ def test_rules_mesh_axes_and_names_in_constraints_without_effect_are_findings():
     rules = [("embed", "data"), ("mpl", "data"), ("batch", "data"), ("sequence", "data"), ("kv_heads", "modle")]
     with jax.sharding.use_abstract_mesh(MESH), pytest.warns(UserWarning, match="'lenght'.*Did you mean 'length'"):
         jax.eval_shape(
-            lambda x: nnx.with_logical_constraint(x, ("batch", "sequence", "lenght"), rules), jnp.ones((4, 4, 2))
+            lambda x: nnx.with_logical_constraint(x, ("batch", "sequence", "lenght"), rules),
+            jax.ShapeDtypeStruct((4, 4, 2), jnp.float32),
         )
     found = nnx.sharding_report(Model(), MESH, rules).findings
     assert [text.split(",")[0] for text in found] == [
