@@ -9,9 +9,10 @@ from typing import NamedTuple
 SMALLEST_PROMPT = 16
 SMALLEST_CACHE = 64
 ROWS_THAT_PAY = 8
-# Both divide SMALLEST_CACHE, so that there is a column for each step.
-STEPS_WITHOUT_CHECK = 16
-STEPS_WITHOUT_STOPS = 64
+# Tokens per group. Both divide SMALLEST_CACHE, so that there is a column for each step. The longer group is for texts of
+# LONG_TEXT tokens and more: there, fewer pauses save about as much as the half group costs that is wasted on average.
+SHORT_GROUP, LONG_GROUP = 16, 32
+LONG_TEXT = 256
 
 
 def prompt_bucket(length: int, chunk: int) -> int:
@@ -103,24 +104,48 @@ def rows_to_run(rows: int, platform: str, cache_bytes_per_row: int, weight_bytes
     return ROWS_THAT_PAY if ROWS_THAT_PAY * cache_bytes_per_row / 2 <= weight_bytes else rows
 
 
-def steps_between_checks(new: int, may_stop: bool, platform: str) -> int:
-    """Returns how many tokens the loop writes before it looks whether to go on.
+class Pace(NamedTuple):
+    """How the loop proceeds.
 
-    On a GPU, XLA copies the answer to the host and waits for it there, so that nothing is launched ahead meanwhile. A
-    loop with a fixed number of steps has no such pause. The price is at most fifteen steps too many. Where no stop
-    token can end a text, the loop only ends after `new` tokens, and longer groups that fit exactly cost nothing.
-
-    >>> from nnx.generation.buckets import steps_between_checks
-    >>> [steps_between_checks(new, True, "gpu") for new in (5, 100, 512)]
-    [1, 16, 16]
-    >>> [steps_between_checks(new, False, "gpu") for new in (5, 100, 512)]
-    [1, 16, 64]
-    >>> steps_between_checks(512, False, "cpu")
-    1
+    Attributes:
+        steps: the number of tokens written in one *group*, before the loop can end.
+        is_one_group: whether one group is all there is, so that nothing has to be checked.
     """
-    if platform not in ("gpu", "cuda") or new < SMALLEST_CACHE:
-        return 1
-    return STEPS_WITHOUT_STOPS if not may_stop and new % STEPS_WITHOUT_STOPS == 0 else STEPS_WITHOUT_CHECK
+
+    steps: int
+    is_one_group: bool
+
+
+def pace_of(new: int, may_stop: bool, is_streamed: bool, platform: str) -> Pace:
+    """Returns how many tokens the loop writes before it checks whether to go on; elsewhere than on a GPU, one.
+
+    On a GPU, XLA copies the answer to the host and waits for it there. Nothing is launched ahead meanwhile, which takes
+    as long as one token of GPT-2 small on an H200. A group with a fixed number of steps has no such pause, but does not
+    end early: steps after the last token, or after every row has stopped, write padding.
+
+    Args:
+        new: the number of tokens to write.
+        may_stop: whether a stop token can end a text earlier.
+        is_streamed: whether each token is wanted as soon as it is known.
+        platform: the name of the JAX backend.
+
+    >>> from nnx.generation.buckets import pace_of
+    >>> [pace_of(new, False, False, "gpu").steps for new in (1, 5, 100, 512)]  # 512 is a bucket, so no step is wasted
+    [1, 8, 16, 512]
+    >>> [pace_of(new, True, False, "gpu").steps for new in (1, 5, 100, 512)]
+    [1, 8, 16, 32]
+    >>> pace_of(512, False, False, "cpu"), pace_of(512, False, True, "gpu")
+    (Pace(steps=1, is_one_group=False), Pace(steps=1, is_one_group=True))
+    """
+    if platform not in ("gpu", "cuda"):
+        return Pace(1, False)
+    if is_streamed:
+        return Pace(1, True)
+    if new <= SHORT_GROUP:
+        return Pace(_power_of_two(new), True)
+    if not may_stop and new == cache_bucket(new):
+        return Pace(new, True)
+    return Pace(LONG_GROUP if new >= LONG_TEXT else SHORT_GROUP, False)
 
 
 def _power_of_two(number: int) -> int:

@@ -24,8 +24,8 @@ from nnx.generation.arguments import (
     check_room,
     padded,
 )
-from nnx.generation.buckets import rounded_lengths, steps_between_checks
-from nnx.generation.programs import Plan, Progress, Step, read, unstack, write
+from nnx.generation.buckets import pace_of, rounded_lengths
+from nnx.generation.programs import Plan, Progress, Step, read, write
 from nnx.sharding.rules import get_logical_axis_rules
 
 NOT_FINITE = (
@@ -177,19 +177,17 @@ def generate(
         aligned=not is_tracer(prompt.lengths) and bool((prompt.lengths == prompt_length).all()),
         rules=rules,
     )
+    pure = model.partition()
+    shared = None if shared is None else padded(shared, room.prefix)
+    progress, unstacked = read(pure, padded(prompt, room.prompt + 1), shared, pad, plan=plan)
     # A scan over layers would copy the whole cache for each token. The copy of the weights lives as long as this call
     # and costs one pass over them, about as much as one token. Keeping it for the next call would hold the weights
     # twice in the meantime, and would have to notice every update.
-    pure = model.partition()
-    if callable(getattr(model, "unscanned", None)):
-        pure = unstack(pure, rules=rules) or pure
-    shared = None if shared is None else padded(shared, room.prefix)
-    progress = read(pure, padded(prompt, room.prompt + 1), shared, pad, plan=plan)
+    pure = unstacked or pure
 
-    may_stop = stops is not None
-    stride = 1 if stream is not None else steps_between_checks(new, may_stop, jax.default_backend())
+    pace = pace_of(new, stops is not None, stream is not None, jax.default_backend())
     frozen_fn = None if logits_fn is None else Frozen(logits_fn, "logits_fn")
-    options: Any = {"logits_fn": frozen_fn, "stride": stride, "rules": rules}
+    options: Any = {"logits_fn": frozen_fn, "pace": pace, "rules": rules}
 
     def advance(progress: Progress, until: int) -> tuple[Progress, Step]:
         return write(pure, progress, np.int32(until), sampling, key, stops, pad, **options)

@@ -1,11 +1,11 @@
-"""The compiled functions of generation: unstack the layers, read the prompts, write tokens.
+"""The compiled functions of generation: read the prompts, write tokens.
 
 *Reading* (prefill) appends all tokens of a prompt but the last to the cache, and ignores the logits, so that XLA drops
 the output layer from it. *Writing* is a loop: it decodes the newest token, which at first is the prompt's last, chooses
 the next one, and stops when every row has stopped. `Progress` is what the loop carries; its buffers are donated, so a
 cache is written in place and never copied.
 
-All three are pure functions of a `Pure`. The model is rebuilt inside, in evaluation mode, wherever a trace begins: a
+Both are pure functions of a `Pure`. The model is rebuilt inside, in evaluation mode, wherever a trace begins: a
 `decode` that changes its Module changes the copy.
 """
 
@@ -20,7 +20,7 @@ from nnx.core.modes import set_mode
 from nnx.core.pure import Pure
 from nnx.core.sizes import size_in_bytes
 from nnx.core.statics import Frozen
-from nnx.generation.buckets import rows_to_run
+from nnx.generation.buckets import Pace, rows_to_run
 from nnx.generation.sampling import Sampling, choose
 from nnx.nn.kv_cache import LayerCache
 from nnx.sharding.rules import Rules
@@ -96,17 +96,18 @@ class Prompt(NamedTuple):
     lengths: Any
 
 
-@functools.partial(jax.jit, static_argnames="rules")
-def unstack(pure: Pure, *, rules: Rules) -> Pure | None:
-    """Returns the model with its layers in a list, one array per layer and parameter; None if they already are."""
-    model = pure.merge()
-    unscanned = model.unscanned()
-    return None if unscanned is model else unscanned.partition()  # passing the arrays through would copy them
-
-
 @functools.partial(jax.jit, static_argnames="plan")
-def read(pure: Pure, prompts: Prompt, prefix: Prompt | None, pad_token: Any, *, plan: Plan) -> Progress:
-    """Reads the prompts, and returns the state in which the writing loop begins."""
+def read(
+    pure: Pure, prompts: Prompt, prefix: Prompt | None, pad_token: Any, *, plan: Plan
+) -> tuple[Progress, Pure | None]:
+    """Reads the prompts.
+
+    Returns:
+        The state in which the writing loop begins, and the model with its layers in a list, one array per layer and
+        parameter; None in place of a model that has no scan over layers.
+    """
+    unstacked = _unstacked(pure)
+    pure = unstacked or pure
     batch = prompts.tokens.shape[0]
     cache = _rebuilt(pure).init_cache(batch if prefix is None else 1, plan.cache_length)
     if prefix is not None:
@@ -125,7 +126,7 @@ def read(pure: Pure, prompts: Prompt, prefix: Prompt | None, pad_token: Any, *, 
         cache = _take_rows(pure, cache, source, plan)
         newest = newest[source]
         seen = None if seen is None else seen[source]
-    return Progress(
+    progress = Progress(
         step=jnp.zeros((), jnp.int32),
         cache=_aligned(cache) if plan.aligned else cache,
         newest=newest,
@@ -135,9 +136,10 @@ def read(pure: Pure, prompts: Prompt, prefix: Prompt | None, pad_token: Any, *, 
         logprobs=jnp.zeros((rows, plan.width), jnp.float32) if plan.logprobs else None,
         seen=seen,
     )
+    return progress, unstacked
 
 
-@functools.partial(jax.jit, static_argnames=("logits_fn", "stride", "rules"), donate_argnames="progress")
+@functools.partial(jax.jit, static_argnames=("logits_fn", "pace", "rules"), donate_argnames="progress")
 def write(
     pure: Pure,
     progress: Progress,
@@ -148,12 +150,12 @@ def write(
     pad_token: Any,
     *,
     logits_fn: Frozen | None,
-    stride: int,
+    pace: Pace,
     rules: Rules,
 ) -> tuple[Progress, Step]:
     """Writes tokens until there are `until` of them in each row, or every row has stopped.
 
-    Whether to go on is decided every `stride` steps. Steps that turn out to be too many write padding.
+    Whether to go on is decided after each group of steps. Steps that turn out to be too many write padding.
     """
     rows = jnp.arange(progress.newest.shape[0])
     # A key per row: what is drawn for a row does not depend on the number of rows.
@@ -186,14 +188,24 @@ def write(
             cache=cache, newest=token, finished=finished, broken=broken, tokens=tokens, logprobs=logprobs, seen=seen
         )
 
-    def write_some(progress: Progress) -> Progress:
+    def write_group(progress: Progress) -> Progress:
         first = progress.step
         # The loop counts by itself: a second counter among its values would be one more kernel per token.
-        progress = jax.lax.fori_loop(0, stride, lambda i, progress: write_one(progress, first + i), progress)
-        return progress._replace(step=first + stride)
+        progress = jax.lax.fori_loop(0, pace.steps, lambda i, progress: write_one(progress, first + i), progress)
+        return progress._replace(step=first + pace.steps)
 
-    progress = jax.lax.while_loop(goes_on, write_some, progress)
+    progress = write_group(progress) if pace.is_one_group else jax.lax.while_loop(goes_on, write_group, progress)
     return progress, Step(jnp.take(progress.tokens, until - 1, axis=1), jnp.all(progress.finished))
+
+
+def _unstacked(pure: Pure) -> Pure | None:
+    """Returns the model with its layers in a list; None if it has no `unscanned` or if its layers already are."""
+    model: Any = pure.merge()
+    if not callable(getattr(model, "unscanned", None)):
+        return None
+    unscanned = model.unscanned()
+    # A model that is returned as it is would be copied: the outputs of a compiled function are new arrays.
+    return None if unscanned is model else unscanned.partition()
 
 
 def _rebuilt(pure: Pure) -> Any:

@@ -33,19 +33,22 @@ def texts(model):
     }
 
 
-def cache_part(model):
-    """The shape of the keys of the first layer, whole and on one device, after reading the prompts."""
-    found = []
+def parts(model):
+    """The shapes of a kernel and of the keys of a layer, whole and on one device, after reading the prompts."""
+    found = {}
 
-    def recording_read(*args, **kwargs):
-        progress = programs.read(*args, **kwargs)
-        keys = progress.cache.layers[0].key
-        found.append([keys.shape, keys.addressable_shards[0].data.shape])
-        return progress
+    def recording_read(pure, *args, **kwargs):
+        progress, unstacked = programs.read(pure, *args, **kwargs)
+        arrays = {
+            "kernel": (unstacked or pure).states["layers/1/attention/query/kernel"].value,
+            "cache": progress.cache.layers[0].key,
+        }
+        found.update({name: [x.shape, x.addressable_shards[0].data.shape] for name, x in arrays.items()})
+        return progress, unstacked
 
     with mock.patch("nnx.generation.generate.read", recording_read):
         nnx.generate(model, PROMPTS, max_new_tokens=2, temperature=0)
-    return found[0]
+    return found
 
 
 def main():
@@ -57,15 +60,7 @@ def main():
             model = make(scanned)
             nnx.shard(model, mesh, rules)
             key = f"{name}, {'scanned' if scanned else 'in a list'}"
-            found[key] = texts(model)
-            if scanned:
-                unstacked = programs.unstack(model.partition(), rules=())
-                kernel = unstacked.states["layers/1/attention/query/kernel"].value
-                found[key]["kernel"] = [kernel.shape, kernel.addressable_shards[0].data.shape]
-            else:
-                kernel = model.layers[0].attention.query.kernel
-                found[key]["kernel"] = [kernel.shape, kernel.addressable_shards[0].data.shape]
-                found[key]["cache"] = cache_part(model)
+            found[key] = {**texts(model), **parts(model)}
     found["one device, scanned"] = texts(make(scanned=True))
     print(json.dumps(found))
 

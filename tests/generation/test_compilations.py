@@ -11,7 +11,7 @@ import pytest
 
 import nnx
 from nnx.generation import programs
-from nnx.generation.buckets import cache_bucket, prompt_bucket
+from nnx.generation.buckets import Pace, cache_bucket, prompt_bucket
 from tests.generation.models import Table, counting, decoder, random_prompts
 
 
@@ -131,18 +131,19 @@ def test_steps_without_a_check_in_between_write_the_same_texts():
     model = counting()
     options = {"max_new_tokens": 70, "temperature": 0, "stop_tokens": [40, 67], "return_logprobs": True}
     expected = nnx.generate(model, [[5], [50], [80]], **options)
-    with mock.patch("nnx.generation.generate.steps_between_checks", lambda new, may_stop, platform: 8):
-        found = nnx.generate(model, [[5], [50], [80]], **options)
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    assert found[0].shape == (3, 70)
+    for pace in (Pace(8, False), Pace(128, True)):
+        with mock.patch("nnx.generation.generate.pace_of", return_value=pace):
+            found = nnx.generate(model, [[5], [50], [80]], **options)
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        assert found[0].shape == (3, 70)
 
 
 def test_steps_beyond_the_last_token_do_no_harm_at_the_end_of_the_context():
     model, prompts = decoder("gpt2"), random_prompts(2, 61)  # learned positions for 64 tokens
     options = {"max_new_tokens": 4, "temperature": 0, "return_logprobs": True}
     expected = nnx.generate(model, prompts, **options)
-    with mock.patch("nnx.generation.generate.steps_between_checks", lambda new, may_stop, platform: 8):
+    with mock.patch("nnx.generation.generate.pace_of", return_value=Pace(8, True)):
         found = nnx.generate(model, prompts, **options)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -160,8 +161,20 @@ def test_rows_that_are_computed_but_not_asked_for_change_nothing():
     np.testing.assert_array_equal(np.stack(received, 1), expected)
 
 
+@pytest.mark.parametrize("stop_tokens", [(), (40,)])
+def test_a_stream_without_checks_delivers_every_token_once(stop_tokens):
+    options = {"max_new_tokens": 5, "temperature": 0, "stop_tokens": stop_tokens}
+    expected, received = nnx.generate(counting(), [[37], [50]], **options), []
+    with mock.patch("nnx.generation.generate.pace_of", return_value=Pace(1, True)):
+        found = nnx.generate(counting(), [[37], [50]], stream=received.append, **options)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(np.stack(received, 1), expected)
+
+
 def test_weights_that_are_already_in_a_list_are_not_copied():
     listed, scanned = decoder().partition(), decoder(scan_layers=True).partition()
-    assert programs.unstack(listed, rules=()) is None
-    unstacked = programs.unstack(scanned, rules=())
+    prompts = programs.Prompt(random_prompts(2, 5), np.array([5, 5], np.int32))
+    plan = programs.Plan(64, 64, 64, num_samples=1, logprobs=False, penalty=False, aligned=True, rules=())
+    assert programs.read(listed, prompts, None, np.int32(0), plan=plan)[1] is None
+    unstacked = programs.read(scanned, prompts, None, np.int32(0), plan=plan)[1]
     assert unstacked is not None and list(unstacked.states) == list(listed.states)
