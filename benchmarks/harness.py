@@ -70,7 +70,7 @@ def interleave(
 
     Args:
         contenders: the functions to time, by name.
-        seconds: the total time to measure; up to three times as long while the best times are still falling.
+        seconds: the total time to measure; up to twice as long while the best times are still falling.
         turn: the approximate seconds per turn; a contender slower than that makes one call a turn. Short turns are
             more likely to pass undisturbed.
         clock: the clock to use. For pure computation, such as tracing, `time.process_time` ignores the time that other
@@ -86,7 +86,7 @@ def interleave(
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        while (total := sum(spent.values())) < seconds or (total < 3 * seconds and not _is_settled(times)):
+        while (total := sum(spent.values())) < seconds or (total < 2 * seconds and not _is_settled(times)):
             shuffle(order)  # so that no contender always inherits the cache contents of the same neighbor
             share = 2 * min(spent[name] for name in pair)
             for name in order:

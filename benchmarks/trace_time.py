@@ -38,7 +38,7 @@ def measure(settings: Settings) -> Iterator[Row]:
     yield ratio_row("trace the gradient of 48 blocks, own Modules", timings, "dicts", 1.05)
 
     contenders = {OURS: _trace_remat(), "dicts": _trace_raw_remat()}
-    timings = interleave(contenders, seconds=settings.seconds(60), clock=time.process_time)
+    timings = interleave(contenders, seconds=settings.seconds(40), clock=time.process_time)
     yield ratio_row(f"trace an Adam step, {REMAT_LAYERS} unrolled remat blocks", timings, "dicts", 1.15)
 
     contenders = {OURS: _trace_step(donate_argnums=0), "not donated": _trace_step()}
@@ -46,7 +46,7 @@ def measure(settings: Settings) -> Iterator[Row]:
     yield ratio_row("trace a donated step of 48 blocks", timings, "not donated", 1.1)
 
     compiling = {f"{n} layers": _compile_scanned(n) for n in DEPTHS}
-    depths = interleave(compiling, seconds=settings.seconds(150), clock=time.process_time, compared=len(DEPTHS))
+    depths = interleave(compiling, seconds=settings.seconds(90), clock=time.process_time, compared=len(DEPTHS))
     shortest = min(depths.items(), key=lambda item: item[1].best)
     longest = max(depths.items(), key=lambda item: item[1].best)
     timings = {OURS: longest[1], **depths}
