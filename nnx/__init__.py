@@ -283,7 +283,7 @@ from nnx import models as models
 # generation: writing with a model
 from nnx.generation.generate import generate as generate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # What `from nnx import *` takes. `nnx.Any` and `nnx.Sequence` are left out: they would shadow the names of `typing` and
 # `collections.abc`, which most files that import everything use as well. Rooms (`nnx.models`) are left out, too.

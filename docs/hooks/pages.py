@@ -6,7 +6,6 @@ A mkdocs hook, named in mkdocs.yml. *Root pages* are files such as CHANGELOG.md,
 import os
 import pathlib
 import re
-import tomllib
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -20,9 +19,10 @@ SEARCH_BOOST = {"api/": 0.5, "decisions/": 0.5, "changelog.md": 0.2, "contributi
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds the version to the site's name, and the link to the repository if its address is known."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    config.site_name = f"{config.site_name} {project['version']}"
-    config.repo_url = os.environ.get("NNX_REPOSITORY") or project.get("urls", {}).get("Repository")
+    version = re.search(r'^__version__ = "(.*)"$', (ROOT / "nnx" / "__init__.py").read_text(), re.MULTILINE)
+    assert version is not None
+    config.site_name = f"{config.site_name} {version[1]}"
+    config.repo_url = os.environ.get("NNX_REPOSITORY")
     config.repo_name = "Repository"
     return config
 
