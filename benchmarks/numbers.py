@@ -18,8 +18,8 @@ def result(benchmark: str, row: str) -> float:
 
 
 def version(benchmark: str, package: str) -> str:
-    """Returns the version of a package that took part."""
-    return RECORDS[benchmark]["versions"][package]
+    """Returns the version of a package that took part, without what follows a plus sign (`2.11.0+cu128`)."""
+    return RECORDS[benchmark]["versions"][package].partition("+")[0]
 
 
 # How figures read
