@@ -149,6 +149,16 @@ def test_the_initialisers_are_those_of_jax_and_our_own():
     assert listed == {*public_names(jax.nn.initializers), "zeros_init", "ones_init"}
 
 
+def test_every_recipe_begins_with_its_code_and_is_in_the_overview():
+    overview = (ROOT / "docs" / "recipes" / "index.md").read_text()
+    recipes = [page for page in sorted((ROOT / "docs" / "recipes").glob("*.md")) if page.stem != "index"]
+    assert [page.name for page in recipes if f"]({page.name})" not in overview] == []
+    for page in recipes:
+        front, _, text = page.read_text().removeprefix("---\n").partition("\n---\n")
+        assert "boost: 2" in front, page.name
+        assert 0 < text.find("```python") < (text + "\n## ").index("\n## "), page.name
+
+
 def test_a_missing_name_is_found():
     pages = {"nn": "# Layers\n\n::: nnx.Linear\n\n| function | what |\n|---|---|\n| `nnx.relu` | a ramp |\n"}
     assert entries(pages["nn"]) == ["nnx.Linear", "nnx.relu"]
