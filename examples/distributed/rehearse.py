@@ -2,7 +2,8 @@
 
     python examples/distributed/rehearse.py            (or: make distributed)
 
-1. Two processes with four virtual devices each train, and one of them is killed. The other ends with an error.
+1. Two processes with four virtual devices each train, and one of them is killed. The other ends with an error, and its
+   last line says how to go on.
 2. The job is started again on two processes, continues from its last checkpoint, and gets SIGTERM. Both processes save
    the same step and end.
 3. The job is started again on one process with eight devices, and runs to its end.
@@ -101,10 +102,13 @@ wait_until(output, job, SAVE_EVERY + 5)
 job[1].send_signal(signal.SIGKILL)
 killed_at = time.monotonic()
 codes, errors = finish(job)
-# Where the loss of a connection is noticed, train.py says what happened; else JAX ends the process, with its own words.
-told = [line for line in errors[0].splitlines() if "process 0 of 2 ends" in line or "another task died" in line]
-assert codes[0] != 0 and codes[1] == -signal.SIGKILL and told, (codes, errors)
-print(f"   process 0 ended after {time.monotonic() - killed_at:.0f} s with exit code {codes[0]}: {told[-1]}")
+# Where the loss of a connection is noticed, train.py sees an exception; else JAX aborts the process with its own words.
+last_line = errors[0].rstrip().splitlines()[-1]
+reasons = [line for line in errors[0].splitlines() if "process 0 of 2 ends" in line or "another task died" in line]
+assert codes[0] != 0 and codes[1] == -signal.SIGKILL and reasons, (codes, errors)
+assert f"it continues from the last checkpoint in {output}" in last_line, errors
+print(f"   process 0 ended after {time.monotonic() - killed_at:.0f} s with exit code {codes[0]}: {reasons[-1]}")
+print(f"   its last line: {last_line}")
 before, last = logged(output), logged(output)[-1][0]
 
 if not args.smoke:

@@ -8,13 +8,15 @@ On Kubernetes, run it as an indexed Job with `pip install "jax[k8s]"`; JAX asks 
 
 Every process reads its own part of each batch, holds its own part of the parameters and writes its own part of each
 checkpoint; process 0 alone writes the log. When the scheduler sends SIGTERM, all processes save the same step and end.
-When a process dies, the others end with an error. Either way, start the job again, with as many processes and devices
-as you like: it continues from the last checkpoint. Tokens are the bytes of Python's own documentation.
+When a process dies, the others end with an error, and the last line of each says what to do: start the job again, with
+as many processes and devices as you like, and it continues from the last checkpoint. Tokens are the bytes of Python's
+own documentation.
 """
 
 import argparse
 import os
 import pathlib
+import subprocess
 import sys
 import traceback
 from pydoc_data.topics import topics
@@ -40,7 +42,8 @@ WIDTH, HEADS, LAYERS = (32, 4, 1) if args.smoke else (64, 8, 2)
 
 # Join the other processes, before anything touches a device. JAX reads address and numbers from the environment.
 
-CLUSTERS = ("SLURM_STEP_NODELIST", "KUBERNETES_SERVICE_HOST", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES")
+# Any pod has KUBERNETES_SERVICE_HOST, also one that is alone. The index is set for the pods of an indexed Job.
+CLUSTERS = ("SLURM_STEP_NODELIST", "JOB_COMPLETION_INDEX", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES")
 if any(name in os.environ for name in CLUSTERS):
     jax.distributed.initialize(heartbeat_timeout_seconds=args.heartbeat)
 process, processes = jax.process_index(), jax.process_count()
@@ -110,21 +113,34 @@ def train():
     return loss
 
 
+RESUME = "Start the job again: it continues from the last checkpoint in {output}."
 FAILED = """process {process} of {processes} ends, because {reason}
-If another process has died, that is the cause. Start the job again: it continues from the last checkpoint in
-{output}."""
+If another process has died, that is the cause. {resume}"""
+ABORTED = """process {process} of {processes} was ended from outside, or by JAX. If JAX says above that a task died or \
+is unhealthy, look at the log of that task. {resume}"""
+
+# If another process dies, JAX aborts this one from C++, where no Python code can run. So a shell waits for the end of
+# this process, ignoring signals meant for the job. It writes a last line, unless this process says goodbye first.
+
+about = {"process": process, "processes": processes, "resume": RESUME.format(output=args.output)}
+LAST_LINE = ["sh", "-c", 'trap "" INT TERM; read -r goodbye || printf "%s\\n" "$0" >&2', ABORTED.format(**about)]
+last_line = subprocess.Popen(LAST_LINE, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
 try:
     with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
         final_loss = train()
 except Exception as error:
+    last_line.communicate("goodbye\n")
     if processes == 1:
         raise
     traceback.print_exc()
     reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    print(FAILED.format(process=process, processes=processes, reason=reason, output=args.output), file=sys.stderr)
-    sys.stderr.flush()
+    print(FAILED.format(reason=reason, **about), file=sys.stderr, flush=True)
     os._exit(1)  # at once: a regular exit would wait for the other processes, and they may be waiting for this one
+except BaseException:  # SIGTERM after a save, or Ctrl-C
+    last_line.communicate("goodbye\n")
+    raise
 if process == 0:
     done = f"{args.output} already has step {args.steps}; remove it to start over"
     print(done if final_loss is None else f"final loss: {float(final_loss):.3f}")
+last_line.communicate("goodbye\n")
