@@ -3,7 +3,8 @@
 Shapes: queries `[batch..., query_length, heads, head_dim]`, keys and values `[batch..., key_length, kv_heads,
 head_dim]` with `heads` a multiple of `kv_heads` (grouped-query attention). There are three ways to compute it:
 
-- **cudnn**, the fused kernel of NVIDIA GPUs, which never writes the attention weights to memory;
+- **cudnn**, the fused kernel of NVIDIA GPUs, which never writes the attention weights to memory; where it has no
+  gradient, for odd lengths, differentiating the call uses xla instead;
 - **xla**, the same through `jax.nn.dot_product_attention` without a fused kernel;
 - the *explicit* weights below, also "xla", for what the other two cannot do: dropout, returning the weights, a soft
   cap, a `precision`, values with a different head size, float64, float16 off the GPU, and no keys at all.
@@ -12,8 +13,9 @@ head_dim]` with `heads` a multiple of `kv_heads` (grouped-query attention). Ther
 alone, the kernels disagree on such a query (the average of all values, zeros or NaN, depending on what hides the keys).
 """
 
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -251,21 +253,63 @@ def _delegated(
         # Not every version of cuDNN takes a row of length 0 (some return NaN, some fail), so such a row gets one key
         # here; `seen` zeros its output below.
         key_lengths = None if key_lengths is None else jnp.maximum(key_lengths, 1)
-    out = jax.nn.dot_product_attention(
+    # On the H200, with JAX 0.11, the gradient of cuDNN's kernel fails for odd lengths, with or without a mask.
+    attend = _fused_unless_differentiated if implementation == "cudnn" and any(n % 2 for n in lengths) else _attend
+    out = attend(
+        _Settings(scale, is_causal, window, implementation),
         _collapsed(query),
         _collapsed(key),
         _collapsed(value),
         bias,
         mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=None if query_lengths is None else query_lengths.reshape(-1).astype(jnp.int32),
-        key_value_seq_lengths=None if key_lengths is None else key_lengths.reshape(-1).astype(jnp.int32),
-        local_window_size=window,
-        implementation=implementation,
+        None if query_lengths is None else query_lengths.reshape(-1).astype(jnp.int32),
+        None if key_lengths is None else key_lengths.reshape(-1).astype(jnp.int32),
     )
     out = out.reshape(query.shape)
     return out if seen is None else jnp.where(jnp.swapaxes(seen, -3, -2), out, 0)
+
+
+class _Settings(NamedTuple):
+    """The static arguments of `jax.nn.dot_product_attention`."""
+
+    scale: float | None
+    is_causal: bool
+    window: tuple[int, int] | None
+    implementation: Implementation
+
+
+def _attend(
+    settings: _Settings,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    query_lengths: jax.Array | None,
+    key_lengths: jax.Array | None,
+) -> jax.Array:
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=settings.scale,
+        is_causal=settings.is_causal,
+        query_seq_lengths=query_lengths,
+        key_value_seq_lengths=key_lengths,
+        local_window_size=settings.window,
+        implementation=settings.implementation,
+    )
+
+
+_fused_unless_differentiated = jax.custom_jvp(_attend, nondiff_argnums=(0,))
+
+
+@_fused_unless_differentiated.defjvp
+def _differentiate_without_fusion(settings: _Settings, primals: Any, tangents: Any) -> Any:
+    """Computes the output as well as its derivative with XLA."""
+    return jax.jvp(functools.partial(_attend, settings._replace(implementation="xla")), primals, tangents)
 
 
 @compiled_body

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import nnx
 from tests.nn.arrays import numpy_normal
@@ -203,6 +204,33 @@ class TestImplementation:
     def test_asking_for_what_cannot_be_says_why(self):
         with pytest.raises(ValueError, match="implementation='cudnn' is not possible here: it needs an NVIDIA GPU"):
             nnx.dot_product_attention(QUERY, KEY, VALUE, implementation="cudnn")
+
+    @pytest.mark.parametrize(("length", "gradient"), [(6, "cudnn"), (7, "xla")])
+    def test_odd_lengths_are_differentiated_without_the_fused_kernel(self, monkeypatch, length, gradient):
+        attend = jax.nn.dot_product_attention
+
+        def named(
+            *args, implementation, **options
+        ):  # there is no cuDNN here: XLA computes, and a name tells the choice
+            return checkpoint_name(attend(*args, implementation="xla", **options), implementation)
+
+        monkeypatch.setattr(jax.nn, "dot_product_attention", named)
+        monkeypatch.setattr("nnx.nn.dot_product.fusion_obstacle", lambda *args, **options: None)
+        x = jnp.linspace(0.0, 1.0, length * 16, dtype=jnp.bfloat16).reshape(1, length, 2, 8)
+        lengths = jnp.array([length - 1])
+
+        def loss(x, implementation="cudnn"):
+            options = {"is_causal": True, "key_value_seq_lengths": lengths, "implementation": implementation}
+            return nnx.dot_product_attention(x, x, x, **options).astype(jnp.float32).sum()
+
+        def kernels(f):
+            return {name for name in ("cudnn", "xla") if f"name={name}" in str(jax.make_jaxpr(f)(x))}
+
+        assert kernels(loss) == {"cudnn"}
+        assert kernels(jax.value_and_grad(loss)) == kernels(jax.jit(jax.grad(loss))) == {gradient}
+        assert kernels(lambda x: jax.vmap(jax.grad(loss))(x[None])) == {gradient}
+        expected = jax.grad(lambda x: loss(x, "xla"))(x)
+        assert (jax.grad(loss)(x) == expected).all() and jnp.isfinite(expected).all()
 
     def test_unknown_implementations_are_refused(self):
         with pytest.raises(ValueError, match="expected implementation 'cudnn', 'xla' or None, got 'flash'"):
