@@ -17,7 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from nnx.core.variables import with_metadata
 from nnx.sharding.axes import aligned_names, axis_names
 from nnx.sharding.rules import AnyMesh, Rules, RulesFallback, RulesLike, as_rules, axis_rules, names_in, resolve
-from nnx.sharding.unmatched import BUILT_IN_NAMES, did_you_mean, first_time, note_names
+from nnx.sharding.spelling import did_you_mean
+from nnx.sharding.unmatched import BUILT_IN_NAMES, first_time, note_names
 
 
 def with_logical_constraint(

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from nnx.sharding.rules import Rules, axis_rules, names_in
-from nnx.sharding.unmatched import BUILT_IN_NAMES, did_you_mean, idle_mesh_axes, missing_mesh_axes, unmatched_rules
+from nnx.sharding.spelling import did_you_mean
+from nnx.sharding.unmatched import BUILT_IN_NAMES, idle_mesh_axes, missing_mesh_axes, unmatched_rules
 
 LARGE = 16 << 20
 """The bytes from which on an array that is left whole is a finding."""

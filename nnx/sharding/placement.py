@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx.core.context import Context, streams_of
 from nnx.core.module import Module
@@ -90,6 +90,8 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: RulesL
     """
     if not isinstance(ctx, Context):
         raise TypeError(NOT_A_CONTEXT.format(got=short(ctx)))
+    if isinstance(build, Module):
+        raise TypeError(ALREADY_BUILT.format(got=type(build).__name__))
     rules = as_rules(rules)
     mesh = _concrete(mesh)
     if mesh is None:
@@ -151,7 +153,12 @@ ONE_ARRAY_AFTER_ANOTHER = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE
 
 NOT_A_CONTEXT = "nnx.init_sharded takes a Context as its last argument, e.g. nnx.context(0); got {got}."
 
-NOT_A_MESH = "A mesh with devices is needed, e.g. jax.make_mesh((4, 2), ('data', 'model')); got {got!r}."
+ALREADY_BUILT = """nnx.init_sharded takes a function of a Context that builds the Module, e.g. lambda ctx: \
+{got}(..., ctx=ctx); got a Module. To place one that exists, use nnx.shard(model, mesh, rules)."""
+
+NOT_A_MESH = """A mesh with devices is needed, e.g. jax.make_mesh((4, 2), ('data', 'model')); got {got!r}.{hint}"""
+
+PLAN_INSTEAD = " To plan for devices that do not exist, use nnx.sharding_report(model, mesh, rules)."
 
 SEVERAL_MODULES = """nnx.init_sharded builds one Module, but the function returned {got}. Put several into one, e.g. \
 nnx.Dict(model=model, optimizer=optimizer)."""
@@ -161,7 +168,8 @@ def _concrete(mesh: Mesh | None) -> Mesh | None:
     if mesh is None:
         mesh = jax.sharding.get_mesh()
     elif not isinstance(mesh, Mesh):
-        raise TypeError(NOT_A_MESH.format(got=mesh))
+        hint = PLAN_INSTEAD if isinstance(mesh, AbstractMesh) else ""
+        raise TypeError(NOT_A_MESH.format(got=mesh, hint=hint))
     return None if mesh.empty else mesh
 
 

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from nnx.core.filters import Filter, to_predicate
 from nnx.sharding.axes import PartialAxes, axis_names
+from nnx.sharding.spelling import did_you_mean
 
 MeshAxes = str | tuple[str, ...] | None
 Rule = tuple[str, MeshAxes]
@@ -107,7 +108,8 @@ def as_rules(rules: Any) -> Rules:
     if rules is None:
         return _current.get()
     if isinstance(rules, str) or not isinstance(rules, Iterable):
-        raise TypeError(NOT_RULES.format(got=rules))
+        hint = NOT_CALLED if callable(rules) else NOT_IN_A_LIST if isinstance(rules, MemoryRule) else ""
+        raise TypeError(NOT_RULES.format(got=rules, hint=hint))
     return tuple(_as_rule(rule) for rule in (rules.items() if isinstance(rules, Mapping) else rules))
 
 
@@ -248,7 +250,8 @@ def resolve(
         if mesh_shape is not None:
             missing = next((mesh_axis for mesh_axis in axes if mesh_axis not in mesh_shape), None)
             if missing is not None:
-                unknown.append(UNKNOWN_MESH_AXIS.format(rule=rule, mesh_axis=missing, known=tuple(mesh_shape)))
+                known, hint = tuple(mesh_shape), did_you_mean(missing, mesh_shape)
+                unknown.append(UNKNOWN_MESH_AXIS.format(rule=rule, mesh_axis=missing, known=known, hint=hint))
                 continue
             if shape is not None:
                 # One dimension can have several names, whose mesh axes divide it together.
@@ -276,7 +279,9 @@ def resolve(
     )
 
 
-NOT_RULES = 'Rules are pairs of a name and a mesh axis, as in [("embed", "model")]; got {got!r}.'
+NOT_RULES = 'Rules are pairs of a name and a mesh axis, as in [("embed", "model")]; got {got!r}.{hint}'
+NOT_CALLED = " Call the function to get its rules."
+NOT_IN_A_LIST = " Put the rule into a list, in front of the others."
 
 NOT_A_RULE = """{got!r} is not a rule: a rule is a pair of a logical axis name and a mesh axis, a tuple of mesh axes \
 or None, as in ("embed", "model")."""
@@ -288,7 +293,7 @@ TOO_MANY_NAMES = (
 )
 
 UNKNOWN_MESH_AXIS = (
-    "the rule {rule} names the mesh axis {mesh_axis!r}, which the mesh does not have; its axes are {known}."
+    "the rule {rule} names the mesh axis {mesh_axis!r}, which the mesh does not have; its axes are {known}.{hint}"
 )
 
 CLAIMED_TWICE = "axis {axis}, {name!r}: rule {rule} needs the mesh axis {mesh_axis!r}, already claimed by {other!r}."

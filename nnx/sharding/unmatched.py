@@ -10,7 +10,6 @@ silent.
 Every warning appears once per process.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,18 +19,17 @@ from jax.sharding import NamedSharding
 from nnx.core.scopes import count_calls
 from nnx.sharding.rules import Rule, Rules, axis_rules, mesh_axes_of
 from nnx.sharding.rulesets import PARAMETER_NAMES
+from nnx.sharding.spelling import closest, did_you_mean
 
 BUILT_IN_NAMES = frozenset((*PARAMETER_NAMES, "batch", "length", "layers"))
 """Names of the built-in layers and rule sets. A rule for one of them is not a typo, even if this model lacks it."""
 
-CLOSE = 0.7  # difflib's ratio from which on two names count as one word and its misspelling
 MAX_WARNINGS = 1024
 MAX_UNSETTLED = 64
 
 UNMATCHED_RULE = "no array has the axis name of the rule {rule}, and no constraint so far has used it.{hint}"
 IDLE_MESH_AXIS = "no rule uses the mesh axis {axis!r} of size {size}, so its devices all hold and compute the same."
 MISSING_MESH_AXIS = "the mesh has no axis {axis!r}, which {rules} asked for; its axes are {known}.{hint}"
-DID_YOU_MEAN = " Did you mean {name!r}?"
 SETTLED = """The rules leave something unused:
 {findings}
 See nnx.sharding_report(model, mesh, rules)."""
@@ -168,27 +166,6 @@ def settle(rules: Rules) -> list[str]:
             warnings.append(text)
     UNSETTLED[:] = waiting
     return warnings
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns the end of a sentence about an unknown name: the known one it resembles, or nothing."""
-    found = closest(name, known)
-    return DID_YOU_MEAN.format(name=found) if found else ""
-
-
-def closest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name of which `name` is probably a misspelling.
-
-    A name that contains a known one as a word, such as 'kv_heads', was derived from it and is not a misspelling.
-
-    >>> closest("mpl", ["mlp", "embed"]), closest("lenght", ["length"]), closest("kv_heads", ["heads"])
-    ('mlp', 'length', None)
-    """
-    words = name.split("_")
-    candidates = [other for other in known if other not in words]
-    letters = [other for other in candidates if sorted(other) == sorted(name)]  # letters swapped, in a short name
-    found = letters or difflib.get_close_matches(name, candidates, 1, CLOSE)
-    return found[0] if found else None
 
 
 def _listed(rules: Iterable[Rule]) -> str:

@@ -84,14 +84,19 @@ def test_abstract_modules_learn_their_shardings(mesh):
 def test_errors_name_the_path_and_change_nothing(mesh):
     model = nnx.Dict(layer=Mlp(ctx=nnx.context(0)))
     kernel = model.layer.kernel
-    with pytest.raises(ValueError, match=r"^layer/bias: the rule \('mlp', 'modle'\)"):
+    with pytest.raises(ValueError, match=r"^layer/bias: the rule \('mlp', 'modle'\).*Did you mean 'model'\?"):
         nnx.shard(model, mesh, [("mlp", "modle")])
     assert model.layer.kernel is kernel and model.layer.variable("bias").sharding is None
 
 
 def test_a_mesh_without_devices_is_an_error():
-    with pytest.raises(TypeError, match="mesh with devices is needed"):
+    with pytest.raises(TypeError, match="mesh with devices is needed.*nnx.sharding_report"):
         nnx.shard(Mlp(ctx=nnx.context(0)), AbstractMesh((1,), ("data",)), RULES)
+
+
+def test_a_module_is_not_built_again(mesh):
+    with pytest.raises(TypeError, match="got a Module.*use nnx.shard"):
+        nnx.init_sharded(Mlp(ctx=nnx.context(0)), mesh, RULES, nnx.context(0))
 
 
 # Building

@@ -85,6 +85,13 @@ def test_what_is_no_rule_is_an_error_that_shows_it(rules):
     assert repr(rules[0] if isinstance(rules, list) else rules) in str(error.value)
 
 
+def test_rules_that_were_not_called_or_not_listed_are_errors_that_say_so():
+    with pytest.raises(TypeError, match="Call the function"):
+        nnx.logical_to_mesh_axes(("embed",), nnx.fsdp_rules)
+    with pytest.raises(TypeError, match="Put the rule into a list"):
+        nnx.logical_to_mesh_axes(("embed",), nnx.on_host(nnx.Param))
+
+
 @pytest.mark.parametrize("names", ["embed", 3, ("embed", 1)])
 def test_what_are_no_names_is_an_error_that_shows_it(names):
     with pytest.raises(TypeError, match="names? is a|a tuple of axis names"):
