@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from nnx.core.aligned_memory import aligned_bytes
+from nnx.core.aligned_memory import aligned_bytes, populate
 from nnx.interop.safetensors_header import INVALID, MAX_LENGTH, Header, Tensor, make_header, parse_header
 from nnx.training.checksum import checksum
 from nnx.training.manifest import CheckpointError
@@ -118,6 +118,8 @@ class TensorFile:
         chunks = range(first // self.chunk, -(-last // self.chunk))
 
         def read_chunk(chunk: int) -> None:
+            if into is None:
+                populate(buffer[max(chunk * self.chunk - first, 0) : (chunk + 1) * self.chunk - first])
             self._read_chunk(name, chunk, buffer, first, last, verify)
 
         if into is None and len(chunks) > 1 and THREADS > 1:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx.core.aligned_memory import aligned_zeros
+from nnx.core.aligned_memory import aligned_zeros, populate
 from nnx.interop.safetensors_file import THREADS
 from nnx.models.fp8 import AnyFile
 from nnx.models.tables import Layout, Shape
@@ -101,7 +101,7 @@ class Reader:
         if not stack:
             return self._read(pieces[0], bounds, dtype, None)
         outer, inner = bounds[: len(stack)], bounds[len(stack) :]
-        part = aligned_zeros(_sizes(bounds), dtype)
+        part = self._fresh(_sizes(bounds), dtype)
         for index in np.ndindex(*_sizes(outer)):
             number = np.ravel_multi_index([i + start for i, (start, _) in zip(index, outer, strict=True)], stack)
             self._read(pieces[int(number)], inner, dtype, part[(*index, ...)])  # `...`: an array even of a scalar
@@ -111,7 +111,8 @@ class Reader:
         inputs, whole = piece.layout.inputs or 0, _whole(piece.shape)
         others = (*range(1, inputs), *range(inputs + 1, len(bounds)))
         if piece.layout.transposed and all(bounds[axis] == whole[axis] for axis in others):
-            into = aligned_zeros(_sizes(bounds), dtype) if into is None else into
+            if into is None:
+                into = self._fresh(_sizes(bounds), dtype)
             self._read_transposed(piece, bounds, into)
             return into
         view = self._view(piece, bounds)
@@ -119,7 +120,7 @@ class Reader:
             if view.dtype == dtype and view.flags.c_contiguous:
                 self._forget()  # the caller keeps these rows, and no other device needs them
                 return view
-            into = aligned_zeros(view.shape, dtype)
+            into = self._fresh(view.shape, dtype)
         _convert(view, into)
         return into
 
@@ -186,6 +187,12 @@ class Reader:
         order = piece.layout.order
         whole = whole.reshape(piece.shape) if order is None else whole.transpose(np.argsort(order))
         return whole[(..., *(slice(*bound) for bound in bounds))]
+
+    def _fresh(self, shape: Shape, dtype: Any) -> np.ndarray:
+        """Returns new memory for an array, provided by all threads together."""
+        array = aligned_zeros(shape, dtype)
+        list(self._pool.map(populate, np.array_split(array.reshape(-1), THREADS)))
+        return array
 
     def _read_rows(self, piece: Piece, start: int, stop: int | None) -> np.ndarray:
         at = (id(piece.file), piece.name, start, stop)

@@ -1,10 +1,15 @@
 """Memory to read into: JAX uses it without a copy, and huge pages are used only where they are fast."""
 
+import mmap
+import platform
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 
-from nnx.core.aligned_memory import LARGE, aligned_copy, aligned_zeros, reports_free_memory
+from nnx.core.aligned_memory import LARGE, aligned_bytes, aligned_copy, aligned_zeros, populate, reports_free_memory
 
 
 @pytest.mark.parametrize("size", [1, LARGE - 1, LARGE, 3 * LARGE + 5])
@@ -45,3 +50,23 @@ def test_a_guest_that_reports_its_free_memory_is_recognized(devices, expected, t
 
 def test_a_system_without_such_devices_reports_nothing(tmp_path):
     assert not reports_free_memory(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("size", [0, 100, 5000, 3 * LARGE + 17])
+def test_populating_does_not_change_the_contents(size):
+    memory = aligned_bytes(size + 50)[50:]
+    memory[:] = np.arange(size) % 251
+    populate(memory)
+    np.testing.assert_array_equal(memory, np.arange(size) % 251)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="about Linux")
+def test_populating_provides_the_memory():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    memory = aligned_bytes(16 * LARGE)
+    before = resident()
+    populate(memory)
+    # Linux before 5.14 leaves it to the first use.
+    assert resident() - before > 14 * LARGE or tuple(map(int, platform.release().split(".")[:2])) < (5, 14)
