@@ -4,8 +4,9 @@ A flat form owns no Module and no array. It holds the instance dicts of the Modu
 weak references to the Modules themselves.
 """
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, getitem
 from typing import Any
 
@@ -33,12 +34,12 @@ class Flat:
 
     __slots__ = (
         "key", "statics", "mutables", "dicts", "names", "refs", "ties", "modules", "level", "sown", "writers", "plans",
-        "last_plan", "pops", "ready", "watched", "unchanged", "versions", "revisions", "_stamp", "_watch",
-        "_mutable_trees", "_indices", "__weakref__",
+        "last_plan", "pops", "ready", "unchanged", "versions", "revisions", "has_mutable_trees",
+        "_indices", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, walk: Traversal):
-        self._stamp = STRUCTURE.stamp
+        stamp = STRUCTURE.stamp
         self.key: GraphKey = walk.key
         self.statics: Statics = walk.detached()
         self.mutables: list[Any] = walk.mutables  # the live mutable static values, by number
@@ -56,14 +57,12 @@ class Flat:
                 self.refs[i] = ref
                 self.versions.append(ref.version)
         self.revisions: list[Revision] = list(map(_revision, self.versions))
-        self._watch = [watch for watches in walk.watches for watch in watches]
         # Cells that hold containers. With two or more, every call has to ask which of them hold the same one.
-        self._mutable_trees = mutable_tree_cells(self.values())
-        if len(self._mutable_trees) < 2:
-            self._mutable_trees = []
+        trees = mutable_tree_cells(self.values())
+        self.has_mutable_trees: bool = len(trees) > 1
         shared = set(self.key.shared)
         lone = tuple([i for i, ref in enumerate(walk.refs) if ref is not None and i not in shared])
-        aliases = self._aliases()
+        aliases = alias_groups(trees, [self.dicts[i][self.names[i]] for i in trees])
         self.ties: Ties = Ties(lone, aliases, walk.twins) if lone or aliases or walk.twins else NO_TIES
         levels = {id(info.level): info.level for info in infos}
         self.level: Any = next(iter(levels.values())) if len(levels) == 1 else None  # None: there are several levels
@@ -72,48 +71,36 @@ class Flat:
         self.plans: dict[Any, Any] = {}  # how jitted functions repeat a call; filled by them
         self.last_plan: Any = None  # the one used last, which is usually the next one, too
         self.pops: dict[Any, Any] = {}  # how pop_state repeats a removal; filled by it
-        # A call compares one of the next two with the global stamp, and skips `is_valid` if it is the same object.
-        # `ready` is the stamp at which there is nothing to check: no watched static value, no container to compare.
-        # `watched` is the stamp at which only watched static values have to be checked, by `unchanged`.
-        self.ready: Any = None if self._watch or self._mutable_trees else self._stamp
-        self.watched: Any = self._stamp if self._watch and not self._mutable_trees else None
-        self.unchanged = comparison(self._watch)
+        # What a call checks, in this order. `ready` is the stamp at which the revisions were last compared: while it is
+        # the global one, they are the same. `unchanged` asks what no stamp tells: whether watched static values still
+        # hold what they held, and whether the same cells share a container. It is None if there are none of either.
+        self.ready: Any = stamp
+        watches = [watch for watches in walk.watches for watch in watches]
+        self.unchanged: Callable[[], bool] | None = comparison(watches) if watches else None
+        if self.has_mutable_trees:
+            # Not a method: a form that refers to itself would not be freed together with its Module.
+            cells = trees, [self.dicts[i] for i in trees], [self.names[i] for i in trees]
+            self.unchanged = functools.partial(_is_unchanged, *cells, aliases, self.unchanged)
         self._indices: dict[Layout, list[int]] = {}
 
     def is_valid(self) -> bool:
         """Whether the graph still has the structure it had when this form was made."""
         stamp = STRUCTURE.stamp
-        if self._stamp is not stamp:
+        if self.ready is not stamp:
             if list(map(_revision, self.versions)) != self.revisions:
                 return False
-            self._stamp = stamp
-        if self._mutable_trees and self._aliases() != self.ties.aliases:
-            return False
-        if not self._watch:
-            if not self._mutable_trees:
-                self.ready = stamp
-            return True
-        if not self._mutable_trees:
-            self.watched = stamp
-        return self.unchanged()
+            self.ready = stamp
+        unchanged = self.unchanged
+        return unchanged is None or unchanged()
 
     def may_come_back(self) -> bool:
         """Whether this form is valid, or would be after some plain variables were added or removed again."""
         return all(map(Revision.can_lead_to, map(_revision, self.versions), self.revisions))
 
-    @property
-    def has_mutable_trees(self) -> bool:
-        """Whether several cells hold mutable trees, so that every call compares which of them are one."""
-        return bool(self._mutable_trees)
-
     def starts_at(self, roots: Sequence[Any]) -> bool:
         """Whether these are the roots of the graph."""
         numbers = self.key.roots
         return len(numbers) == len(roots) and all(self.modules[n]() is root for n, root in zip(numbers, roots))
-
-    def _aliases(self) -> tuple[tuple[int, ...], ...]:
-        cells = self._mutable_trees
-        return alias_groups(cells, [self.dicts[i][self.names[i]] for i in cells]) if cells else ()
 
     def values(self) -> list[Any]:
         """Returns the value of every cell."""
@@ -144,6 +131,19 @@ class Flat:
             cells = map(self.key.find, layout.paths)
             found = self._indices[layout] = [-1 if cell is None else cell for cell in cells]
         return found
+
+
+def _is_unchanged(
+    cells: Sequence[int],
+    dicts: Sequence[dict[str, Any]],
+    names: Sequence[str],
+    aliases: tuple[tuple[int, ...], ...],
+    statics_unchanged: Callable[[], bool] | None,
+) -> bool:
+    """Whether the same of these cells share a container as before, and watched static values hold what they held."""
+    if alias_groups(cells, map(getitem, dicts, names)) != aliases:
+        return False
+    return statics_unchanged is None or statics_unchanged()
 
 
 def flat_of(module: Any) -> Flat:

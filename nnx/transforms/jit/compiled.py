@@ -120,6 +120,7 @@ class Compiled:
             self.jitted = PlacedFunction(self._make, placements, self.jitted)
             if self.donation is not None:
                 self.donation.inner = PlacedFunction(self.donation.make_inner, placements, self.donation.inner)
+                self.donation.usual = None
             self.placed = True
         assert self.signature.key is not None
         return kept_shardings(given, placements, self.signature.key.hooks)

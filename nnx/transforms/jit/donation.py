@@ -112,20 +112,22 @@ class Donation:
         self.inner: Any = self.make_inner()  # a PlacedFunction once the cells are on several devices
         self.by_avals = False
         self.variants: dict[Any, Variant] = {}
+        self.usual: Variant | None = None  # the only one, as long as neither shapes nor placements decide
         self.types: set[Any] = set()  # of all cells that were ever traced, before and after
 
     def run(self, cells: list[Any], data: tuple[Any, ...], forks: Any) -> Any:
         """Runs the function on Modules of the running trace level, whose changes can be written back."""
+        variant = self.usual
         try:
-            return self._run(cells, data, forks)
+            if variant is None:
+                variant = self.variant(cells, data, forks)
+            return variant.run(cells, data, forks, self.compiled.effects_of)
         except OtherChangeSet:
             self.by_avals = True  # shapes decide what changes: from now on, one variant per set of shapes
+            self.usual = None
             self.variants.clear()
-        return self._run(cells, data, forks)  # outside the handler: an error must not be chained to this one
-
-    def _run(self, cells: list[Any], data: tuple[Any, ...], forks: Any) -> Any:
-        variant = self.variant(cells, data, forks)
-        return variant.run(cells, data, forks, self.compiled.effects_of)
+        # Outside the handler: an error must not be chained to this one.
+        return self.variant(cells, data, forks).run(cells, data, forks, self.compiled.effects_of)
 
     def variant(self, cells: list[Any], data: Any, forks: Any) -> Variant:
         """Returns the function compiled with everything donated that can be for these arguments."""
@@ -140,6 +142,8 @@ class Donation:
             traced = standing_for(functools.partial(self.traced, inner, replaced), owner.target, owner.name)
             jitted = jax.jit(traced, donate_argnums=0, **self.compiled.owner.options, **self._in_shardings(is_given))
             found = self.variants[key] = Variant(jitted, is_given, len(cells), self.types)
+        if not self.by_avals and not self.compiled.placed:
+            self.usual = found
         return found
 
     def make_inner(self) -> Any:
