@@ -108,7 +108,7 @@ SENTENCES: dict[str, list[Quote | Claim]] = {
             "Three quarters of the time is spent in cuBLAS and cuDNN",
             0.72 < (kernels["matrix products"] + kernels["attention"]) / kernels["all"] < 0.78,
         ),
-        Quote("by their gradient in one go. Without it, a step takes {} % longer", (longer("cross-entropy by XLA"),)),
+        Quote("gradient in one pass. Without it, a step takes {} % longer", (longer("cross-entropy by XLA"),)),
         Quote("each matrix product, and a step takes {} % longer", (longer("positions added once"),)),
         Quote("that the forward pass has to write, and a step takes {} % longer", (longer("gelu stored"),)),
         Quote("One NVIDIA H200, jax {}, torch {}; vocabulary", gpu_versions("gpu_train_gpt2")),
