@@ -9,8 +9,8 @@ from typing import NamedTuple
 SMALLEST_PROMPT = 16
 SMALLEST_CACHE = 64
 ROWS_THAT_PAY = 8
-# Tokens per group. Both divide SMALLEST_CACHE, so that there is a column for each step. The longer group is for texts of
-# LONG_TEXT tokens and more: there, fewer pauses save about as much as the half group costs that is wasted on average.
+# Tokens per group. Both divide SMALLEST_CACHE, so that there is a column for each step. The longer group is for texts
+# of LONG_TEXT tokens and more: there, fewer pauses save about as much as the wasted half of the last group costs.
 SHORT_GROUP, LONG_GROUP = 16, 32
 LONG_TEXT = 256
 

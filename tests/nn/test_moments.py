@@ -62,6 +62,16 @@ def test_second_derivatives_of_a_norm_are_those_of_its_formula():
     np.testing.assert_allclose(jax.hessian(lambda x: jnp.sum(jnp.sin(layer(x))))(x), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "InstanceNorm"])
+def test_a_differentiated_norm_returns_what_it_returns_otherwise(name):
+    # The two are computed in different forms, see `_fused` in norm_base.
+    norm, x = NORMS[name][0](), 3 + numpy_normal(4, 6, 8).astype(np.float32)
+    y, pullback = jax.vjp(norm, x)
+    np.testing.assert_allclose(y, norm(x), atol=2e-6)
+    masked = jax.vjp(lambda x: norm(x, mask=jnp.ones(x.shape, bool)), x)[1]  # the plain formula of a masked norm
+    np.testing.assert_allclose(pullback(x)[0], masked(x)[0], atol=2e-5)
+
+
 @every_norm
 def test_a_mask_without_valid_entries_has_finite_values_and_gradients(name):
     layer, x = NORMS[name][0](), 5 + normal(2, 3, 8)
