@@ -15,7 +15,7 @@ SECONDS ?= 600
 
 export PYTHONHASHSEED := 0
 
-.PHONY: help demo test matrix fuzz torture parity goldens lint format bench figures docs serve examples distributed clean
+.PHONY: help demo test matrix fuzz torture parity goldens lint format bench figures docs serve notebooks examples distributed clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -52,13 +52,16 @@ bench: $(VENV)/.ready-dev ## one table of ratios against hand-written JAX and pe
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m benchmarks $(ARGS)
 
 figures: $(VENV)/.ready-dev ## write the stored figures of benchmarks into README and docs (ARGS=--check)
-	@JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.figures $(ARGS)
+	@JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.figures $(ARGS) && $(BIN)/python tools/benchmark_bars.py $(ARGS)
 
 docs: $(VENV)/.ready-dev ## build the guide into site/, warnings are errors
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 serve: $(VENV)/.ready-dev ## show the guide at http://127.0.0.1:8000 and rebuild it on every change (ARGS="-a 127.0.0.1:9000")
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --quiet $(ARGS)
+
+notebooks: $(VENV)/.ready-dev ## run the notebooks of the guide and store what they show (ARGS="sharding")
+	@JAX_PLATFORMS=cpu PYTHONPATH=. $(BIN)/python tools/notebooks.py $(ARGS)
 
 examples: $(VENV)/.ready-dev ## run every example at a small setting and print its final metric
 	@$(BIN)/python examples/run_all.py $(ARGS)

@@ -67,9 +67,10 @@ def ring_attention(
     keys.
 
     Args:
-        query, key, value, mask, dtype, precision, promote_dtype, is_causal, scale, key_value_seq_lengths,
-            local_window_size, logits_soft_cap: as in `dot_product_attention`. A causal window shortens the ring to the
-            blocks it reaches.
+        query, key, value, mask, key_value_seq_lengths: as in `dot_product_attention`.
+        dtype, precision, promote_dtype, scale, logits_soft_cap: as in `dot_product_attention`.
+        is_causal, local_window_size: as in `dot_product_attention`. A causal window shortens the ring to the blocks it
+            reaches.
         bias, broadcast_dropout, dropout_rng, dropout_rate, deterministic, module, implementation: as in
             `dot_product_attention`, where the text is not split. A ring refuses a bias, dropout, recording weights and
             "cudnn".
