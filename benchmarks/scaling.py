@@ -1,8 +1,11 @@
-"""How do costs grow from 1,000 to 10,000 Variables?
+"""How do costs grow from 100 over 1,000 to 10,000 Variables?
 
 Everything NNX does should take time in proportion to the number of Variables: ten times as many should take about ten
 times as long, and the goal leaves a fifth for caches that no longer fit. JAX's own share of a call grows faster than
 that, in dispatch and in XLA's compiler, so a call is compared with the same step written by hand at 10,000.
+
+A profile of that call, 10.0 ms of processor time: gathering 10,000 values takes 0.3 ms, writing 3,333 back takes 0.1,
+and the rest is JAX's call of the compiled function, which includes 0.3 ms for flattening the list of values.
 
 Times are processor time: the longer an operation, the more of its wall-clock time belongs to other programs.
 """
@@ -20,9 +23,9 @@ import jax.numpy as jnp
 import nnx
 from benchmarks.harness import OURS, Contender, Row, Settings, Timing, interleave, ratio_row
 
-SMALL, LARGE = 1_000, 10_000  # Variables
+TINY, SMALL, LARGE = 100, 1_000, 10_000  # Variables; the first for information
 GROWTH = 12.0
-AGAINST_RAW = 1.25
+CALL, FIRST_CALL = 1.15, 1.25  # times as long as by hand; XLA's time to compile varies more
 KERNEL, BIAS, COUNT = jnp.ones((4, 4)), jnp.ones((4,)), jnp.zeros((), jnp.int32)
 
 
@@ -32,8 +35,8 @@ def measure(settings: Settings) -> Iterator[Row]:
         yield _growth_row(name, _timings(contenders, settings))
     rounds = 2 if settings.quick else 4
     yield _growth_row("trace a step", _once_each(lambda variables: {OURS: _traced(variables)}, rounds))
-    yield _raw_row("call a compiled step", _timings(_steps, settings))
-    yield _raw_row("first call of a step: trace and compile", _once_each(_steps, rounds))
+    yield _raw_row("call a compiled step", _timings(_steps, settings), CALL)
+    yield _raw_row("first call of a step: trace and compile", _once_each(_steps, rounds), FIRST_CALL)
 
 
 def _timings(contenders: Callable[[int], dict[str, Contender]], settings: Settings) -> dict[str, Timing]:
@@ -45,15 +48,16 @@ def _growth_row(name: str, timings: dict[str, Timing]) -> Row:
     return ratio_row(measure, timings, f"nnx {SMALL:,}", GROWTH, f"≤ {GROWTH:g} × at {SMALL:,}")
 
 
-def _raw_row(name: str, timings: dict[str, Timing]) -> Row:
-    return ratio_row(f"{name}, {LARGE:,} Variables", timings, f"raw {LARGE:,}", AGAINST_RAW)
+def _raw_row(name: str, timings: dict[str, Timing], limit: float) -> Row:
+    return ratio_row(f"{name}, {LARGE:,} Variables", timings, f"raw {LARGE:,}", limit)
 
 
 def _by_size(contenders: Callable[[int], dict[str, Contender]]) -> dict[str, Contender]:
-    """Returns the contenders at both sizes, ours at the large one first."""
-    large, small = contenders(LARGE), contenders(SMALL)
-    named = {OURS if name == OURS else f"{name} {LARGE:,}": run for name, run in large.items()}
-    return named | {f"{name} {SMALL:,}": run for name, run in small.items()}
+    """Returns the contenders at all sizes: ours at the large one first, then what it is compared with."""
+    named = {OURS if name == OURS else f"{name} {LARGE:,}": run for name, run in contenders(LARGE).items()}
+    for variables in (SMALL, TINY):
+        named |= {f"{name} {variables:,}": run for name, run in contenders(variables).items()}
+    return named
 
 
 class Block(nnx.Module):
