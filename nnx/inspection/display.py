@@ -145,13 +145,14 @@ def _plain(value: Any) -> Any:
 
 
 class _Text:
-    """An object whose repr is the given text, so that treescope shows that."""
+    """Shown as the given text. An object that has only a repr would be followed by a comment with its address."""
 
     def __init__(self, text: str):
         self.text = text
 
-    def __repr__(self) -> str:
-        return self.text
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        parts = require("treescope.rendering_parts", "display")
+        return parts.build_one_line_tree_node(parts.text(self.text))
 
 
 def _library() -> Any:

@@ -88,6 +88,7 @@ def test_a_page_is_complete_in_itself(tmp_path):
     assert all(name in page for name in ("TinyBlock", "Linear", "Sequence", "Param"))
     assert "<b>bold</b>" not in page
     assert 'src="http' not in page and 'href="http' not in page
+    assert "activation" in page and " object at 0x" not in page  # functions are shown by name, without an address
 
 
 def test_arrays_may_be_drawn(tmp_path):
