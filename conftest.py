@@ -1,9 +1,18 @@
 """What every docstring example may use without importing it, and programs that compile quickly."""
 
+import importlib.metadata
 import os
 
-# Tests compile much and compute little. Programs that tests start inherit it.
+# Tests compile much and compute little. Most of a test's time would go into optimizing programs that run once. The
+# fusion emitters (a flag that JAX 0.11 removed) double the time of a compilation, and splitting a tiny program into
+# parts to compile them in parallel costs more than it saves. Programs that tests start inherit the environment.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if "--xla_cpu_parallel_codegen_split_count" not in os.environ.get("XLA_FLAGS", ""):
+    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_parallel_codegen_split_count=1"]
+    # Asked of the package: importing JAX would read these variables before they are set.
+    if importlib.metadata.version("jax").startswith("0.10."):
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
 import jax
 import jax.numpy as jnp

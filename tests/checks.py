@@ -9,6 +9,10 @@ import pytest
 import nnx
 from tests.models import Tree
 
+# For tests that read a compiled program or its cost. Without the fusion emitters, which `conftest.py` switches off, XLA
+# replaces each scatter by a loop.
+AS_OUTSIDE_THE_TESTS = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else None
+
 
 def photograph(module: nnx.Module) -> Any:
     """Everything that can be seen of a Module: its objects, the types and arrays of its state, its structure."""

@@ -12,6 +12,7 @@ import pytest
 import nnx
 from nnx.generation import programs
 from nnx.generation.buckets import Pace, cache_bucket, prompt_bucket
+from tests.checks import AS_OUTSIDE_THE_TESTS
 from tests.generation.models import Table, counting, decoder, random_prompts
 
 
@@ -115,7 +116,7 @@ def test_the_loop_writes_its_caches_in_place(lengths, operation):
     model, compiled = decoder(), []
 
     def recording_write(*args, **kwargs):
-        compiled.append(programs.write.lower(*args, **kwargs).compile())
+        compiled.append(programs.write.lower(*args, **kwargs).compile(AS_OUTSIDE_THE_TESTS))
         return programs.write(*args, **kwargs)
 
     with mock.patch("nnx.generation.generate.write", recording_write):

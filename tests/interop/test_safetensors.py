@@ -1,7 +1,6 @@
 """safetensors in and out, and against the reference implementation."""
 
 import json
-import os
 import struct
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx
 from nnx.interop import safetensors_file
+from tests.sharding.programs import environment
 
 
 class Mixed(nnx.Module):
@@ -424,9 +424,8 @@ print(json.dumps(peaks))
 
 def test_loading_peaks_at_the_model_plus_one_array(path):
     nnx.save_safetensors(path, nnx.State({f"w{i}": np.full((512, 4096), i, np.float32) for i in range(10)}))
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     command = [sys.executable, "-c", PEAK_PROGRAM, str(path)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, env=environment(devices=4), capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     peaks = json.loads(run.stdout)
     assert len(peaks) == 4 and max(peaks.values()) < 1.15, peaks  # one array is 0.1 models

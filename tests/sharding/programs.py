@@ -7,23 +7,25 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import jax
-
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-# how fast these programs compile counts, not how fast they run
-QUICK = "--xla_backend_optimization_level=0"
-if jax.__version_info__ < (0, 11):
-    QUICK += " --xla_cpu_use_fusion_emitters=false"
+
+def environment(devices: int | None = None) -> dict[str, str]:
+    """Returns the environment of a program on the CPU, with so many virtual devices if it does not make them itself."""
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    if devices is not None:
+        flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={devices}"]
+        variables["XLA_FLAGS"] = " ".join(flags).strip()
+    return variables
 
 
 def start(program: Path, *arguments: str, devices: int | None = None) -> subprocess.Popen:
     """Starts a Python program, with so many virtual devices if it does not make them itself."""
-    flags = QUICK if devices is None else f"{QUICK} --xla_force_host_platform_device_count={devices}"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(program), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(devices)
+    )
 
 
 def finish(processes: Sequence[subprocess.Popen], limit: float, codes: Iterable[int] | None = None) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 import nnx
 from nnx.core.writer_lock import WriterLock
 from nnx.training import loading, saving, workers
+from tests.sharding.programs import environment
 
 SIZES = (5, 1000, 3)
 
@@ -150,11 +151,10 @@ for kind, make in MAKE.items():
 
 
 def test_a_load_needs_no_more_than_the_model_and_its_largest_array(tmp_path):
-    flags = "--xla_force_host_platform_device_count=2"
     # by default glibc keeps freed blocks of this size for later; models have larger arrays, which it gives back
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    variables = {**environment(devices=2), "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", MEMORY, str(tmp_path / "c")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=250)
     assert done.returncode == 0, done.stderr
     more = {kind: float(megabytes) for kind, megabytes in map(str.split, done.stdout.splitlines())}
     # What comes on top of the target: two arrays that are read together, and, where the parts on the devices are not

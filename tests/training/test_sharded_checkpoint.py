@@ -1,19 +1,18 @@
 """A checkpoint that was written by eight devices is read by one and by four, in another layout."""
 
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.sharding.programs import environment
 
 SCRIPT = Path(__file__).with_name("sharded_run.py")
 
 
 def run(*arguments: str, devices: int) -> None:
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, str(SCRIPT), *arguments, str(devices)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(devices), timeout=250)
     assert done.returncode == 0, done.stderr
 
 

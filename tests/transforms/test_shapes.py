@@ -1,7 +1,5 @@
 """`nnx.eval_shape` and `nnx.shard_map`: Modules of shapes, and Modules cut up over a mesh."""
 
-import os
-import pathlib
 import subprocess
 import sys
 import textwrap
@@ -14,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import nnx
 from tests.models import Count
+from tests.sharding.programs import environment
 
 
 class Linear(nnx.Module):
@@ -217,15 +216,9 @@ MANY_DEVICES = """
 
 
 def test_shardings_and_shard_map_over_several_devices():
-    root = pathlib.Path(nnx.__file__).resolve().parents[1]
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
-    }
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MANY_DEVICES)],
-        env=environment,
+        env=environment(devices=4),
         capture_output=True,
         text=True,
         timeout=120,
