@@ -1,4 +1,4 @@
-"""Every example runs at its small setting, in a process of its own, and ends by printing its final metric."""
+"""Every example runs at its small setting and ends by printing its final metric."""
 
 import os
 import pathlib
@@ -8,22 +8,39 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
-EXAMPLES = [*sorted((ROOT / "examples").glob("[0-9]*.py")), ROOT / "examples" / "demo.py"]
-TIME_LIMIT = 280  # seconds, on a machine that does much else; most take some ten when they have a core to themselves
+from tests.scripts import ROOT, copy_examples, run_script
+
+NAMES = [*sorted(path.name for path in (ROOT / "examples").glob("[0-9]*.py")), "demo.py"]
+OWN_PROCESS = "13_sharded.py"  # sets the number of devices, which must happen before JAX is used
+TIME_LIMIT = 280  # seconds, on a machine that does much else; most take a few when they have a core to themselves
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return copy_examples(tmp_path_factory.mktemp("copy"))
+
+
+def last_line_is_the_final_metric(printed: str) -> bool:
+    return re.match(r"final .*: -?\d", printed.strip().splitlines()[-1]) is not None
 
 
 @pytest.mark.timeout(TIME_LIMIT + 20)
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_the_example_runs_and_learns(example):
+@pytest.mark.filterwarnings("default")  # those of the libraries that examples plot with and take data from
+@pytest.mark.parametrize("name", [name for name in NAMES if name != OWN_PROCESS])
+def test_the_example_runs_and_learns(name, examples):
+    printed = run_script(examples / name, "--smoke")
+    assert last_line_is_the_final_metric(printed), printed[-2000:]
+
+
+@pytest.mark.timeout(TIME_LIMIT + 20)
+def test_the_sharded_example_runs_and_learns_on_one_device():
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(example), "--smoke"]
+    command = [sys.executable, str(ROOT / "examples" / OWN_PROCESS), "--smoke"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIME_LIMIT)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    last_line = result.stdout.strip().splitlines()[-1]
-    assert re.match(r"final .*: -?\d", last_line), f"the last line tells the final metric, got {last_line!r}"
+    assert last_line_is_the_final_metric(result.stdout), result.stdout[-2000:]
 
 
 def test_the_numbers_of_the_examples_have_no_gap():
-    numbers = [int(path.name[:2]) for path in EXAMPLES[:-1]]
+    numbers = [int(name[:2]) for name in NAMES[:-1]]
     assert numbers == list(range(1, len(numbers) + 1))

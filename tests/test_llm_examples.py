@@ -1,10 +1,7 @@
 """The programs of examples/llm: a chat that streams, and a fine-tuned model that is written in its published form."""
 
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,20 +9,10 @@ import pytest
 
 import nnx
 from tests.models.tiny_tokenizer import TEMPLATE, byte_tokenizer, write
+from tests.scripts import ROOT, run_script
 
-ROOT = pathlib.Path(__file__).parent.parent
+PROGRAMS = ROOT / "examples" / "llm"
 TIME_LIMIT = 140  # seconds for one program, on a machine that does much else
-
-
-def run(program: str, *arguments: str, standard_input: str = "") -> str:
-    """Runs an example on the CPU and returns what it printed."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, str(ROOT / "examples" / "llm" / program), *arguments]
-    result = subprocess.run(
-        command, input=standard_input, capture_output=True, encoding="utf-8", env=environment, timeout=TIME_LIMIT
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return result.stdout
 
 
 @pytest.fixture
@@ -49,7 +36,7 @@ def directory(tmp_path: pathlib.Path) -> pathlib.Path:
 @pytest.mark.timeout(TIME_LIMIT + 20)
 def test_a_chat_streams_the_answers_that_generate_writes(directory):
     options = ("--temperature", "0", "--max-new-tokens", "12", "--system", "Be brief.")
-    printed = run("chat.py", str(directory), *options, standard_input="hello\nwho?\n\n")
+    printed = run_script(PROGRAMS / "chat.py", str(directory), *options, standard_input="hello\nwho?\n\n")
 
     tokenizer, model = nnx.models.Tokenizer.from_pretrained(directory), nnx.models.from_pretrained(directory)
     messages = [{"role": "system", "content": "Be brief."}]
@@ -69,7 +56,7 @@ def test_a_chat_streams_the_answers_that_generate_writes(directory):
 def test_finetuning_lowers_the_loss_and_writes_a_model_that_loads(directory, tmp_path):
     output = tmp_path / "tuned"
     options = ("--steps", "30", "--batch", "4", "--length", "32", "--rate", "1e-2", "--rank", "4")
-    printed = run("finetune.py", str(directory), "--output", str(output), *options)
+    printed = run_script(PROGRAMS / "finetune.py", str(directory), "--output", str(output), *options)
     before, after = map(float, re.findall(r"held-out loss: ([\d.]+) before, ([\d.]+) after", printed)[0])
     assert after < before - 0.1
     assert re.match(r"final .*: \d", printed.splitlines()[-1])
