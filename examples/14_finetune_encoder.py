@@ -24,7 +24,7 @@ args = argparse.ArgumentParser(description=__doc__)
 args.add_argument("--steps", type=int, default=1000)
 args.add_argument("--smoke", action="store_true", help="a short run, for the tests")
 args = args.parse_args()
-steps = 200 if args.smoke else args.steps
+steps = 100 if args.smoke else args.steps
 
 data = load_digits()
 pixels, digits = data.data, data.target
