@@ -93,8 +93,8 @@ SENTENCES: dict[str, list[Quote | Claim]] = {
             (ratio(call_against_hand("1,000")), ratio(call_against_hand("10,000"))),
         ),
         Claim(
-            "take about ten times as long",
-            all(9 < result("scaling", GROWTH.format(name)) < 12 for name in GROWING),
+            "take ten to twelve times as long",
+            all(9.5 < result("scaling", GROWTH.format(name)) < 12.5 for name in GROWING),
         ),
         Claim(
             "and then the two are nearly equal",
