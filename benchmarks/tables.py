@@ -328,7 +328,6 @@ def demo() -> str:
     return table(
         ["", *names],
         ["perplexity per character", *cells("perplexity per character", "{:.3f}")],
-        ["relative error of the logits", *cells("relative error of the logits", "{:.1%}")],
         ["bytes", *cells("size of the weights", "{:.2f} MB")],
     )
 
