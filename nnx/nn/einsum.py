@@ -25,6 +25,7 @@ from nnx.nn.parameters import (
     make_param,
 )
 from nnx.nn.quantized import as_operand
+from nnx.nn.quantized_product import multiply_few_rows
 from nnx.nn.settings import (
     PromoteDtype,
     as_dtype,
@@ -108,6 +109,14 @@ class Equation(NamedTuple):
                 raise ValueError(message)
 
     @property
+    def is_matrix_product(self) -> bool:
+        """Whether the last axes of the input are summed with the first ones of the kernel, whose others come last."""
+        summed = len(self.kernel_axes()[0])
+        inputs, outputs = self.kernel[:summed], self.kernel[summed:]
+        kept = self.inputs.removesuffix(inputs)
+        return self.inputs == kept + inputs and self.output == kept + outputs and not set(kept) & set(self.kernel)
+
+    @property
     def kept_order(self) -> tuple[int, ...]:
         """The order in which the other axes of the kernel appear in the output."""
         kept = [letter for letter in self.kernel if letter in self.output]
@@ -154,7 +163,13 @@ def _einsum(
         x, kernel, bias = promote((x, kernel, bias), dtype=dtype)
     else:
         x, _, bias = promote((x, scale, bias), dtype=dtype)
-        kernel, scale = as_operand(kernel, scale, equation.kernel_axes()[0], x.dtype, whole=einsum_op is not jnp.einsum)
+        summed, is_replaced = equation.kernel_axes()[0], einsum_op is not jnp.einsum
+        is_plain = precision is None and out_sharding is None and not is_replaced
+        if is_plain and equation.is_matrix_product:
+            y = multiply_few_rows(x, kernel, scale, len(summed), dtype=preferred_element_type)
+            if y is not None:
+                return y if bias is None else y + jnp.reshape(bias, equation.bias_layout(kernel.shape, x.ndim))
+        kernel, scale = as_operand(kernel, scale, summed, x.dtype, whole=is_replaced)
     options = {} if out_sharding is None else {"out_sharding": out_sharding}
     # Sums of products with integers can be large, so they are not rounded before they are scaled.
     wide = preferred_element_type if scale is None else preferred_element_type or statistics_dtype(x.dtype)

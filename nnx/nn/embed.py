@@ -20,6 +20,7 @@ from nnx.nn.checks import check_last_axis, shape_of
 from nnx.nn.initializers import normal, variance_scaling
 from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, compiled_initializer, make_param
 from nnx.nn.quantized import as_operand, to_weight
+from nnx.nn.quantized_product import multiply_few_rows
 from nnx.nn.settings import (
     PromoteDtype,
     as_dtype,
@@ -134,6 +135,10 @@ class Embed(Module):
             query, table = self.promote_dtype((query, table), dtype=self.dtype)
         else:
             query, _ = self.promote_dtype((query, scale), dtype=self.dtype)
+            if out_sharding is None:
+                logits = multiply_few_rows(query, table, scale, transposed=True)
+                if logits is not None:
+                    return logits
             table, scale = as_operand(table, scale, (1,), query.dtype)
         if out_sharding is None:
             out_sharding = result_sharding((query, range(query.ndim - 1)), (table, (0,)))

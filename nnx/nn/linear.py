@@ -27,6 +27,7 @@ from nnx.nn.parameters import (
     one_per_entry,
 )
 from nnx.nn.quantized import as_operand
+from nnx.nn.quantized_product import multiply_few_rows
 from nnx.nn.settings import (
     PromoteDtype,
     as_dtype,
@@ -75,7 +76,13 @@ def _contract(
         x, kernel, bias = promote((x, kernel, bias), dtype=dtype)
     else:
         x, _, bias = promote((x, scale, bias), dtype=dtype)
-        kernel, scale = as_operand(kernel, scale, summed, x.dtype, whole=dot_general is not lax.dot_general)
+        is_replaced = dot_general is not lax.dot_general
+        is_plain = precision is None and out_sharding is None and not is_replaced
+        if is_plain and not batches and axes == tuple(range(x.ndim - len(axes), x.ndim)):
+            y = multiply_few_rows(x, kernel, scale, len(axes), dtype=preferred_element_type)
+            if y is not None:
+                return y if bias is None else y + _spread(bias, y, batches)
+        kernel, scale = as_operand(kernel, scale, summed, x.dtype, whole=is_replaced)
     if out_sharding is None:
         kept = (axis for axis in range(x.ndim) if axis not in axes and axis not in batch_axes)
         out_sharding = result_sharding((x, (*batch_axes, *kept)), (kernel, range(batches + len(axes), kernel.ndim)))

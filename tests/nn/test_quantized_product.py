@@ -1,0 +1,269 @@
+"""Products of a few rows with quantized weights: the kernel, interpreted here, computes what XLA does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnx
+from nnx.nn import einsum, embed, linear
+from nnx.nn.quantized import to_integers, to_weight
+from nnx.nn.quantized_product import multiply_few_rows
+from nnx.nn.quantized_tiling import MOST_ROWS, make_tiling
+from tests.nn.arrays import normal
+
+FORMS = [(bits, group_size, transposed) for bits in (8, 4) for group_size in (None, 64) for transposed in (False, True)]
+forms = pytest.mark.parametrize(("bits", "group_size", "transposed"), FORMS)
+
+
+def quantized(inputs, outputs, bits, group_size, transposed):
+    weight = normal(inputs, outputs)
+    integers, scale = to_integers(weight.T if transposed else weight, (int(transposed),), bits, group_size)
+    assert (scale < 0).any() and (scale > 0).any()  # both signs occur
+    return integers, scale
+
+
+def by_hand(x, integers, scale, transposed):
+    weight = np.asarray(to_weight(integers, scale, (int(transposed),), jnp.float32), np.float64)
+    return np.asarray(x, np.float64) @ (weight.T if transposed else weight)
+
+
+def error(found, expected):
+    return np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
+
+
+@forms
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_kernel_multiplies_with_the_weight_that_the_integers_represent(bits, group_size, transposed, dtype):
+    weight = quantized(256, 96, bits, group_size, transposed)
+    x = normal(5, 256).astype(dtype)
+    kernel, xla = (
+        multiply_few_rows(x, *weight, transposed=transposed, dtype=jnp.float32, implementation=implementation)
+        for implementation in ("triton", "xla")
+    )
+    expected = by_hand(x, *weight, transposed)
+    assert error(kernel, expected) < 1e-6  # sums are float32, also of bfloat16
+    assert error(xla, expected) < (1e-2 if dtype == jnp.bfloat16 else 1e-6)
+    half = multiply_few_rows(x, *weight, transposed=transposed, implementation="triton")
+    assert half.dtype == dtype and error(half, expected) < (4e-3 if dtype == jnp.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 32, 33, 64])
+def test_any_number_of_rows_is_padded(rows):
+    weight, x = quantized(128, 64, 4, 32, False), normal(rows, 128)
+    found = multiply_few_rows(x, *weight, implementation="triton")
+    assert found.shape == (rows, 64) and error(found, by_hand(x, *weight, False)) < 1e-6
+
+
+def test_several_axes_of_inputs_and_outputs_are_those_of_attention():
+    kernel = normal(4, 32, 2, 16)
+    integers, scale = to_integers(kernel, (0, 1), 4, 64)  # a group spans two heads
+    x = normal(2, 3, 4, 32)
+    found = multiply_few_rows(x, integers, scale, 2, implementation="triton")
+    weight = to_weight(integers, scale, (0, 1), jnp.float32)
+    np.testing.assert_allclose(found, jnp.tensordot(x, weight, 2), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "group_size"), [(256, 50, 128), (256, 48, 128), (240, 64, 240)])
+def test_sizes_that_tiles_do_not_divide_are_left_to_xla(inputs, outputs, group_size):
+    assert make_tiling(inputs, outputs, group_size) is None
+    integers, scale = quantized(inputs, outputs, 8, group_size, False)
+    assert multiply_few_rows(normal(2, inputs), integers, scale, implementation="triton") is None
+
+
+def test_tilings_divide_the_inputs_the_outputs_and_the_groups():
+    for inputs, outputs, group_size in ((2048, 2048, 128), (2048, 512, 2048), (8192, 2048, 32), (11008, 4096, 64)):
+        tiling = make_tiling(inputs, outputs, group_size)
+        assert tiling is not None
+        assert outputs % tiling.columns == group_size % tiling.depth == inputs % (tiling.depth * tiling.splits) == 0
+
+
+def test_many_rows_float32_and_other_devices_are_left_to_xla(monkeypatch):
+    weight = quantized(128, 64, 8, None, False)
+    few = normal(MOST_ROWS, 128).astype(jnp.bfloat16)
+    assert multiply_few_rows(few, *weight) is None  # there is no GPU here
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert multiply_few_rows(few, *weight) is not None
+    assert multiply_few_rows(normal(MOST_ROWS + 1, 128).astype(jnp.bfloat16), *weight) is None
+    assert multiply_few_rows(few[:0], *weight) is None
+    assert multiply_few_rows(few.astype(jnp.float32), *weight) is None
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert multiply_few_rows(few, *weight) is None
+
+
+def test_a_program_for_another_platform_than_the_default_one_has_no_kernel(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    weight, x = quantized(128, 64, 8, None, False), normal(2, 128).astype(jnp.bfloat16)
+    traced = jax.jit(multiply_few_rows).trace(x, *weight)
+    assert "quantized_product" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert error(jax.jit(multiply_few_rows)(x, *weight), by_hand(x, *weight, False)) < 4e-3
+
+
+def test_a_scale_that_does_not_fit_is_an_error():
+    integers, scale = quantized(128, 64, 8, None, False)
+    with pytest.raises(ValueError, match=r"weight of shape \(128, 64\) does not fit its scale of shape \(32,\)"):
+        multiply_few_rows(normal(2, 128), integers, scale[:32])
+
+
+# Transforms
+
+
+@forms
+def test_it_is_differentiated_in_both_modes(bits, group_size, transposed):
+    integers, scale = quantized(128, 64, bits, group_size, transposed)
+    x, direction = normal(3, 128), normal(3, 128, seed=1)
+
+    def multiply(x, scale, implementation):
+        return multiply_few_rows(x, integers, scale, transposed=transposed, implementation=implementation)
+
+    found, expected = (
+        jax.vjp(functools.partial(multiply, implementation=name), x, scale)[1](normal(3, 64))
+        for name in ("triton", "xla")
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), found, expected)
+    _, tangent = jax.jvp(lambda x: multiply(x, scale, "triton"), (x,), (direction,))
+    np.testing.assert_allclose(tangent, multiply(direction, scale, "xla"), rtol=1e-4, atol=1e-3)
+    slope = jax.grad(lambda x: multiply(x, scale, "triton").sum())(x)
+    np.testing.assert_allclose(slope, jax.grad(lambda x: multiply(x, scale, "xla").sum())(x), rtol=1e-4, atol=1e-3)
+
+
+def kernel_calls(f, *args):
+    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("custom_call @__gpu$xla.gpu.triton")
+
+
+@pytest.mark.parametrize(("size", "calls"), [(MOST_ROWS, 1), (MOST_ROWS + 1, 0)])
+def test_vmap_puts_rows_together_and_leaves_many_to_xla(size, calls):
+    weight, x = quantized(128, 64, 4, 64, False), normal(size, 128)
+    multiply = jax.vmap(lambda x: multiply_few_rows(x, *weight, implementation="triton"))
+    np.testing.assert_allclose(multiply(x), by_hand(x, *weight, False), rtol=1e-4, atol=1e-3)
+    assert kernel_calls(multiply, x) == calls
+
+
+def test_vmap_over_weights_is_left_to_xla():
+    pairs = [quantized(128, 64, 8, None, False), quantized(128, 64, 8, None, False)]
+    integers, scale = (jnp.stack(arrays) for arrays in zip(*pairs, strict=True))
+    x = normal(2, 3, 128)
+    multiply = jax.vmap(functools.partial(multiply_few_rows, implementation="triton"))
+    found = multiply(x, integers, 2 * scale)
+    np.testing.assert_allclose(found[1], 2 * by_hand(x[1], *pairs[1], False), rtol=1e-4, atol=1e-3)
+    assert kernel_calls(multiply, x, integers, scale) == 0
+    slope = jax.grad(lambda x: multiply(x, integers, scale).sum())(x)
+    assert slope.shape == x.shape and jnp.isfinite(slope).all()
+
+
+# Lowering to Triton, which needs no GPU
+
+
+@forms
+@pytest.mark.parametrize(("rows", "dtype"), [(1, jnp.bfloat16), (32, jnp.float16)])
+def test_the_kernel_is_lowered_for_gpus(bits, group_size, transposed, rows, dtype):
+    weight = quantized(256, 128, bits, group_size, transposed)
+    multiply = functools.partial(multiply_few_rows, transposed=transposed, implementation="triton")
+    assert kernel_calls(multiply, jnp.zeros((rows, 256), dtype), *weight) == 1
+
+
+def test_weights_reach_the_kernel_as_they_are_stored():
+    integers, scale = quantized(256, 128, 4, 64, False)
+    multiply = functools.partial(multiply_few_rows, implementation="triton")
+    x = jnp.zeros((8, 256), jnp.bfloat16)
+    text = jax.jit(multiply).trace(x, integers, scale).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in text.splitlines() if "custom_call" in line)
+    assert "tensor<256x128xi4>" in call
+    assert not any(name in text for name in ("convert %arg1", "bitcast_convert", "transpose", "pad"))
+
+
+# Layers
+
+LAYERS = {
+    "Linear": (lambda ctx: nnx.Linear(256, 96, ctx=ctx), (5, 256)),
+    "LinearGeneral, into heads": (lambda ctx: nnx.LinearGeneral(256, (4, 32), ctx=ctx), (2, 3, 256)),
+    "LinearGeneral, out of heads": (lambda ctx: nnx.LinearGeneral((4, 64), 96, axis=(-2, -1), ctx=ctx), (5, 4, 64)),
+    "Einsum": (lambda ctx: nnx.Einsum("...xy,xyhb->...hb", (4, 64, 2, 32), (2, 32), ctx=ctx), (5, 4, 64)),
+    "LoRALinear": (lambda ctx: nnx.LoRALinear(256, 96, lora_rank=2, ctx=ctx), (5, 256)),
+    "Embed": (lambda ctx: nnx.Embed(96, 256, ctx=ctx), (5, 256)),
+}
+ELSEWHERE = {
+    "LinearGeneral, batched": (lambda ctx: nnx.LinearGeneral(256, 32, batch_axis={0: 2}, ctx=ctx), (2, 3, 256)),
+    "LinearGeneral, other axes": (lambda ctx: nnx.LinearGeneral(256, 32, axis=0, ctx=ctx), (256, 3)),
+    "Einsum, outputs first": (lambda ctx: nnx.Einsum("...xy,xyb->b...", (4, 64, 32), (32,), ctx=ctx), (5, 4, 64)),
+    "Einsum, kernel out of order": (lambda ctx: nnx.Einsum("...xy,yxb->...b", (64, 4, 32), (32,), ctx=ctx), (5, 4, 64)),
+    "precision": (lambda ctx: nnx.Linear(256, 96, precision="highest", ctx=ctx), (5, 256)),
+    "outputs": (lambda ctx: nnx.Linear(256, 90, ctx=ctx), (5, 256)),
+}
+
+
+@pytest.fixture
+def with_kernel(monkeypatch):
+    """Makes layers use the interpreted kernel, as they would use it on a GPU."""
+    for module in (linear, einsum, embed):
+        forced = functools.partial(multiply_few_rows, implementation="triton")
+        monkeypatch.setattr(module, "multiply_few_rows", forced)
+    jax.clear_caches()  # bodies of layers are compiled once per shape
+    yield
+    jax.clear_caches()
+
+
+def call(layer, x):
+    return layer.attend(x) if isinstance(layer, nnx.Embed) else layer(x)
+
+
+@pytest.mark.parametrize("name", LAYERS | ELSEWHERE)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_layers_compute_the_same_with_the_kernel(name, bits, with_kernel):
+    make, shape = (LAYERS | ELSEWHERE)[name]
+    layer, x = make(nnx.context(0)), normal(*shape)
+    if getattr(layer, "bias", None) is not None:
+        layer.bias = normal(*layer.bias.shape)
+    assert nnx.quantize(layer, bits) == [""]
+    found = call(layer, x)
+    assert kernel_calls(lambda x: call(layer, x), x) == (name in LAYERS)
+    nnx.dequantize(layer)
+    np.testing.assert_allclose(found, call(layer, x), rtol=1e-4, atol=1e-4)
+
+
+def test_the_computation_dtype_and_the_preferred_one_are_those_of_the_layer(with_kernel):
+    layer = nnx.Linear(64, 32, dtype=jnp.bfloat16, preferred_element_type=jnp.float32, ctx=nnx.context(0))
+    nnx.quantize(layer, 8)
+    x = normal(3, 64)
+    found = layer(x)
+    assert found.dtype == jnp.float32
+    weight = to_weight(layer.kernel, layer.kernel_scale, (0,), jnp.float32)
+    np.testing.assert_allclose(found, x.astype(jnp.bfloat16).astype(jnp.float32) @ weight, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_below_a_quantized_layer_have_the_same_gradients(with_kernel):
+    model, x = nnx.MLP(64, 128, 64, ctx=nnx.context(0)), normal(3, 64)
+    nnx.quantize(model, 4, 32)
+    nnx.add_lora(model, 2, ctx=nnx.context(1))
+
+    def gradients():
+        return nnx.grad(lambda model: jnp.sum(model(x) ** 2), wrt=nnx.LoRAParam)(model)
+
+    found = gradients()
+    nnx.dequantize(model)
+    expected = gradients()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3), found, expected)
+
+
+def test_a_quantized_model_writes_the_same_text_with_the_kernel(with_kernel):
+    config = nnx.models.DecoderConfig(
+        model_type="llama",
+        vocab_size=96,
+        features=64,
+        hidden_features=128,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        max_length=64,
+        tie_embeddings=True,
+    )
+    model = nnx.models.Decoder(config, ctx=nnx.context(0))
+    nnx.quantize(model, 4)
+    prompts = jnp.array([[3, 1, 4], [1, 5, 9]])
+    text = nnx.generate(model, prompts, max_new_tokens=4, temperature=0)
+    nnx.dequantize(model)
+    np.testing.assert_array_equal(nnx.generate(model, prompts, max_new_tokens=4, temperature=0), text)
