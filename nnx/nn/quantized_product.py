@@ -7,6 +7,7 @@ float32, other devices, and programs for several of them.
 """
 
 import functools
+import importlib.util
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -89,6 +90,8 @@ def _kernel_pays(x: jax.Array, integers: jax.Array, rows: Any) -> bool:
         and x.dtype in (jnp.bfloat16, jnp.float16)
         and isinstance(rows, int)  # and not a symbolic size, as in `nnx.export`
         and 0 < rows <= MOST_ROWS
+        # JAX 0.11 announced that Pallas will lose its Triton backend.
+        and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
     )
 
 

@@ -1,11 +1,14 @@
 """Products of a few rows with quantized weights: the kernel, interpreted here, computes what XLA does."""
 
 import functools
+import importlib.util
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import nnx
 from nnx.nn import einsum, embed, linear
@@ -32,6 +35,14 @@ def by_hand(x, integers, scale, transposed):
 
 def error(found, expected):
     return np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
+
+
+def lowered(compiled, *args, platform="cuda"):
+    """Returns the program for a platform that need not exist here."""
+    gpu = AbstractDevice("NVIDIA H200", 132, "gpu")  # JAX 0.11 wants to know which one
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        return compiled.trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
 @forms
@@ -89,16 +100,19 @@ def test_many_rows_float32_and_other_devices_are_left_to_xla(monkeypatch):
     assert multiply_few_rows(normal(MOST_ROWS + 1, 128).astype(jnp.bfloat16), *weight) is None
     assert multiply_few_rows(few[:0], *weight) is None
     assert multiply_few_rows(few.astype(jnp.float32), *weight) is None
-    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    with monkeypatch.context() as several:
+        several.setattr(jax, "device_count", lambda: 2)
+        assert multiply_few_rows(few, *weight) is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # a JAX without Triton
     assert multiply_few_rows(few, *weight) is None
 
 
 def test_a_program_for_another_platform_than_the_default_one_has_no_kernel(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     weight, x = quantized(128, 64, 8, None, False), normal(2, 128).astype(jnp.bfloat16)
-    traced = jax.jit(multiply_few_rows).trace(x, *weight)
-    assert "quantized_product" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "custom_call" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    compiled = jax.jit(multiply_few_rows)
+    assert "custom_call @__gpu$xla.gpu.triton" in lowered(compiled, x, *weight)
+    assert "custom_call" not in lowered(compiled, x, *weight, platform="cpu")
     assert error(jax.jit(multiply_few_rows)(x, *weight), by_hand(x, *weight, False)) < 4e-3
 
 
@@ -131,8 +145,7 @@ def test_it_is_differentiated_in_both_modes(bits, group_size, transposed):
 
 
 def kernel_calls(f, *args):
-    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    return text.count("custom_call @__gpu$xla.gpu.triton")
+    return lowered(jax.jit(f), *args).count("custom_call @__gpu$xla.gpu.triton")
 
 
 @pytest.mark.parametrize(("size", "calls"), [(MOST_ROWS, 1), (MOST_ROWS + 1, 0)])
@@ -170,7 +183,7 @@ def test_weights_reach_the_kernel_as_they_are_stored():
     integers, scale = quantized(256, 128, 4, 64, False)
     multiply = functools.partial(multiply_few_rows, implementation="triton")
     x = jnp.zeros((8, 256), jnp.bfloat16)
-    text = jax.jit(multiply).trace(x, integers, scale).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(jax.jit(multiply), x, integers, scale)
     (call,) = (line for line in text.splitlines() if "custom_call" in line)
     assert "tensor<256x128xi4>" in call
     assert not any(name in text for name in ("convert %arg1", "bitcast_convert", "transpose", "pad"))
