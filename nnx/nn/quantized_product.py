@@ -1,9 +1,9 @@
 """Products of a few rows with a quantized weight, as in decoding, where most of the time goes into reading the weight.
 
 XLA converts integers inside of a product only if they have 8 bits and their scale can wait until after it. Otherwise it
-writes the converted matrix to memory first. On a GPU, a few rows are therefore multiplied by a kernel that reads the
-integers alone (`quantized_kernel`). Everything else is left to XLA: many rows (prompts, training), computation in
-float32, other devices, and programs for several of them.
+writes the converted matrix to memory first. On a GPU, a few rows are therefore multiplied with 4-bit integers by a
+kernel that reads the integers alone (`quantized_kernel`). Everything else is left to XLA: 8-bit integers, with which it
+is as fast, many rows (prompts, training), computation in float32, other devices, and programs for several of them.
 """
 
 import functools
@@ -54,7 +54,7 @@ def multiply_few_rows(
         transposed: whether those are the last axes of the weight.
         dtype: the dtype of the result; by default, that of `x`.
         implementation: "triton" for the kernel, interpreted where there is no GPU, or "xla" for ordinary operations. By
-            default, there is a result only on a single GPU and for a few rows in half precision.
+            default, there is a result only on a single GPU, for a few rows in half precision and 4-bit integers.
 
     Returns:
         The product, `[..., *outputs]`, or None.
@@ -88,6 +88,7 @@ def _kernel_pays(x: jax.Array, integers: jax.Array, rows: Any) -> bool:
         and jax.device_count() == 1
         and not is_split((x, integers))
         and x.dtype in (jnp.bfloat16, jnp.float16)
+        and integers.dtype == jnp.int4
         and isinstance(rows, int)  # and not a symbolic size, as in `nnx.export`
         and 0 < rows <= MOST_ROWS
         # JAX 0.11 announced that Pallas will lose its Triton backend.
