@@ -27,7 +27,7 @@ from nnx.core.variables import Loss
 from nnx.nn.activations import silu
 from nnx.nn.checks import check_last_axis
 from nnx.nn.expert_parallel import exchange, manual_axis
-from nnx.nn.grouped import block_dot, from_blocks, make_blocks, to_blocks
+from nnx.nn.grouped import Implementation, block_dots, choose_implementation, from_blocks, make_blocks, to_blocks
 from nnx.nn.initializers import variance_scaling
 from nnx.nn.mlp import GatedMLP
 from nnx.nn.parameters import AxisNames, InitializerLike, compiled_initializer, default_kernel_init, make_param
@@ -37,6 +37,7 @@ Scores = Literal["softmax", "sigmoid"]
 
 WRONG_SELECTION = "MoE: expected num_selected within 1..num_experts ({experts}), got {got!r}."
 UNKNOWN_SCORES = "MoE: expected scores to be 'softmax' or 'sigmoid', got {got!r}."
+UNKNOWN_IMPLEMENTATION = "MoE: expected implementation to be 'triton', 'xla' or None, got {got!r}."
 WRONG_CAPACITY = "MoE: expected a capacity_factor >= 1, got {got!r}."
 NOT_DIVISIBLE = (
     "MoE: num_experts={experts} cannot be divided by the mesh axis {axis!r} of size {size}. Choose a mesh on which "
@@ -107,14 +108,17 @@ def _experts(
     scales: Kernels,
     *,
     precision: PrecisionLike,
+    implementation: Implementation | None,
     activation: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """Applies to each row `[rows, features]` its expert `[rows]`; rows with a number past the last return zeros."""
-    blocks = make_blocks(experts, kernels.gate.shape[0])
-    x = to_blocks(x, blocks)
-    gated = checkpoint_name(block_dot(x, kernels.gate, blocks, precision, scales.gate), "mlp_hidden")
-    raised = checkpoint_name(block_dot(x, kernels.up, blocks, precision, scales.up), "mlp_hidden")
-    return from_blocks(block_dot(activation(gated) * raised, kernels.down, blocks, precision, scales.down), blocks)
+    way = choose_implementation(x, kernels, precision, scales, implementation)
+    blocks = make_blocks(experts, kernels.gate.shape[0], way)
+    x = to_blocks(x, blocks, way)
+    hidden = block_dots(x, (kernels.gate, kernels.up), blocks, precision, (scales.gate, scales.up), way)
+    gated, raised = (checkpoint_name(product, "mlp_hidden") for product in hidden)
+    (out,) = block_dots(activation(gated) * raised, (kernels.down,), blocks, precision, (scales.down,), way)
+    return from_blocks(out, blocks, way)
 
 
 @compiled_body
@@ -129,6 +133,7 @@ def _mixture(
     normalize: bool,
     dtype: Any,
     precision: PrecisionLike,
+    implementation: Implementation | None,
     axis: str | None,
     capacity_factor: float,
     activation: Callable[[jax.Array], jax.Array] = silu,
@@ -140,7 +145,8 @@ def _mixture(
     routing, losses = _route(x, router, num_selected, scores, normalize, axis)
     x = cast(x, infer_dtype((x, *_floats(kernels, scales)), dtype))
     rows, choices = jnp.repeat(x, num_selected, axis=0), routing.experts.reshape(-1)  # [tokens * num_selected, …]
-    run = partial(_experts, kernels=kernels, scales=scales, precision=precision, activation=activation)
+    options: dict[str, Any] = {"precision": precision, "implementation": implementation, "activation": activation}
+    run = partial(_experts, kernels=kernels, scales=scales, **options)
     if axis is None:
         out = run(rows, choices)
     else:
@@ -180,6 +186,10 @@ class MoE(Module):
             computes in at least float32.
         param_dtype: the dtype in which the parameters are stored.
         precision: the precision of the experts' products, see `jax.lax.Precision`.
+        implementation: "triton" for a GPU kernel that reads the experts in place, "xla" for batched products of copies.
+            By default, the kernel is used on a single GPU (H100 or later), if there are enough tokens and the precision
+            is the default one. It can be differentiated in reverse mode only: `nnx.jvp` and `nnx.hessian` need "xla".
+            Quantized experts and float64 always use "xla".
         kernel_init: the initializer of the experts' kernels, called with `(num_experts, inputs, outputs)`.
         router_init: the initializer of the router's kernel, of shape `(in_features, num_experts)`.
         ctx: the Context; its stream "params" initializes the parameters.
@@ -219,6 +229,7 @@ class MoE(Module):
     dtype: np.dtype | None
     param_dtype: np.dtype
     precision: PrecisionLike
+    implementation: Implementation | None
     router: jax.Array
     gate: jax.Array
     up: jax.Array
@@ -248,6 +259,7 @@ class MoE(Module):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         precision: PrecisionLike = None,
+        implementation: Implementation | None = None,
         kernel_init: InitializerLike = _expert_init,
         router_init: InitializerLike = default_kernel_init,
         ctx: Context,
@@ -256,6 +268,8 @@ class MoE(Module):
             raise ValueError(WRONG_SELECTION.format(experts=num_experts, got=num_selected))
         if scores not in ("softmax", "sigmoid"):
             raise ValueError(UNKNOWN_SCORES.format(got=scores))
+        if implementation not in ("triton", "xla", None):
+            raise ValueError(UNKNOWN_IMPLEMENTATION.format(got=implementation))
         if capacity_factor < 1:
             raise ValueError(WRONG_CAPACITY.format(got=capacity_factor))
         self.in_features = in_features
@@ -273,6 +287,7 @@ class MoE(Module):
         self.dtype = as_optional_dtype(dtype)
         self.param_dtype = as_dtype(param_dtype)
         self.precision = precision
+        self.implementation = implementation
         self.router = make_param(self, router_init, ctx, (in_features, num_experts))
         self.gate = make_param(self, kernel_init, ctx, (num_experts, in_features, hidden_features))
         self.up = make_param(self, kernel_init, ctx, (num_experts, in_features, hidden_features))
@@ -326,6 +341,7 @@ class MoE(Module):
             normalize=self.normalize,
             dtype=self.dtype,
             precision=self.precision,
+            implementation=self.implementation,
             axis=axis if distributed else None,
             capacity_factor=self.capacity_factor,
             activation=self.activation,

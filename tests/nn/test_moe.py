@@ -197,6 +197,10 @@ def test_every_row_is_in_one_slot_of_a_block_of_its_group(num_rows, num_groups):
     assert (blocks.rows < num_rows).sum() == (groups < num_groups).sum()
     assert len({*blocks.rows.reshape(-1)}) == blocks.rows.size and len({*blocks.places}) == num_rows
     assert (np.diff(blocks.groups) >= 0).all()
+    needed = np.unique(blocks.groups[np.any(blocks.rows < num_rows, axis=1)], return_counts=True)
+    counts = np.zeros(num_groups, int)
+    counts[needed[0]] = needed[1]
+    np.testing.assert_array_equal(blocks.bounds, [0, *np.cumsum(counts)])
 
 
 # Losses
@@ -317,6 +321,7 @@ def test_axes_have_names():
         ((4, 5), {}, r"num_selected within 1\.\.num_experts \(4\), got 5"),
         ((4, 0), {}, "got 0"),
         ((4, 2), {"scores": "relu"}, "'softmax' or 'sigmoid', got 'relu'"),
+        ((4, 2), {"implementation": "mosaic"}, "'triton', 'xla' or None, got 'mosaic'"),
         ((4, 2), {"capacity_factor": 0.5}, "capacity_factor >= 1, got 0.5"),
     ],
 )
