@@ -272,7 +272,9 @@ def _split(index: Any, size: int) -> tuple[Any, Any]:
 
 def _steps(bounds_ref: Any, block: Any, size: int, tiles: Tiles) -> jax.Array:
     """Returns the number of steps along an axis; for a block that is not needed, none, so that its sums stay zero."""
-    return jnp.where(block < bounds_ref[bounds_ref.shape[0] - 1], pl.cdiv(size, tiles.inner), 0).astype(jnp.int32)
+    needed = block < bounds_ref[bounds_ref.shape[0] - 1]
+    # Not a `where` of two Python numbers: Pallas lowers it to a boolean, which XLA refuses as the bound of a loop.
+    return needed.astype(jnp.int32) * pl.cdiv(size, tiles.inner)
 
 
 # Parts of axes: a slice, and a mask of what is inside of the array, or None if all of it is.
