@@ -39,6 +39,10 @@ NO_BATCH = """nnx.export: symbolic_batch=True makes the first axis of every inpu
 and pass jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 3"), dtype) for inputs with symbolic axes."""
 NOT_A_DIRECTORY = "nnx.export: {path} exists and is not a directory."
 
+# `jax.export` refuses programs that call what it has no guarantee for, such as the GPU kernels of `nnx.MoE`. They are
+# part of the program, and the docstring of `export` says what holds for them.
+_KERNELS = (jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton"),)
+
 
 class _Program(NamedTuple):
     """A traced function: the serialized program and what has to be known to call it."""
@@ -64,7 +68,8 @@ def export(
     discarded. To get it, return it: `lambda model, x: (model(x), model.filter(nnx.BatchStat))`.
 
     Serializing a program needs the extra "export". Programs run on later versions of JAX, within the guarantees of
-    `jax.export`.
+    `jax.export`. Those do not cover GPU kernels: a program for a GPU that contains an `nnx.MoE` may need the version of
+    JAX that wrote it. Build the layer with `implementation="xla"` to avoid that.
 
     Args:
         directory: the directory to write. An export that it holds is replaced.
@@ -133,7 +138,7 @@ def _trace(target: Any, args: Any, kwargs: Any, platforms: Any, symbolic_batch: 
 
     specs = _specs(inputs, symbolic_batch)
     stored = [jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in weights.values()]
-    exported = jax.export.export(jax.jit(pure), platforms=platforms)(stored, specs)
+    exported = jax.export.export(jax.jit(pure), platforms=platforms, disabled_checks=_KERNELS)(stored, specs)
     data = bytes(exported.serialize())
     fields = {
         "format": FORMAT,

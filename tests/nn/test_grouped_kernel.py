@@ -274,3 +274,13 @@ def test_the_kernels_are_lowered_to_triton(monkeypatch, dtype, rows, inputs, out
         traced = jax.jit(jax.value_and_grad(function, (0, 1, 2))).trace(*shapes, groups)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") == 3
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_a_layer_with_the_kernel_can_be_exported(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    layer = nnx.MoE(32, 16, 4, 2, update_stats=False, implementation="triton", ctx=nnx.context(0))
+    with use_abstract_mesh(AbstractMesh((1,), ("gpu",), abstract_device=h200)):
+        nnx.export(tmp_path, layer, jnp.ones((64, 32)), platforms=("cuda",))
+    assert nnx.load_exported(tmp_path).platforms == ("cuda",)
