@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 ALIGNMENT = 64
-LARGE = 2**20  # bytes from which a block comes from the system
+LARGE = 2**20  # blocks of at least this many bytes come from the system
 DEVICES = Path("/sys/bus/virtio/devices")
 POPULATE_WRITE = 23  # the advice of `madvise` that provides pages at once; Linux 5.14 and later
 BALLOON, REPORTING = 5, 5  # the type of device that manages a guest's memory, and the bit of the feature; VIRTIO 1.2

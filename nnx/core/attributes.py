@@ -257,7 +257,7 @@ def _same_atom(before: Any, value: Any) -> bool:
 
 
 def holds_modules(value: Any) -> bool:
-    """Whether a plain list, tuple or dict holds Modules, containers or Refs, also inside of further ones."""
+    """Whether a plain list, tuple or dict holds Modules, containers or Refs, at any depth."""
     stack, seen = [value], set()
     while stack:
         item = stack.pop()

@@ -140,7 +140,7 @@ def _is_unchanged(
     aliases: tuple[tuple[int, ...], ...],
     statics_unchanged: Callable[[], bool] | None,
 ) -> bool:
-    """Whether the same of these cells share a container as before, and watched static values hold what they held."""
+    """Whether the same cells share a container as before, and the watched static values are unchanged."""
     if alias_groups(cells, map(getitem, dicts, names)) != aliases:
         return False
     return statics_unchanged is None or statics_unchanged()

@@ -67,7 +67,7 @@ def set_frozen(model: Any, where: Any, frozen: bool, name: str) -> None:
 
 
 def _predicates(where: Any, name: str) -> tuple[Predicate, Predicate]:
-    """Returns what `where` asks of a Module, and what it asks of a Variable."""
+    """Returns the two predicates that `where` stands for: one on Modules, one on Variables."""
     if isinstance(where, (tuple, list)):
         parts = [_predicates(part, name) for part in where]
         return (

@@ -17,8 +17,8 @@ _STATE = "model.get_state(), or a part of it: model.filter(nnx.Param)"
 _AXES = "pass variable_axes={nnx.Param: 0} to nnx.scan, nnx.vmap, nnx.Scan or nnx.Vmap"
 _CONTEXTS = "Modules can appear anywhere in the arguments of nnx.jit and the other transforms, which keep them in sync"
 _CONV = "nnx.Conv(3, 16, kernel_size=(3, 3), ctx=ctx); channels come last"
-_LOSS = "write the loss as a function, e.g. optax.softmax_cross_entropy_with_integer_labels, and nnx.grad of it"
-_DATA = "arrays and containers are data by themselves; nnx.Node(value) makes data of anything else"
+_LOSS = "write the loss as a function, e.g. optax.softmax_cross_entropy_with_integer_labels, and pass it to nnx.grad"
+_DATA = "arrays and containers are data by themselves; nnx.Node(value) turns anything else into data"
 _GRADS = "nnx.capture(loss, where=..., grads=True)(model, x) returns the gradients of activations"
 
 PACKAGE: dict[str, str] = {
@@ -188,12 +188,12 @@ LAYER_KEYWORDS: dict[str, str] = {
 """What keyword arguments of PyTorch's layers are called here."""
 
 NO_SUCH_NAME = "module 'nnx' has no attribute {name!r}."
-CALLED = " It is a name of Flax or PyTorch. Here: {hint}."
+CALLED = " That name is from Flax or PyTorch. Here: {hint}."
 NO_SUCH_ATTRIBUTE = "{owner!r} object has no attribute {name!r}."
 RNGS = "NNX passes random numbers as a Context: `ctx=nnx.context(0)` instead of `rngs=`."
 WRONG_CTX = "`ctx` must be a Context, got {got}: write `ctx=nnx.context({seed})`."
 MISSING_CTX = "Pass a Context, which initializes the parameters: `ctx=nnx.context(0)`."
-KEYWORD = "The argument {name!r} of PyTorch is called here: {hint}."
+KEYWORD = "PyTorch's argument {name!r} has a different name here: {hint}."
 FORWARD_ONLY = """{owner} cannot be called: it defines `forward`, as in PyTorch, but no `__call__`. Rename the method \
 to `__call__`, or call model.forward(...)."""
 FLAX_MODULE = """{where} was given a Flax Module ({name}), whose updates would be lost: NNX does not know its state. \
@@ -242,7 +242,7 @@ _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
 def explain_constructor(cls: type, kwargs: dict[str, Any], error: Exception) -> None:
-    """Adds a hint to the message of an error that a constructor raised, if there is one to give."""
+    """Adds a hint to the message of an error that a constructor raised, if there is one."""
     text = str(error)
     unexpected = _UNEXPECTED.search(text)
     name = unexpected[1] if unexpected else None
@@ -263,7 +263,7 @@ def explain_constructor(cls: type, kwargs: dict[str, Any], error: Exception) -> 
 
 
 def refuse_axis_names(metadata: Mapping[str, Any], owner: str) -> None:
-    """Raises TypeError if metadata have axis names under a name of Flax; `owner` is what they were given to."""
+    """Raises TypeError if metadata has axis names under the name Flax uses; `owner` names the callee."""
     for name in ("out_sharding", "sharding_names"):
         if name in metadata:
             raise TypeError(OUT_SHARDING.format(type=owner, name=name, value=metadata[name]))
@@ -281,7 +281,7 @@ def forward_only(module: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def refuse_flax_module(value: Any, where: str) -> None:
-    """Raises TypeError if a value is a Module of Flax; `where` is what was given it."""
+    """Raises TypeError if a value is a Flax Module or Flax's Rngs; `where` names the function that received it."""
     if "flax" not in sys.modules:
         return
     for base in type(value).__mro__:

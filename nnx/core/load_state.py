@@ -25,7 +25,7 @@ GIVEN_TWICE = "load_state: the mapping has {path!r} twice, as a flat path and as
 DOES_NOT_FIT = """load_state: the mapping does not fit this {module}, and nothing was changed.
 {differences}
 Rename or convert the entries, pass cast=True to convert dtypes, or pass strict=False to load only what fits."""
-TWO_VALUES = "{value}, another value than {other!r} has, with which it is shared,"
+TWO_VALUES = "{value}, a different value from {other!r}, which it is shared with,"
 
 
 def load_state(root: Any, mapping: Any, strict: bool, cast: bool) -> LoadReport:

@@ -1,8 +1,8 @@
 """Static values, copied: how a rebuilt Module gets its own, and how one is kept outside any graph.
 
 `Statics` are the static values of a graph, *detached* from the originals: copies in which bound methods of Modules are
-replaced by `BoundMethod` records. *Attaching* makes the values of a rebuilt graph from them. When two static values are
-equal is decided in static_keys, what they are made of in contents.
+replaced by `BoundMethod` records. *Attaching* makes the values of a rebuilt graph from them. static_keys decides when
+two static values are equal, and contents what they are made of.
 """
 
 import enum
@@ -80,7 +80,7 @@ class Copier:
 class Statics:
     """The static values of a graph, detached from it: copies that nobody else holds, and that nobody changes.
 
-    `values` has one entry per static attribute; `mutables` has the mutable values among and inside of them, by number.
+    `values` has one entry per static attribute; `mutables` has the mutable values among and inside them, by number.
     """
 
     __slots__ = ("values", "mutables", "_own")

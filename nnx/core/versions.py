@@ -1,15 +1,15 @@
 """Noticing structural changes: a version per Module or Ref, and one global stamp over all of them.
 
 A change of kinds, static values or submodules is *structural*; a new value in an existing cell is not. If a cached flat
-form has seen the object that changed, the change gives the object's *version* another *revision* and replaces the
-global *stamp*. A flat form that saw the current stamp is valid without a further look; otherwise it compares the
-revisions it saw with those of today.
+form has seen the object that changed, the change moves the object's *version* to another *revision* and replaces the
+global *stamp*. A flat form that saw the current stamp is valid without further checks; otherwise it compares the
+revisions it saw with the current ones.
 
 Revisions can come back. A *series* is a run of revisions that differ in plain variables alone: variables that were
 added, removed or given another spec, but for Refs. Inside a series, the revision is found by the difference from the
-first one, in whatever order it came about. So a variable that every step creates and the caller pops (`sow` and
-`pop_state`) moves a Module between two revisions, and the flat forms of both remain useful. Any other change, of a
-static value or a submodule, say, starts a new series and is never undone, even if it restores what was there.
+first one, regardless of the order of the changes. So a variable that every step creates and the caller pops (`sow` and
+`pop_state`) moves a Module between two revisions, and the flat forms of both remain useful. Any other change, such as
+one to a static value or a submodule, starts a new series, even if it restores what was there.
 """
 
 from typing import Any

@@ -80,7 +80,7 @@ class Traversal:
     refs: list[Ref | None]  # per cell
     twins: tuple[tuple[int, ...], ...]  # groups of Modules with the same instance dict: views of one Module
     statics: list[Any]  # the live values of the static attributes
-    mutables: list[Any]  # the values among and inside of them that can change, by number
+    mutables: list[Any]  # the values among and inside them that can change, by number
     watches: list[list[Any]]  # how to notice a change of each of them
 
     def path(self, module: int) -> str:

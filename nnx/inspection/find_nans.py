@@ -25,7 +25,7 @@ class NotFinite(NamedTuple):
         kind: the name of its class.
         call: which of its calls, counted from 0.
         index: in which steps of the surrounding `nnx.scan`s and `nnx.vmap`s, outermost first.
-        inputs_are_finite: whether its arguments were finite. If not, the cause is outside of every submodule.
+        inputs_are_finite: whether its arguments were finite. If not, the cause is outside every submodule.
     """
 
     path: str

@@ -48,8 +48,8 @@ NOT_A_SINK = "A sink is a function of a step and a dict of values, e.g. nnx.wand
 TRACED = """nnx.TrainLog was called inside a transform, where {name!r} has no value yet; nothing is logged there. \
 Return the metric and log it outside, or log from jax.debug.callback."""
 NO_VALUE = "The metric {name!r} of step {step} has no value ({reason}) and was not logged."
-WRITE_FAILED = "The metrics of step {step} could not be written to {path} ({reason}). The run goes on."
-SINK_FAILED = "The sink {sink} failed at step {step} ({reason}). It is still called at later steps. The run goes on."
+WRITE_FAILED = "The metrics of step {step} could not be written to {path} ({reason}). The run continues."
+SINK_FAILED = "The sink {sink} failed at step {step} ({reason}). It is still called at later steps. The run continues."
 PLOT_FAILED = "The metrics in {path} could not be plotted ({reason})."
 
 S = TypeVar("S", bound=Sink)

@@ -29,7 +29,7 @@ from nnx.transforms.call import Call, target_of
 from nnx.transforms.effects import cell_paths, run
 
 CONTEXT_GIVEN = """nnx.export: the arguments contain a Context, whose keys would be the same in every call of the \
-program. Make it from a key inside of the function, and pass the key: \
+program. Make it from a key inside the function, and pass the key: \
 nnx.export(directory, lambda model, x, key: model(x, ctx=nnx.context(key)), model, x, key)."""
 MIXED = """nnx.export: {where} holds arrays and {value}. Arguments with arrays become arguments of the program, and \
 Modules and Python values are fixed: pass them as separate arguments."""

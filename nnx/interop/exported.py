@@ -41,7 +41,7 @@ WRONG_INPUT = "{name}: input {number} should be {expected}, as when it was expor
 class Exported:
     """A program loaded by `nnx.load_exported`; call it as the function that was exported, without the fixed arguments.
 
-    It can be called inside of `jax.jit` and `nnx.jit`, too. It has no derivative.
+    It can be called inside `jax.jit` and `nnx.jit`, too. It has no derivative.
 
     Attributes:
         name: the name of the function.
@@ -205,5 +205,5 @@ def _program(path: Path, fields: dict[str, Any]) -> jax.export.Exported:
         if (len(program.in_avals), len(program.out_avals)) != counts:
             raise ValueError(f"{PROGRAM} has other inputs and outputs than {DESCRIPTION} says")
         return program
-    except Exception as error:  # what a parser raises for bytes that are no program is not documented
+    except Exception as error:  # what a parser raises for bytes that are not a program is not documented
         raise CheckpointError(DAMAGED.format(path=path, reason=f"{type(error).__name__}: {error}")) from error

@@ -101,7 +101,7 @@ class TensorFile:
             start, stop: the range; all of it by default.
             verify: whether to compare the bytes with their checksums, if the file has any.
             into: bytes to read into, at least as many as needed; by default, fresh memory. They are read by this thread
-                alone, because a caller that has memory ready usually has threads of its own.
+                alone, because a caller that has memory ready usually has its own threads.
 
         Raises:
             CheckpointError: the file has become shorter, or a checksum does not match.

@@ -26,7 +26,7 @@ DOES_NOT_FIT = """load_torch_state_dict: the state dict does not fit this {model
 Rename the entries, or change the model; strict=False loads what fits."""
 SOUGHT = "\n- names that were looked for and not found: {names}"
 PREFIX = "\n- all names begin with {prefix!r}, which a wrapper of PyTorch adds: remove it from the names"
-TWO_VALUES = "another value than {other!r} has, with which it is shared"
+TWO_VALUES = "a different value from {other!r}, which it is shared with"
 
 _WRAPPERS = ("module.", "_orig_mod.")
 

@@ -14,7 +14,7 @@ from nnx.sharding.spelling import did_you_mean
 from nnx.sharding.unmatched import BUILT_IN_NAMES, idle_mesh_axes, missing_mesh_axes, unmatched_rules
 
 LARGE = 16 << 20
-"""The bytes from which on an array that is left whole is a finding."""
+"""The size in bytes from which an array that is left whole is reported as a finding."""
 
 UNKNOWN_IN_CONSTRAINT = "no rule has the axis name {name!r}, which a constraint uses, so that axis is not split.{hint}"
 LEFT_WHOLE = "{path}: {size} whole on each of {devices} devices: {reason}."

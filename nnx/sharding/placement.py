@@ -198,7 +198,7 @@ def put_array(x: Any, sharding: NamedSharding) -> Any:
 def whole_beside(x: Any, tree: Any) -> Any:
     """Returns an array whole on every device of the mesh that a tree is on; `x` itself if that is not one mesh.
 
-    A counter made beside a sharded model would otherwise be on one device before the first step and on all of them
+    A counter made next to a sharded model would otherwise be on one device before the first step and on all of them
     after it, and the second step would be compiled again.
     """
     shardings = [

@@ -6,7 +6,7 @@ dimension has claimed the mesh axis, and (where shape and mesh are known) the me
 rule for the same name is therefore a second choice, and `(name, None)` at the end means "leave it whole rather than
 fail". A *resolution* is the result of the rules for one array: its `PartitionSpec`, and what went wrong.
 
-A *memory rule* (`nnx.on_host`) says in which memory the arrays of some Variables are kept. It is about whole arrays, so
+A *memory rule* (`nnx.on_host`) says which memory the arrays of some Variables are kept in. It is about whole arrays, so
 it selects them with a filter, not by the names of their axes.
 """
 

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-CLOSE = 0.7  # difflib's ratio from which on two names count as one word and its misspelling
+CLOSE = 0.7  # the difflib ratio from which one name counts as a misspelling of the other
 DID_YOU_MEAN = " Did you mean {name!r}?"
 
 
@@ -14,7 +14,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name of which `name` is probably a misspelling.
+    """Returns the known name that `name` is probably a misspelling of.
 
     A name that contains a known one as a word, such as 'kv_heads', was derived from it and is not a misspelling.
 

@@ -28,7 +28,7 @@ MAX_WARNINGS = 1024
 MAX_UNSETTLED = 64
 
 UNMATCHED_RULE = "no array has the axis name of the rule {rule}, and no constraint so far has used it.{hint}"
-IDLE_MESH_AXIS = "no rule uses the mesh axis {axis!r} of size {size}, so its devices all hold and compute the same."
+IDLE_MESH_AXIS = "no rule uses the mesh axis {axis!r} of size {size}, so its devices all do the same work."
 MISSING_MESH_AXIS = "the mesh has no axis {axis!r}, which {rules} asked for; its axes are {known}.{hint}"
 SETTLED = """The rules leave something unused:
 {findings}

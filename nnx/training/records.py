@@ -15,7 +15,7 @@ NOT_SAVABLE = """Cannot save {path!r}: {value} is not data. Arrays, keys, number
 pytrees of them can be saved."""
 ABSTRACT = """Cannot save {path!r}: it is {value}, which has no values. An abstract model (from nnx.eval_shape) can \
 only be a target of nnx.load."""
-TRACED = "Cannot save {path!r}: it is {value}. Save it outside of jit and other transforms."
+TRACED = "Cannot save {path!r}: it is {value}. Save it outside jit and other transforms."
 DELETED = """Cannot save {path!r}: its buffer was deleted, most likely donated to a compiled step. Save the values \
 that the step returned or updated."""
 UNKNOWN_DTYPE = """Cannot save {path!r}: it is a {dtype} array, and checkpoints hold booleans, integers, floats and \

@@ -42,7 +42,7 @@ WRONG_NUMBER = "{name} needs one of {what} per argument, {count}; got {given}."
 
 NO_SUCH_ARGUMENT = "{name}: {option}={numbers} names argument {number} of a call with {count} arguments."
 
-NOT_A_STATE = """{name} needs for {what} a State of its {wrt} part, got {got}. Take one from the Module, \
+NOT_A_STATE = """{name} needs a State of the {wrt} part for {what}, got {got}. Take one from the Module, \
 `module.filter({wrt})`, and map over it."""
 
 UNKNOWN_PATH = """{name}: {path!r} in {what} is not in the part of {module} that is differentiated, {wrt}: {known}."""

@@ -1,4 +1,4 @@
-"""Traces that are kept outside of `jit`, for the transforms whose bodies JAX stages anyway.
+"""Traces that are kept outside `jit`, for the transforms whose bodies JAX stages anyway.
 
 A scan, a loop, a branch or a remat called from plain Python is compiled on its first call. `jax.lax.scan` finds its
 earlier trace by the identity of the body, but ours is a new function for each call, because it closes over the Modules

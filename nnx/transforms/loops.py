@@ -48,7 +48,7 @@ class LoopCall:
 
         Args:
             loop: from the first carry to the last.
-            operands: the arrays it needs besides.
+            operands: any other arrays it needs.
             functions: the user's functions that it runs.
             options: what else it depends on.
             stateful: whether changes to Modules are written back.

@@ -44,14 +44,14 @@ def remat(
     """`jax.checkpoint` for functions that take Modules; keyword arguments are allowed.
 
     Inside a lifted function (`nnx.jit`, `nnx.grad` ...), calls of the same function on Modules of equal structure share
-    one trace, as 64 equal blocks do: side effects that the function has in Python happen once.
+    one trace, as 64 equal blocks do: Python side effects of the function happen once.
 
     Args:
         fun: the function, a Module, or a bound method of one. `__init__` runs unchanged: a constructor makes variables,
             and there is nothing to recompute.
         prevent_cse: as in `jax.checkpoint`.
         policy: the intermediate results to keep: their names, e.g. `("attention", "mlp_hidden")`, or a policy of
-            `jax.checkpoint_policies`; none by default. A mapping also says in which memory each is kept:
+            `jax.checkpoint_policies`; none by default. A mapping also says which memory each is kept in:
             `{"attention": "device", "mlp_hidden": "pinned_host"}`. Built-in layers name the results listed in the
             guide; name your own with `jax.ad_checkpoint.checkpoint_name`.
         static_argnums: positions of arguments that are not data, counted with Modules included.

@@ -40,8 +40,8 @@ NO_SUCH_AXIS = "{name}: {label} is mapped along axis {axis}, but its shape is {s
 
 NOT_A_PREFIX = "{name}: in_axes {axis!r} does not fit the argument: {error}"
 
-NO_LENGTH = """Cannot use variable_axes without specifying a {size}: {name} was given variable_axes={axes}, and how \
-many slices to make of them cannot be seen from a Module that does not exist yet. Write {size}=..."""
+NO_LENGTH = """Cannot use variable_axes without specifying a {size}: {name} was given variable_axes={axes}, and the \
+number of slices cannot be inferred from a Module that does not exist yet. Write {size}=..."""
 
 LENGTHS_DISAGREE = """{name}: the lengths disagree. {listing}. They must all be the same: check variable_axes, in_axes \
 and {size}=..."""

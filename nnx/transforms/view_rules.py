@@ -43,7 +43,7 @@ def check_views(entered: Entered, walk: Traversal, name: str) -> None:
 
 
 def _change(entered: Entered, walk: Traversal, number: int) -> tuple[str, str] | None:
-    """Returns an attribute of a Module that is not what it was, and what happened to it."""
+    """Returns an attribute of a Module that has changed, and what happened to it."""
     assert entered.key is not None, "only a graph has Modules"
     before = {attribute.name: attribute for attribute in entered.key.attributes(number)}
     after = {attribute.name: attribute for attribute in walk.key.attributes(number)}

@@ -78,7 +78,7 @@ def test_shared_variables_can_be_given_under_any_name_or_all():
         assert not model.load_state(mapping)
         np.testing.assert_array_equal(model.embed, one)
         np.testing.assert_array_equal(model.head.kernel, one)
-    with pytest.raises(ValueError, match="'head/kernel' is .* another value than 'embed' has"):
+    with pytest.raises(ValueError, match="'head/kernel' is .* a different value from 'embed'"):
         tied().load_state({"embed": one, "head/kernel": two})
 
 

@@ -208,7 +208,7 @@ def test_a_full_disk_is_one_warning_and_the_file_stays_readable(tmp_path, monkey
 
         log._metrics_file._file = Full()
         with pytest.warns(
-            UserWarning, match="The metrics of step 1 could not be written to .*The run goes on"
+            UserWarning, match="The metrics of step 1 could not be written to .*The run continues"
         ) as caught:
             log(1, loss=1.0)
             log(2, loss=1.0)

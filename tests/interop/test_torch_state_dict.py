@@ -283,7 +283,7 @@ def test_shared_layers_load_under_any_name_and_must_agree():
         nnx.load_torch_state_dict(model, part | scale)
         assert model.second is model.first and (model.first.kernel == 1).all()
     both["second.weight"] = np.zeros((2, 2), np.float32)
-    with pytest.raises(ValueError, match="'second.weight', another value than 'first/kernel' has"):
+    with pytest.raises(ValueError, match="'second.weight', a different value from 'first/kernel'"):
         nnx.load_torch_state_dict(Tied(), both | scale)
 
 

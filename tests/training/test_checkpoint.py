@@ -320,7 +320,7 @@ def test_what_cannot_be_saved_is_named(tmp_path):
         nnx.save(tmp_path / "c", {"f": lambda x: x})
     with pytest.raises(ValueError, match="Cannot save 'x': .* has no values"):
         nnx.save(tmp_path / "c", {"x": jax.ShapeDtypeStruct((2,), jnp.float32)})
-    with pytest.raises(ValueError, match="Cannot save 'x': .*outside of jit"):
+    with pytest.raises(ValueError, match="Cannot save 'x': .*outside jit"):
         jax.jit(lambda x: nnx.save(tmp_path / "c", {"x": x}))(1.0)
     donated = jnp.ones(2)
     donated.delete()
