@@ -43,7 +43,7 @@ from nnx.transforms.eval_shape import eval_shape
 
 NO_DIRECTORY = (
     "There is no directory {path}. nnx.models reads local directories and never downloads: fetch the files first, for "
-    "example with `hf download`, and pass the directory they are in."
+    "example with `hf download MODEL --local-dir DIRECTORY`, and pass that directory."
 )
 NO_CONFIG = "{path} contains no config.json, so it is not the directory of a published model."
 NO_WEIGHTS = "{path} contains no safetensors file{more}."
