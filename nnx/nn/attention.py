@@ -24,7 +24,14 @@ from nnx.nn.dot_product import check_dropout_rate, dot_product_attention
 from nnx.nn.kv_cache import KVCache, LayerCache, causal_options, visible_part
 from nnx.nn.linear import DotGeneral, LinearGeneral
 from nnx.nn.norm import LayerNorm, RMSNorm
-from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, default_bias_init, default_kernel_init
+from nnx.nn.parameters import (
+    NO_METADATA,
+    AxisNames,
+    InitializerLike,
+    default_bias_init,
+    default_kernel_init,
+    make_param,
+)
 from nnx.nn.rotary import RotaryEmbedding, rotate_pair
 from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, cast, default_promote_dtype, resolve_mode
 from nnx.nn.stochastic import draw_key
@@ -88,6 +95,8 @@ class MultiHeadAttention(Module):
         sliding_window: the number of tokens a query sees, including itself; causal calls only look back.
         scale: the scale of the attention logits; `1 / sqrt(head_dim)` by default.
         logits_soft_cap: a bound that the scaled logits approach smoothly, see `dot_product_attention`.
+        use_sinks: whether each head has a learned logit that takes part in the softmax and is then dropped, so that a
+            query can attend to nothing. No fused kernel computes it.
         implementation: "cudnn" or "xla" for `dot_product_attention`; chosen automatically by default.
         rng_collection: the name of the Context's stream for dropout.
         ctx: the Context; its stream "params" initializes the parameters.
@@ -100,6 +109,7 @@ class MultiHeadAttention(Module):
         key, value: `LinearGeneral`s with kernels `[in_kv_features, kv_heads, head_dim]`.
         out: a `LinearGeneral` with a kernel `[heads, head_dim, out_features]`.
         query_ln, key_ln: the norms of queries and keys, or None.
+        sinks: the logits of the sinks, `[heads]`, zeros in a new layer; None without `use_sinks`.
         cache: the `KVCache`, or None before `init_cache`.
 
     >>> layer = nnx.MultiHeadAttention(4, 16, num_kv_heads=2, rotary=nnx.RotaryEmbedding(4), ctx=nnx.context(0))
@@ -119,6 +129,7 @@ class MultiHeadAttention(Module):
         **dict.fromkeys(("query/bias", "key/bias", "value/bias"), ("heads", "head_dim")),
         "out/kernel": ("heads", "head_dim", "embed"),
         "out/bias": ("embed",),
+        "sinks": ("heads",),
     }
 
     num_heads: int
@@ -148,6 +159,7 @@ class MultiHeadAttention(Module):
     out: LinearGeneral
     query_ln: LayerNorm | RMSNorm | None
     key_ln: LayerNorm | RMSNorm | None
+    sinks: jax.Array | None
     rotary: RotaryEmbedding | None
     cache: KVCache | None
 
@@ -186,6 +198,7 @@ class MultiHeadAttention(Module):
         sliding_window: int | None = None,
         scale: float | None = None,
         logits_soft_cap: float | None = None,
+        use_sinks: bool = False,
         implementation: Implementation | None = None,
         rng_collection: str = "dropout",
         ctx: Context,
@@ -279,6 +292,7 @@ class MultiHeadAttention(Module):
         }
         self.query_ln = _head_norm(normalize_qk, head_dim, scale_metadata=query_ln_scale_metadata, **norm)
         self.key_ln = _head_norm(normalize_qk, head_dim, scale_metadata=key_ln_scale_metadata, **norm)
+        self.sinks = make_param(self, default_bias_init, ctx, (num_heads,)) if use_sinks else None
         self.rotary = rotary
         self.cache = None
 
@@ -529,7 +543,7 @@ class MultiHeadAttention(Module):
         self, query: jax.Array, key: jax.Array, value: jax.Array, options: dict[str, Any], deterministic: bool
     ) -> jax.Array:
         """Calls `attention_fn` with these options and those of the layer that are set."""
-        for name in ("scale", "logits_soft_cap", "implementation"):
+        for name in ("scale", "logits_soft_cap", "implementation", "sinks"):
             if getattr(self, name) is not None:
                 options[name] = getattr(self, name)
         attended = self.attention_fn(

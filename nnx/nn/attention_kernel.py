@@ -38,6 +38,7 @@ def attention_implementation(
     weights: bool = False,
     precision: PrecisionLike = None,
     logits_soft_cap: float | None = None,
+    sinks: bool = False,
     platform: str | None = None,
     compute_capability: str | None = None,
 ) -> Implementation:
@@ -48,6 +49,7 @@ def attention_implementation(
         is_causal, local_window_size, precision, logits_soft_cap: the arguments of `dot_product_attention`.
         dropout: whether dropout is active.
         weights: whether the weights are requested.
+        sinks: whether there are attention sinks.
         platform: "gpu", "cpu" or "tpu"; by default, that of JAX's default backend.
         compute_capability: the compute capability of the GPU, as in "9.0"; by default, that of the first device.
 
@@ -69,6 +71,7 @@ def attention_implementation(
         weights=weights,
         precision=precision,
         logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
         platform=platform,
         compute_capability=compute_capability,
     )
@@ -88,6 +91,7 @@ def fusion_obstacle(
     weights: bool,
     precision: PrecisionLike,
     logits_soft_cap: float | None = None,
+    sinks: bool = False,
     platform: str | None = None,
     compute_capability: str | None = None,
 ) -> str | None:
@@ -120,6 +124,8 @@ def fusion_obstacle(
         return f"it takes no precision, and precision={precision!r} was given"
     if logits_soft_cap is not None:
         return f"it does not cap the logits, and logits_soft_cap={logits_soft_cap} was given"
+    if sinks:
+        return "it has no attention sinks, and sinks were given"
     if local_window_size is not None and not is_causal:
         right = local_window_size if isinstance(local_window_size, int) else local_window_size[1]
         if right != 0:

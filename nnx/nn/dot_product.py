@@ -7,7 +7,10 @@ head_dim]` with `heads` a multiple of `kv_heads` (grouped-query attention). Ther
   gradient, for odd lengths, differentiating the call uses xla instead;
 - **xla**, the same through `jax.nn.dot_product_attention` without a fused kernel;
 - the *explicit* weights below, also "xla", for what the other two cannot do: dropout, returning the weights, a soft
-  cap, a `precision`, values with a different head size, float64, float16 off the GPU, and no keys at all.
+  cap, sinks, a `precision`, values with a different head size, float64, float16 off the GPU, and no keys at all.
+
+A *sink* is one more logit per head in the softmax. It takes its part of the attention and has no value, so the weights
+of the keys add up to less than one.
 
 `attention_kernel` decides which kernel a call uses. A query that sees no key returns zeros with each of them: left
 alone, the kernels disagree on such a query (the average of all values, zeros or NaN, depending on what hides the keys).
@@ -28,7 +31,7 @@ from nnx.core.variables import Intermediate
 from nnx.nn.attention_kernel import Implementation, Window, attention_implementation, fusion_obstacle
 from nnx.nn.masks import positions_visible
 from nnx.nn.settings import PromoteDtype, compiled_body, default_promote_dtype
-from nnx.sharding.explicit import heads_like
+from nnx.sharding.explicit import heads_like, split_like
 
 WRONG_LENGTHS = "dot_product_attention: expected {name} of shape {expected}, one per row, got {got}."
 NO_DROPOUT_KEY = (
@@ -49,6 +52,8 @@ DOES_NOT_BROADCAST = (
     "dot_product_attention: expected a {name} that broadcasts to [batch..., heads, query_length, key_length] = "
     "{shape}, got {got}."
 )
+
+WRONG_SINKS = "dot_product_attention: expected sinks of shape ({heads},), one logit per query head, got {got}."
 
 # The logit of a hidden key. It is finite because a query that sees no key would otherwise compute `inf - inf` in the
 # softmax, and its gradient would be NaN. `jax.nn.dot_product_attention` uses the same number.
@@ -78,6 +83,7 @@ def dot_product_attention(
     implementation: Implementation | None = None,
     logits_soft_cap: float | None = None,
     assume_seen: bool = False,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attends from queries to keys, and averages the values accordingly.
 
@@ -109,6 +115,8 @@ def dot_product_attention(
         logits_soft_cap: a bound that the scaled logits approach smoothly, `cap * tanh(logits / cap)`; none by default.
         assume_seen: a promise that every query sees at least one key. It saves the pass over the output that sets the
             rows of queries without keys to zero.
+        sinks: `[heads]`, one more logit per head that takes part in the softmax and is then dropped: what it takes is
+            missing from the weights of the keys. Neither scale, soft cap, bias nor mask applies to it.
 
     Returns:
         An array of shape `[batch..., query_length, heads, value_dim]`.
@@ -131,6 +139,9 @@ def dot_product_attention(
         if lengths is not None and lengths.shape != batch:
             raise ValueError(WRONG_LENGTHS.format(name=name, expected=batch, got=lengths.shape))
 
+    if sinks is not None and sinks.shape != query.shape[-2:-1]:
+        raise ValueError(WRONG_SINKS.format(heads=query.shape[-2], got=sinks.shape))
+
     key, value = heads_like(query, key, value)
     check_dropout_rate("dot_product_attention", dropout_rate)
     dropout = dropout_rate > 0.0 and not deterministic
@@ -143,6 +154,7 @@ def dot_product_attention(
         "weights": module is not None,
         "precision": precision,
         "logits_soft_cap": logits_soft_cap,
+        "sinks": sinks is not None,
     }
     if implementation is None:
         implementation = attention_implementation(query, key, value, bias, mask, **features)
@@ -165,6 +177,7 @@ def dot_product_attention(
         dropout
         or precision is not None
         or logits_soft_cap is not None
+        or sinks is not None
         or module is not None
         or value.shape[-1] != key.shape[-1]
         or key.shape[-3] == 0
@@ -175,6 +188,7 @@ def dot_product_attention(
     out, weights = _explicit(
         *arrays,
         dropout_rng if dropout else None,
+        sinks,
         **visibility,
         dropout_rate=dropout_rate,
         broadcast_dropout=broadcast_dropout,
@@ -322,6 +336,7 @@ def _explicit(
     query_lengths: jax.Array | None,
     key_lengths: jax.Array | None,
     dropout_rng: jax.Array | None,
+    sinks: jax.Array | None,
     *,
     is_causal: bool,
     scale: float | None,
@@ -351,7 +366,8 @@ def _explicit(
     visible = _visible(mask, query_length, key_length, key_lengths, is_causal, window)
     if visible is not None:
         logits = jnp.where(visible, logits, _MASKED)
-    weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
+    weights = jax.nn.softmax(logits, axis=-1) if sinks is None else _softmax_with_sinks(logits, sinks)
+    weights = weights.astype(query.dtype)
     seen = None if assume_seen else _seen(mask, bias, query_length, key_length, key_lengths, is_causal, window)
     if seen is not None:
         weights = jnp.where(seen, weights, 0)
@@ -369,6 +385,17 @@ def _explicit(
         real = jnp.arange(query_length) < query_lengths[..., None]
         out = jnp.where(real[..., None, None], out, 0.0)
     return out, weights
+
+
+def _softmax_with_sinks(logits: jax.Array, sinks: jax.Array) -> jax.Array:
+    """Returns the weights of the keys, `[batch..., heads, query_length, key_length]`, next to a sink per head.
+
+    The sink is added to the sum instead of appended to the logits, which would copy them.
+    """
+    sinks = split_like(sinks.astype(logits.dtype), logits, (-3,))[:, None, None]
+    top = jax.lax.stop_gradient(jnp.maximum(logits.max(-1, keepdims=True, initial=_MASKED), sinks))
+    exponentials = jnp.exp(logits - top)
+    return exponentials / (exponentials.sum(-1, keepdims=True) + jnp.exp(sinks - top))
 
 
 def _visible(

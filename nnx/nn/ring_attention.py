@@ -55,6 +55,7 @@ def ring_attention(
     local_window_size: Window | None = None,
     implementation: Implementation | None = None,
     logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attends like `dot_product_attention`, with the text split over the mesh axis that a rule gives to "length".
 
@@ -71,9 +72,9 @@ def ring_attention(
         dtype, precision, promote_dtype, scale, logits_soft_cap: as in `dot_product_attention`.
         is_causal, local_window_size: as in `dot_product_attention`. A causal window shortens the ring to the blocks it
             reaches.
-        bias, broadcast_dropout, dropout_rng, dropout_rate, deterministic, module, implementation: as in
-            `dot_product_attention`, where the text is not split. A ring refuses a bias, dropout, recording weights and
-            "cudnn".
+        bias, broadcast_dropout, dropout_rng, dropout_rate, deterministic, module, implementation, sinks: as in
+            `dot_product_attention`, where the text is not split. A ring refuses a bias, dropout, recording weights,
+            "cudnn" and sinks.
 
     Returns:
         An array of shape `[batch..., query_length, heads, value_dim]`.
@@ -113,12 +114,14 @@ def ring_attention(
             local_window_size=local_window_size,
             implementation=implementation,
             logits_soft_cap=logits_soft_cap,
+            sinks=sinks,
         )
     for what, asked in {
         "add a bias": bias is not None,
         "drop attention weights": dropout_rate > 0.0 and not deterministic,
         "record the attention weights": module is not None,
         "use cuDNN's kernel": implementation == "cudnn",
+        "add attention sinks": sinks is not None,
     }.items():
         if asked:
             raise ValueError(UNSUPPORTED.format(what=what))

@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def by_hand(query, key, value, mask=None, bias=None, scale=None, soft_cap=None) -> np.ndarray:
+def by_hand(query, key, value, mask=None, bias=None, scale=None, soft_cap=None, sinks=None) -> np.ndarray:
     """Attention in numpy, one batch row and head after the other; zeros for a query that sees no key."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     *batch, length, heads, dim = query.shape
@@ -18,9 +18,13 @@ def by_hand(query, key, value, mask=None, bias=None, scale=None, soft_cap=None) 
             if soft_cap is not None:
                 logits = soft_cap * np.tanh(logits / soft_cap)
             logits += bias[row][head]
-            weights = np.exp(logits - logits.max(-1, keepdims=True, initial=0)) * mask[row][head]
+            if sinks is not None:  # a key that everybody sees, and whose value is zero
+                logits = np.concatenate([logits, np.full((length, 1), sinks[head])], axis=-1)
+            seen = np.ones(logits.shape, bool)
+            seen[:, : shape[-1]] = mask[row][head]
+            weights = np.exp(logits - logits.max(-1, keepdims=True, initial=0)) * seen
             weights /= np.maximum(weights.sum(-1, keepdims=True), np.finfo(float).tiny)
-            out[row][:, head] = weights @ value[row][:, head // group]
+            out[row][:, head] = weights[:, : shape[-1]] @ value[row][:, head // group]
     return out
 
 

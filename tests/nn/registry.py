@@ -423,6 +423,15 @@ def _layers() -> list[Entry]:
             wide=lambda ctx: (nnx.MultiHeadAttention(4, 256, 256, 64, ctx=ctx).out, ((64, 4, 64),)),
         ),
         e(
+            "MultiHeadAttention with sinks",
+            lambda ctx, **d: nnx.MultiHeadAttention(4, 8, num_kv_heads=2, use_sinks=True, ctx=ctx, **d),
+            ((3, 8),),
+            (3, 8),
+            call={"is_causal": True},
+            offset=False,
+            mask=np.array([False, True, True])[:, None],
+        ),
+        e(
             "MultiHeadAttention across",
             lambda ctx, **d: nnx.MultiHeadAttention(2, 8, 4, 6, in_kv_features=5, ctx=ctx, **d),
             ((3, 8), (2, 5)),

@@ -128,6 +128,7 @@ def refusals():
         "bias": lambda: nnx.ring_attention(x, x, x, bias=jnp.ones((16, 16))),
         "dropout": lambda: nnx.ring_attention(x, x, x, dropout_rate=0.1),
         "weights": lambda: nnx.ring_attention(x, x, x, module=nnx.Dict()),
+        "sinks": lambda: nnx.ring_attention(x, x, x, sinks=jnp.zeros(4)),
         "length": lambda: nnx.ring_attention(x[:, :10], x[:, :10], x[:, :10]),
         "two lengths": lambda: nnx.ring_attention(x[:, :4], x, x),
     }

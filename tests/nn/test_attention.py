@@ -65,6 +65,60 @@ class TestFunction:
         out = nnx.dot_product_attention(QUERY, KEY, VALUE, bias, **options)
         agrees(out, by_hand(QUERY, KEY, VALUE, causal, bias, scale=0.7, soft_cap=1.5))
 
+    @pytest.mark.parametrize("sinks", [[0.0, 1.5, -2.0, 40.0], [-np.inf] * 4], ids=["several", "without effect"])
+    def test_sinks_take_their_part_of_the_softmax(self, sinks):
+        causal, bias = np.tril(np.ones((5, 6), bool)), numpy_normal(4, 5, 6, seed=4)
+        options = {"is_causal": True, "scale": 0.7, "logits_soft_cap": 1.5, "sinks": jnp.asarray(sinks)}
+        out = nnx.dot_product_attention(QUERY, KEY, VALUE, bias, **options)
+        expected = by_hand(QUERY, KEY, VALUE, causal, bias, scale=0.7, soft_cap=1.5, sinks=sinks)
+        agrees(out, expected)
+        if sinks[0] == -np.inf:
+            agrees(nnx.dot_product_attention(QUERY, KEY, VALUE, bias, **{**options, "sinks": None}), expected)
+
+    def test_sinks_have_the_gradient_of_a_key_with_a_value_of_zero(self):
+        query, key, value = QUERY[..., :2, :], KEY[..., :1, :], VALUE[..., :1, :]
+
+        def with_a_key(query, key, value, sinks):
+            # The last feature of the queries is one, so that the last one of the extra key is its logit.
+            query = jnp.concatenate([query, jnp.ones_like(query[..., :1])], -1)
+            key = jnp.concatenate([key, jnp.zeros_like(key[..., :1])], -1)
+            extra = jnp.zeros_like(key[..., :1, :, :]).at[..., -1].set(sinks)
+            value = jnp.concatenate([value, jnp.zeros_like(value[..., :1, :, :])], -3)
+            key = jnp.concatenate([key, extra], -3)
+            return nnx.dot_product_attention(query, key, value, scale=1.0)
+
+        def with_a_sink(query, key, value, sinks):
+            return nnx.dot_product_attention(query, key, value, scale=1.0, sinks=jnp.broadcast_to(sinks, (2,)))
+
+        def gradients(function):
+            weigh = numpy_normal(2, 5, 2, 8, seed=7)
+            return jax.grad(lambda *args: (weigh * function(*args)).sum(), (0, 1, 2, 3))(query, key, value, 0.3)
+
+        for ours, expected in zip(gradients(with_a_sink), gradients(with_a_key), strict=True):
+            agrees(ours, np.asarray(expected))
+
+    def test_a_query_that_sees_no_key_returns_zeros_next_to_a_sink(self):
+        def attended(sinks, **options):
+            return nnx.dot_product_attention(QUERY, KEY, VALUE, jnp.zeros(()), sinks=sinks, **options)
+
+        sinks, mask = jnp.array([-9e9, 0.0, 1.0, -jnp.inf]), jnp.zeros((5, 6), bool).at[1:].set(True)
+        agrees(attended(sinks, mask=mask), by_hand(QUERY, KEY, VALUE, mask, sinks=np.asarray(sinks)))
+        assert (np.asarray(attended(sinks, mask=mask))[:, 0] == 0).all()
+        grads = jax.grad(lambda sinks: attended(sinks, mask=mask).sum())(sinks)
+        assert np.isfinite(grads).all()
+
+    def test_sinks_in_half_precision_and_in_the_recorded_weights(self):
+        module, sinks = nnx.Module(), jnp.array([0.0, 1.0, 2.0, 3.0], jnp.bfloat16)
+        query, key, value = (jnp.asarray(x, jnp.bfloat16) for x in (QUERY, KEY, VALUE))
+        out = nnx.dot_product_attention(query, key, value, sinks=sinks, module=module)
+        assert out.dtype == jnp.bfloat16
+        agrees(out, by_hand(query, key, value, sinks=np.asarray(sinks, np.float64)), atol=2e-2)
+        assert (module.attention_weights[0].sum(-1) < 1).all()
+
+    def test_sinks_that_do_not_fit_are_refused(self):
+        with pytest.raises(ValueError, match=r"expected sinks of shape \(4,\), one logit per query head, got \(2,\)"):
+            nnx.dot_product_attention(QUERY, KEY, VALUE, sinks=jnp.zeros(2))
+
     def test_masks_need_not_be_boolean(self):
         mask = nnx.make_causal_mask(jnp.zeros((2, 5)))
         agrees(
@@ -190,6 +244,7 @@ class TestImplementation:
         assert self.choice(q=(8, 0, 12, 64), k=(8, 128, 12, 64)) == "xla"
         assert self.choice(dropout=True) == "xla"
         assert self.choice(weights=True) == "xla"
+        assert self.choice(is_causal=True, sinks=True) == "xla"
         assert self.choice(precision="highest") == "xla"
         assert self.choice(local_window_size=4) == "xla"
         assert self.choice(k=(8, 64, 12, 64), is_causal=True, local_window_size=4) == "xla"
@@ -304,6 +359,19 @@ class TestMultiHeadAttention:
         layer, x = attention(scale=0.9, logits_soft_cap=0.4), numpy_normal(2, 5, 16)
         heads = by_hand(layer.query(x), layer.key(x), layer.value(x), scale=0.9, soft_cap=0.4)
         agrees(layer(x), np.asarray(layer.out(jnp.asarray(heads, jnp.float32))))
+
+    def test_sinks_are_parameters_that_start_at_zero(self):
+        layer = attention(4, 16, use_sinks=True)
+        x = numpy_normal(2, 5, 16)
+        assert layer.sinks.shape == (4,) and (layer.sinks == 0).all()
+        assert type(layer.variable("sinks")) is nnx.Param
+        assert nnx.name_axes(layer).variable("sinks").sharding == ("heads",)
+        grads = nnx.grad(lambda layer: (layer(x, is_causal=True) ** 2).sum())(layer)
+        assert (grads["sinks"].value != 0).all()
+        layer.sinks = jnp.full(4, -jnp.inf)
+        plain = attention(4, 16)
+        agrees(layer(x, is_causal=True), np.asarray(plain(x, is_causal=True)))
+        assert plain.sinks is None
 
     @pytest.mark.parametrize("use_bias", [True, False])
     def test_the_output_projection_can_differ_in_its_bias(self, use_bias):

@@ -17,6 +17,7 @@ VARIANTS = {
     "window": {"sliding_window": 2, "rotary": nnx.RotaryEmbedding(4)},
     "window as long as the cache": {"sliding_window": MAX_LENGTH},
     "scale and soft cap": {"scale": 2.0, "logits_soft_cap": 0.5},
+    "sinks": {"use_sinks": True, "num_kv_heads": 2, "sliding_window": 3, "rotary": nnx.RotaryEmbedding(4)},
     "all": {
         "num_kv_heads": 1,
         "rotary": nnx.RotaryEmbedding(4, scaling=nnx.NTKScaling(2.0)),

@@ -54,6 +54,7 @@ def test_a_causal_window_shortens_the_ring(seen):
         "bias": ("cannot add a bias", "nnx.dot_product_attention"),
         "dropout": ("cannot drop attention weights",),
         "weights": ("cannot record the attention weights",),
+        "sinks": ("cannot add attention sinks",),
         "length": ("queries of shape (2, 10, 4, 8)", "'length', of size 10 cannot be divided"),
         "two lengths": ("lengths 4 and 16 are split over None and sequence", "Pad them"),
     }.items(),
@@ -67,4 +68,6 @@ def test_without_a_mesh_it_is_plain_attention():
     layer = nnx.MultiHeadAttention(2, 8, attention_fn=nnx.ring_attention, ctx=nnx.context(0))
     plain = nnx.MultiHeadAttention(2, 8, ctx=nnx.context(0))
     x = jnp.ones((1, 3, 8))
+    np.testing.assert_array_equal(layer(x, is_causal=True), plain(x, is_causal=True))
+    layer.sinks = plain.sinks = nnx.Param(jnp.ones(2))
     np.testing.assert_array_equal(layer(x, is_causal=True), plain(x, is_causal=True))

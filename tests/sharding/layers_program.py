@@ -60,6 +60,7 @@ def tensor_parallel_collectives() -> dict[str, Any]:
 
 EXPLICIT = {
     "grouped attention": (lambda ctx: nnx.MultiHeadAttention(8, 32, num_kv_heads=2, ctx=ctx), (4, 6, 32)),
+    "attention with sinks": (lambda ctx: nnx.MultiHeadAttention(8, 32, use_sinks=True, ctx=ctx), (4, 6, 32)),
     "LSTM": (lambda ctx: nnx.RNN(nnx.LSTMCell(32, 16, ctx=ctx)), (4, 6, 32)),
     "ConvLSTM": (lambda ctx: nnx.RNN(nnx.ConvLSTMCell(8, 16, (3,), ctx=ctx)), (4, 3, 5, 8)),
 }
