@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.core.dict_sequence import Sequence as Layers
 from nnx.core.module import Module
+from nnx.core.repr import short
 from nnx.nn.activation_names import named
 from nnx.nn.activations import relu, silu
 from nnx.nn.checks import as_tuple, check_last_axis
@@ -19,6 +20,14 @@ from nnx.nn.parameters import AxisNames, InitializerLike, default_bias_init, def
 from nnx.nn.stochastic import Dropout
 
 T = TypeVar("T")
+
+GatedActivation = Callable[[jax.Array, jax.Array], jax.Array]
+"""A function of gates and values, which have the same shape."""
+
+TWO_ACTIVATIONS = (
+    "{layer}: `gated_activation` replaces `activation`, but activation={activation} was given as well. Apply it inside "
+    "the gated_activation, or drop one of the two."
+)
 
 
 class Identity(Module):
@@ -132,7 +141,7 @@ class MLP(Module):
 
 
 class GatedMLP(Module):
-    """A gated feed-forward layer: `down(activation(gate(x)) * up(x))`.
+    """A gated feed-forward layer: `down(activation(gate(x)) * up(x))`, or `down(gated_activation(gate(x), up(x)))`.
 
     With the default activation it is SwiGLU; with `nnx.gelu` GeGLU; with `nnx.sigmoid` the original GLU.
 
@@ -141,6 +150,7 @@ class GatedMLP(Module):
         hidden_features: the number of hidden features.
         out_features: the size of the output's last axis; `in_features` by default.
         activation: the activation of the gate.
+        gated_activation: a function of gates and values, in place of `activation(gate) * up`.
         use_bias: whether the three layers add biases.
         dtype: the computation dtype; by default, the dtype that input and parameters promote to.
         param_dtype: the dtype in which the parameters are stored.
@@ -169,6 +179,7 @@ class GatedMLP(Module):
     hidden_features: int
     out_features: int
     activation: Callable[[jax.Array], jax.Array]
+    gated_activation: GatedActivation | None
     gate: Linear
     up: Linear
     down: Linear
@@ -180,6 +191,7 @@ class GatedMLP(Module):
         out_features: int | None = None,
         *,
         activation: Callable[[jax.Array], jax.Array] = silu,
+        gated_activation: GatedActivation | None = None,
         use_bias: bool = False,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -188,6 +200,7 @@ class GatedMLP(Module):
         bias_init: InitializerLike = default_bias_init,
         ctx: Context,
     ) -> None:
+        check_activations("GatedMLP", activation, gated_activation)
         out_features = in_features if out_features is None else out_features
 
         def linear(features_in: int, features_out: int) -> Linear:
@@ -207,6 +220,7 @@ class GatedMLP(Module):
         self.hidden_features = hidden_features
         self.out_features = out_features
         self.activation = activation
+        self.gated_activation = gated_activation
         self.gate = linear(in_features, hidden_features)
         self.up = linear(in_features, hidden_features)
         self.down = linear(hidden_features, out_features)
@@ -215,4 +229,11 @@ class GatedMLP(Module):
         """Applies the layer to an array of shape `(..., in_features)`."""
         check_last_axis(self, x, self.in_features, "in_features")
         gate, up = named(self.gate(x), "mlp_hidden"), named(self.up(x), "mlp_hidden")
-        return named(self.down(self.activation(gate) * up), "mlp_out")
+        hidden = self.activation(gate) * up if self.gated_activation is None else self.gated_activation(gate, up)
+        return named(self.down(hidden), "mlp_out")
+
+
+def check_activations(layer: str, activation: Any, gated_activation: GatedActivation | None) -> None:
+    """Raises `ValueError` if a gated layer was given both kinds of activation, of which it would use only one."""
+    if gated_activation is not None and activation is not silu:
+        raise ValueError(TWO_ACTIVATIONS.format(layer=layer, activation=short(activation)))

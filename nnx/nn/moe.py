@@ -27,11 +27,34 @@ from nnx.core.variables import Loss
 from nnx.nn.activations import silu
 from nnx.nn.checks import check_last_axis
 from nnx.nn.expert_parallel import exchange, manual_axis
-from nnx.nn.grouped import Implementation, block_dots, choose_implementation, from_blocks, make_blocks, to_blocks
+from nnx.nn.grouped import (
+    Blocks,
+    Implementation,
+    block_dots,
+    choose_implementation,
+    from_blocks,
+    make_blocks,
+    to_blocks,
+)
 from nnx.nn.initializers import variance_scaling
-from nnx.nn.mlp import GatedMLP
-from nnx.nn.parameters import AxisNames, InitializerLike, compiled_initializer, default_kernel_init, make_param
-from nnx.nn.settings import as_dtype, as_optional_dtype, cast, compiled_body, infer_dtype, resolve_mode
+from nnx.nn.mlp import GatedActivation, GatedMLP, check_activations
+from nnx.nn.parameters import (
+    AxisNames,
+    InitializerLike,
+    compiled_initializer,
+    default_bias_init,
+    default_kernel_init,
+    make_param,
+)
+from nnx.nn.settings import (
+    as_dtype,
+    as_optional_dtype,
+    cast,
+    compiled_body,
+    infer_dtype,
+    resolve_mode,
+    statistics_dtype,
+)
 
 Scores = Literal["softmax", "sigmoid"]
 
@@ -42,6 +65,10 @@ WRONG_CAPACITY = "MoE: expected a capacity_factor >= 1, got {got!r}."
 NOT_DIVISIBLE = (
     "MoE: num_experts={experts} cannot be divided by the mesh axis {axis!r} of size {size}. Choose a mesh on which "
     "each device holds the same number of experts, or build the layer without `expert_axis`."
+)
+UNSPLIT_BIAS = (
+    "MoE: the kernels have {kernels} experts and the biases {biases}. Inside a shard_map over `expert_axis`, split the "
+    "biases of the experts (gate_bias, up_bias, down_bias) along with their kernels (gate, up, down)."
 )
 NO_MOE = "nnx.router_losses: there is no nnx.MoE in this {model}."
 
@@ -66,7 +93,7 @@ class RouterLosses(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """The kernels of all experts, or the scales of quantized ones: from the input to gates and values, and back."""
+    """The kernels of all experts, from the input to gates and values, and back; or their scales, or their biases."""
 
     gate: Any
     up: Any
@@ -81,12 +108,20 @@ class Routing(NamedTuple):
 
 
 def _route(
-    x: jax.Array, kernel: jax.Array, num_selected: int, scores: Scores, normalize: bool, axis: str | None
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    num_selected: int,
+    scores: Scores,
+    normalize: bool,
+    axis: str | None,
 ) -> tuple[Routing, RouterLosses]:
     """Returns the experts that each token uses, and the losses over all devices of a mesh axis, if any."""
     # The choice is discrete, so rounding could change it: the router always uses at least float32.
     wide = jnp.promote_types(x.dtype, jnp.float32)
     logits = jnp.matmul(cast(x, wide), cast(kernel, wide), precision=lax.Precision.HIGHEST)
+    if bias is not None:
+        logits = logits + cast(bias, wide)
     scored = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
     weights, experts = lax.top_k(scored, num_selected)
     if normalize:
@@ -106,27 +141,48 @@ def _experts(
     experts: jax.Array,
     kernels: Kernels,
     scales: Kernels,
+    biases: Kernels,
     *,
     precision: PrecisionLike,
     implementation: Implementation | None,
     activation: Callable[[jax.Array], jax.Array],
+    gated_activation: GatedActivation | None,
 ) -> jax.Array:
     """Applies to each row `[rows, features]` its expert `[rows]`; rows with a number past the last return zeros."""
     way = choose_implementation(x, kernels, precision, scales, implementation)
     blocks = make_blocks(experts, kernels.gate.shape[0], way)
-    x = to_blocks(x, blocks, way)
-    hidden = block_dots(x, (kernels.gate, kernels.up), blocks, precision, (scales.gate, scales.up), way)
-    gated, raised = (checkpoint_name(product, "mlp_hidden") for product in hidden)
-    (out,) = block_dots(activation(gated) * raised, (kernels.down,), blocks, precision, (scales.down,), way)
+
+    def project(x: jax.Array, *names: str) -> tuple[jax.Array, ...]:
+        """Multiplies the blocks with those of the kernels, and adds their biases."""
+        used, scaled, added = ([getattr(each, name) for name in names] for each in (kernels, scales, biases))
+        products = block_dots(x, used, blocks, precision, scaled, way)
+        return tuple(_with_bias(out, bias, used[0], blocks) for out, bias in zip(products, added, strict=True))
+
+    gated, raised = (checkpoint_name(out, "mlp_hidden") for out in project(to_blocks(x, blocks, way), "gate", "up"))
+    hidden = activation(gated) * raised if gated_activation is None else gated_activation(gated, raised)
+    (out,) = project(hidden, "down")
     return from_blocks(out, blocks, way)
+
+
+def _with_bias(out: jax.Array, bias: jax.Array | None, kernels: jax.Array, blocks: Blocks) -> jax.Array:
+    """Adds to the blocks `[blocks, size, features]` the bias of their expert, if experts have any."""
+    if bias is None:
+        return out
+    if bias.shape[0] != kernels.shape[0]:
+        raise ValueError(UNSPLIT_BIAS.format(kernels=kernels.shape[0], biases=bias.shape[0]))
+    # The gradient of gathering is a sum over the blocks of an expert. The conversions make it a sum in float32.
+    wide = cast(bias, statistics_dtype(bias.dtype))
+    return out + cast(wide.at[blocks.groups].get(mode="promise_in_bounds"), out.dtype)[:, None]
 
 
 @compiled_body
 def _mixture(
     x: jax.Array,
     router: jax.Array,
+    router_bias: jax.Array | None,
     kernels: Kernels,
     scales: Kernels,
+    biases: Kernels,
     *,
     num_selected: int,
     scores: Scores,
@@ -137,16 +193,25 @@ def _mixture(
     axis: str | None,
     capacity_factor: float,
     activation: Callable[[jax.Array], jax.Array] = silu,
+    gated_activation: GatedActivation | None = None,
 ) -> tuple[jax.Array, RouterLosses]:
     """Returns the weighted outputs of the experts of each token, and the router's losses.
 
     With an `axis`, this runs on each of its devices, with the tokens and experts that the device has.
     """
-    routing, losses = _route(x, router, num_selected, scores, normalize, axis)
-    x = cast(x, infer_dtype((x, *_floats(kernels, scales)), dtype))
+    routing, losses = _route(x, router, router_bias, num_selected, scores, normalize, axis)
+    x = cast(x, infer_dtype((x, *_floats(kernels, scales, biases)), dtype))
     rows, choices = jnp.repeat(x, num_selected, axis=0), routing.experts.reshape(-1)  # [tokens * num_selected, …]
-    options: dict[str, Any] = {"precision": precision, "implementation": implementation, "activation": activation}
-    run = partial(_experts, kernels=kernels, scales=scales, **options)
+    run = partial(
+        _experts,
+        kernels=kernels,
+        scales=scales,
+        biases=biases,
+        precision=precision,
+        implementation=implementation,
+        activation=activation,
+        gated_activation=gated_activation,
+    )
     if axis is None:
         out = run(rows, choices)
     else:
@@ -155,9 +220,9 @@ def _mixture(
     return checkpoint_name(jnp.einsum("tko,tk->to", out, cast(routing.weights, out.dtype)), "mlp_out"), losses
 
 
-def _floats(kernels: Kernels, scales: Kernels) -> tuple[jax.Array, ...]:
-    """Returns the arrays that decide the dtype of the computation: kernels, or the scales of quantized ones."""
-    return tuple(kernel if scale is None else scale for kernel, scale in zip(kernels, scales, strict=True))
+def _floats(kernels: Kernels, scales: Kernels, biases: Kernels) -> tuple[Any, ...]:
+    """Returns the arrays that decide the dtype of the computation: kernels (or their scales), and biases."""
+    return *(kernel if scale is None else scale for kernel, scale in zip(kernels, scales, strict=True)), *biases
 
 
 class MoE(Module):
@@ -176,6 +241,9 @@ class MoE(Module):
         scores: "softmax" if the experts compete for a token, "sigmoid" if each is scored by itself.
         normalize: whether the weights of the selected experts are divided by their sum.
         activation: the activation of the gates.
+        gated_activation: a function of gates and values, in place of `activation(gate) * up`.
+        use_bias: whether the three products of every expert add biases.
+        use_router_bias: whether the router adds a bias to its scores, before they become probabilities.
         update_stats: whether a call stores the router's losses; `None` to decide in the call or by the Context's flag.
             `model.train()` turns it on, `model.eval()` off.
         expert_axis: the mesh axis over which experts are distributed, if there is a mesh that has it. Tokens are then
@@ -192,12 +260,15 @@ class MoE(Module):
             Quantized experts and float64 always use "xla".
         kernel_init: the initializer of the experts' kernels, called with `(num_experts, inputs, outputs)`.
         router_init: the initializer of the router's kernel, of shape `(in_features, num_experts)`.
+        bias_init: the initializer of the biases.
         ctx: the Context; its stream "params" initializes the parameters.
 
     Attributes:
         router: the kernel of the router.
+        router_bias: its bias, of shape `(num_experts,)`, or None.
         gate, up: the kernels from the input to the hidden features, of all experts.
         down: the kernels from the hidden features to the output, of all experts.
+        gate_bias, up_bias, down_bias: their biases, of shape `(num_experts, outputs)`, or None.
         gate_scale, up_scale, down_scale: the scales of quantized kernels (`nnx.quantize`), or None.
         shared: a `GatedMLP` with the hidden features of all shared experts, or None.
         load_balancing_loss, z_loss: the router's losses in the last call that stored them, of type `Loss`; see
@@ -210,8 +281,11 @@ class MoE(Module):
 
     logical_axes: ClassVar[AxisNames] = {
         "router": ("embed", None),
+        "router_bias": (None,),
         **dict.fromkeys(("gate", "up"), ("expert", "embed", "mlp")),
         "down": ("expert", "mlp", "embed"),
+        **dict.fromkeys(("gate_bias", "up_bias"), ("expert", "mlp")),
+        "down_bias": ("expert", "embed"),
     }
 
     in_features: int
@@ -223,6 +297,7 @@ class MoE(Module):
     scores: Scores
     normalize: bool
     activation: Callable[[jax.Array], jax.Array]
+    gated_activation: GatedActivation | None
     update_stats: bool | None
     expert_axis: str | None
     capacity_factor: float
@@ -231,9 +306,13 @@ class MoE(Module):
     precision: PrecisionLike
     implementation: Implementation | None
     router: jax.Array
+    router_bias: jax.Array | None
     gate: jax.Array
     up: jax.Array
     down: jax.Array
+    gate_bias: jax.Array | None
+    up_bias: jax.Array | None
+    down_bias: jax.Array | None
     gate_scale: jax.Array | None = None
     up_scale: jax.Array | None = None
     down_scale: jax.Array | None = None
@@ -253,6 +332,9 @@ class MoE(Module):
         scores: Scores = "softmax",
         normalize: bool = True,
         activation: Callable[[jax.Array], jax.Array] = silu,
+        gated_activation: GatedActivation | None = None,
+        use_bias: bool = False,
+        use_router_bias: bool = False,
         update_stats: bool | None = True,
         expert_axis: str | None = None,
         capacity_factor: float = 1.25,
@@ -262,6 +344,7 @@ class MoE(Module):
         implementation: Implementation | None = None,
         kernel_init: InitializerLike = _expert_init,
         router_init: InitializerLike = default_kernel_init,
+        bias_init: InitializerLike = default_bias_init,
         ctx: Context,
     ) -> None:
         if not 1 <= num_selected <= num_experts:
@@ -272,6 +355,7 @@ class MoE(Module):
             raise ValueError(UNKNOWN_IMPLEMENTATION.format(got=implementation))
         if capacity_factor < 1:
             raise ValueError(WRONG_CAPACITY.format(got=capacity_factor))
+        check_activations("MoE", activation, gated_activation)
         self.in_features = in_features
         self.hidden_features = hidden_features
         self.num_experts = num_experts
@@ -281,6 +365,7 @@ class MoE(Module):
         self.scores = scores
         self.normalize = normalize
         self.activation = activation
+        self.gated_activation = gated_activation
         self.update_stats = update_stats
         self.expert_axis = expert_axis
         self.capacity_factor = float(capacity_factor)
@@ -292,11 +377,26 @@ class MoE(Module):
         self.gate = make_param(self, kernel_init, ctx, (num_experts, in_features, hidden_features))
         self.up = make_param(self, kernel_init, ctx, (num_experts, in_features, hidden_features))
         self.down = make_param(self, kernel_init, ctx, (num_experts, hidden_features, self.out_features))
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "ctx": ctx}
+
+        def bias(*shape: int, use: bool = use_bias) -> jax.Array | None:
+            return make_param(self, bias_init, ctx, shape) if use else None
+
+        self.router_bias = bias(num_experts, use=use_router_bias)
+        self.gate_bias = bias(num_experts, hidden_features)
+        self.up_bias = bias(num_experts, hidden_features)
+        self.down_bias = bias(num_experts, self.out_features)
+        options: dict[str, Any] = {
+            "activation": activation,
+            "gated_activation": gated_activation,
+            "use_bias": use_bias,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "precision": precision,
+            "bias_init": bias_init,
+            "ctx": ctx,
+        }
         self.shared = (
-            GatedMLP(in_features, num_shared * hidden_features, out_features, activation=activation, **options)
-            if num_shared
-            else None
+            GatedMLP(in_features, num_shared * hidden_features, out_features, **options) if num_shared else None
         )
         self.load_balancing_loss = Loss(jnp.zeros((), jnp.float32))
         self.z_loss = Loss(jnp.zeros((), jnp.float32))
@@ -345,16 +445,21 @@ class MoE(Module):
             axis=axis if distributed else None,
             capacity_factor=self.capacity_factor,
             activation=self.activation,
+            gated_activation=self.gated_activation,
         )
         if distributed and not is_manual:
             whole, split = P(), P(axis)
-            specs = (split, whole, split, split)
+            specs = (split, whole, whole, split, split, split)
             body = jax.shard_map(body, in_specs=specs, out_specs=(split, whole), axis_names={axis})
-        return body(tokens, self.router, *self._weights())
+        return body(tokens, self.router, self.router_bias, *self._weights())
 
-    def _weights(self) -> tuple[Kernels, Kernels]:
-        """Returns the kernels of the experts, and their scales."""
-        return Kernels(self.gate, self.up, self.down), Kernels(self.gate_scale, self.up_scale, self.down_scale)
+    def _weights(self) -> tuple[Kernels, Kernels, Kernels]:
+        """Returns the kernels of the experts, their scales and their biases."""
+        return (
+            Kernels(self.gate, self.up, self.down),
+            Kernels(self.gate_scale, self.up_scale, self.down_scale),
+            Kernels(self.gate_bias, self.up_bias, self.down_bias),
+        )
 
 
 def router_losses(model: Module) -> RouterLosses:

@@ -4,6 +4,7 @@ To add a layer, add one `Entry` to `LAYERS`. An entry says how to build the laye
 do the rest. `make` takes a Context and the dtype options of the entry (`dtype=`, `param_dtype=`), if it has any.
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,6 +162,12 @@ def _layers() -> list[Entry]:
             (2,),
         ),
         e(
+            "GatedMLP with a gated activation",
+            lambda ctx, **d: nnx.GatedMLP(3, 4, gated_activation=operator.mul, ctx=ctx, **d),
+            ((3,),),
+            (3,),
+        ),
+        e(
             "MoE",
             lambda ctx, **d: nnx.MoE(3, 4, 4, 2, num_shared=1, ctx=ctx, **d),
             ((5, 3),),
@@ -168,6 +175,13 @@ def _layers() -> list[Entry]:
             stateless=False,
             wrong=(((2, 1),), ((),)),
             wide=lambda ctx: (_expert_projection(ctx), ((4, 32, 64),)),
+        ),
+        e(
+            "MoE with biases",
+            lambda ctx, **d: nnx.MoE(3, 4, 4, 2, use_bias=True, use_router_bias=True, ctx=ctx, **d),
+            ((5, 3),),
+            (5, 3),
+            stateless=False,
         ),
         # convolution
         e(

@@ -218,5 +218,13 @@ def test_gated_mlp_multiplies_the_activated_gate_with_the_other_projection(use_b
     assert layer.gate.kernel.shape == layer.up.kernel.shape == (3, 5) and layer.down.kernel.shape == (5, 2)
 
 
+def test_a_gated_activation_takes_gates_and_values():
+    layer = nnx.GatedMLP(3, 5, gated_activation=lambda gate, up: jnp.tanh(gate) - up, ctx=nnx.context(0))
+    x = numpy_normal(4, 3)
+    np.testing.assert_allclose(layer(x), layer.down(jnp.tanh(layer.gate(x)) - layer.up(x)), rtol=1e-6)
+    with pytest.raises(ValueError, match="GatedMLP: `gated_activation` replaces `activation`, but activation=.*relu"):
+        nnx.GatedMLP(3, 5, activation=nnx.relu, gated_activation=jnp.multiply, ctx=nnx.context(0))
+
+
 def test_gated_mlp_returns_as_many_features_as_it_takes_by_default():
     assert nnx.GatedMLP(3, 5, ctx=nnx.context(0))(numpy_normal(4, 3)).shape == (4, 3)

@@ -25,7 +25,7 @@ def inputs(*shape: int, seed: int = 0) -> jax.Array:
 
 def weights_of_all(layer: nnx.MoE, x: jax.Array) -> jax.Array:
     """The weight of every expert for every token, 0 for those that are not selected."""
-    logits = x @ layer.router
+    logits = x @ layer.router + (0 if layer.router_bias is None else layer.router_bias)
     scores = jax.nn.softmax(logits) if layer.scores == "softmax" else jax.nn.sigmoid(logits)
     least = jnp.sort(scores, axis=-1)[..., -layer.num_selected, None]
     weights = jnp.where(scores >= least, scores, 0.0)
@@ -35,9 +35,12 @@ def weights_of_all(layer: nnx.MoE, x: jax.Array) -> jax.Array:
 def looped(layer: nnx.MoE, x: jax.Array) -> jax.Array:
     """Every expert on every token, one after the other."""
     weights, out = weights_of_all(layer, x), 0.0
+    biases = [layer.gate_bias, layer.up_bias, layer.down_bias]
+    gate_bias, up_bias, down_bias = (jnp.zeros(layer.num_experts) if bias is None else bias for bias in biases)
     for e in range(layer.num_experts):
-        hidden = layer.activation(x @ layer.gate[e]) * (x @ layer.up[e])
-        out = out + weights[..., e, None] * (hidden @ layer.down[e])
+        gate, up = x @ layer.gate[e] + gate_bias[e], x @ layer.up[e] + up_bias[e]
+        hidden = layer.gated_activation(gate, up) if layer.gated_activation else layer.activation(gate) * up
+        out = out + weights[..., e, None] * (hidden @ layer.down[e] + down_bias[e])
     return out if layer.shared is None else out + layer.shared(x)
 
 
@@ -45,11 +48,18 @@ def close(out, expected) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), out, expected)
 
 
+def clipped(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return (jnp.clip(up, -0.5, 0.5) + 1) * jnp.minimum(gate, 0.5)
+
+
+BIASES = {"use_bias": True, "use_router_bias": True, "bias_init": nnx.initializers.normal(0.5)}
 OPTIONS = {
     "default": {},
     "sigmoid": {"scores": "sigmoid"},
     "shared experts": {"num_shared": 2, "scores": "sigmoid", "normalize": False},
     "another activation and width": {"activation": nnx.gelu, "out_features": 5},
+    "biases": {**BIASES, "out_features": 5},
+    "biases, gated activation, shared experts": {**BIASES, "gated_activation": clipped, "num_shared": 1},
 }
 
 
@@ -67,8 +77,9 @@ def test_it_computes_what_a_loop_over_the_experts_does(name, tokens):
 
 
 @pytest.mark.parametrize("tokens", [3, 400], ids=["few", "many"])
-def test_gradients_are_those_of_a_loop_over_the_experts(tokens):
-    layer, x, target = make(num_shared=1), inputs(tokens), inputs(tokens, seed=1)
+@pytest.mark.parametrize("options", [{}, {**BIASES, "gated_activation": clipped}], ids=["default", "biases"])
+def test_gradients_are_those_of_a_loop_over_the_experts(tokens, options):
+    layer, x, target = make(num_shared=1, **options), inputs(tokens), inputs(tokens, seed=1)
 
     def gradient(function, layer, x):
         return nnx.grad(lambda layer, x: jnp.mean((function(layer, x) - target) ** 2), argnums=(0, 1))(layer, x)
@@ -85,6 +96,22 @@ def test_no_token_is_dropped_if_all_choose_the_same_experts():
     layer.router = jnp.zeros((8, EXPERTS)).at[:, 4].set(9.0).at[:, 1].set(5.0)
     assert (weights_of_all(layer, x)[:, [1, 4]] > 0).all()
     close(*both(layer, x))
+
+
+def test_the_weights_are_a_softmax_over_the_selected_scores():
+    layer, x = make(**BIASES), inputs(50)
+    layer.down = jnp.zeros_like(layer.down)  # so that the biases of `down` are the outputs of the experts
+    scores, chosen = jax.lax.top_k(x @ layer.router + layer.router_bias, SELECTED)
+    expected = jnp.einsum("tk,tko->to", jax.nn.softmax(scores), layer.down_bias[chosen])
+    close(layer(x), expected)
+
+
+def test_half_precision_sums_the_gradients_of_biases_in_float32():
+    options = {"use_bias": True, "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    layer, x = nnx.MoE(8, 12, 64, 1, ctx=nnx.context(0), **options), jnp.ones((400, 8), jnp.bfloat16)
+    grads = nnx.jit(nnx.grad(lambda layer, x: layer(x).astype(jnp.float32).sum()))(layer, x)
+    # All tokens choose the same expert, each in its own block. One by one, a sum in bfloat16 would stop at 256.
+    np.testing.assert_array_equal(grads["down_bias"].value.astype(jnp.float32).max(0), 400)
 
 
 def test_forward_mode_derivatives_work():
@@ -308,10 +335,13 @@ def test_changing_dtypes_leaves_the_losses_alone():
 
 
 def test_axes_have_names():
-    specs = nnx.get_partition_spec(nnx.name_axes(make(num_shared=1)))
+    specs = nnx.get_partition_spec(nnx.name_axes(make(num_shared=1, **BIASES)))
     assert specs["gate"] == specs["up"] == jax.P("expert", "embed", "mlp")
     assert specs["down"] == jax.P("expert", "mlp", "embed")
     assert specs["router"] == jax.P("embed", None)
+    assert specs["router_bias"] == jax.P(None)
+    assert specs["gate_bias"] == specs["up_bias"] == jax.P("expert", "mlp")
+    assert specs["down_bias"] == jax.P("expert", "embed")
     assert specs["shared/up/kernel"] == jax.P("embed", "mlp")
 
 
@@ -323,11 +353,19 @@ def test_axes_have_names():
         ((4, 2), {"scores": "relu"}, "'softmax' or 'sigmoid', got 'relu'"),
         ((4, 2), {"implementation": "mosaic"}, "'triton', 'xla' or None, got 'mosaic'"),
         ((4, 2), {"capacity_factor": 0.5}, "capacity_factor >= 1, got 0.5"),
+        ((4, 2), {"activation": nnx.relu, "gated_activation": clipped}, "MoE: `gated_activation` replaces .*relu"),
     ],
 )
 def test_wrong_settings_are_errors(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         nnx.MoE(8, 8, *arguments, ctx=nnx.context(0), **options)
+
+
+def test_biases_that_are_not_split_like_their_kernels_are_refused():
+    layer = make(**BIASES)
+    layer.gate_bias = layer.gate_bias[:3]
+    with pytest.raises(ValueError, match="kernels have 6 experts and the biases 3. Inside a shard_map"):
+        layer(inputs(4))
 
 
 def test_a_model_without_routers_has_no_router_losses():

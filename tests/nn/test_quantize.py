@@ -103,9 +103,15 @@ def experts(**options):
     return nnx.MoE(256, 64, 6, 2, num_shared=1, update_stats=False, ctx=nnx.context(0), **options)
 
 
-@pytest.mark.parametrize(("bits", "group_size", "bound"), [(8, None, 0.01), (8, 32, 0.01), (4, 32, 0.15)])
-def test_experts_compute_the_same_up_to_rounding(bits, group_size, bound):
-    layer, x = experts(), normal(20, 256)
+BIASES = {"use_bias": True, "use_router_bias": True, "bias_init": nnx.initializers.normal()}
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "bound", "options"),
+    [(8, None, 0.01, {}), (8, 32, 0.01, {}), (4, 32, 0.15, {}), (8, None, 0.01, BIASES)],
+)
+def test_experts_compute_the_same_up_to_rounding(bits, group_size, bound, options):
+    layer, x = experts(**options), normal(20, 256)
     layer.router = layer.router * 30  # so that no choice hangs on rounding
     expected = layer(x)
     assert nnx.quantize(layer, bits, group_size, where="") == [""]

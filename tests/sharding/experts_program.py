@@ -15,7 +15,8 @@ RULES = [("expert", "expert"), *nnx.fsdp_rules("expert")]
 
 
 def make(ctx, **options):
-    return nnx.MoE(8, 12, EXPERTS, 2, num_shared=1, ctx=ctx, **options)
+    biases = {"use_bias": True, "use_router_bias": True, "bias_init": nnx.initializers.normal(0.1)}
+    return nnx.MoE(8, 12, EXPERTS, 2, num_shared=1, ctx=ctx, **biases, **options)
 
 
 def loss(layer, x, y):
@@ -90,7 +91,7 @@ def inside_shard_map():
 
 
 def _is_expert(path, leaf):
-    return path in ("gate", "up", "down")
+    return path in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 
 
 def errors():
