@@ -100,12 +100,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         dict(**SMALL, **HEADS, head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20),
     ),
+    "gpt_oss": (  # sinks, alternating windows, biases, experts in one tensor, a clamp that matters, a ramp of rope
+        "gpt_oss",
+        dict(
+            **{**SMALL, "num_hidden_layers": 3, "intermediate_size": 32},
+            **HEADS,
+            head_dim=16,
+            sliding_window=6,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            swiglu_limit=1.5,
+            rope_theta=500.0,
+            rope_scaling=dict(
+                rope_type="yarn",
+                factor=4.0,
+                beta_fast=4.0,
+                beta_slow=1.0,
+                original_max_position_embeddings=16,
+                truncate=False,
+            ),
+        ),
+    ),
 }
 SHARDED = {"mistral": "40KB"}  # cases saved in several files, and the limit for each
 AS_PUBLISHED = (
     "llama3",
     "gemma3_text",
     "phi3_long",
+    "gpt_oss",
 )  # cases with the config.json of published checkpoints (`publish_config`)
 
 

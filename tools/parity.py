@@ -220,9 +220,35 @@ def qwen3_moe(draw: np.random.Generator) -> Fields:
     }
 
 
+def gpt_oss(draw: np.random.Generator) -> Fields:
+    """Sinks, windows in every second layer or elsewhere, experts with biases, a ramp of frequencies not rounded."""
+    fields, experts, layers = sizes(draw), int(draw.integers(1, 9)), int(draw.integers(1, 5))
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": MAX_LENGTH // 4}
+    kinds = [f"{kind}_attention" for kind in draw.choice(["full", "sliding"], layers)]
+    return {
+        **fields,
+        **({"layer_types": kinds} if draw.integers(2) else {}),
+        **(
+            [{}, {"rope_scaling": yarn}, {"rope_scaling": {**yarn, "beta_fast": 4.0, "truncate": False}}][
+                draw.integers(3)
+            ]
+        ),
+        "num_hidden_layers": layers,
+        "tie_word_embeddings": False,
+        "hidden_size": 4 * int(draw.integers(4, 16)),  # PyTorch's grouped product needs rows of 16 bytes
+        "intermediate_size": 4 * int(draw.integers(5, 20)),
+        "head_dim": head_dim(draw),
+        "attention_bias": bool(draw.integers(4)),
+        "sliding_window": window(draw),
+        "num_local_experts": experts,
+        "num_experts_per_tok": int(draw.integers(1, experts + 1)),
+        "swiglu_limit": float(draw.choice([0.5, 2.0, 7.0])),
+    }
+
+
 FAMILIES: dict[str, Callable[[np.random.Generator], Fields]] = {
     family.__name__: family
-    for family in (gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3_text, phi3)
+    for family in (gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3_text, phi3, gpt_oss)
 }
 
 
@@ -318,6 +344,25 @@ def compare_family(family: str, cases: int) -> bool:
 # The other comparisons
 
 
+def compare_packed(folder: pathlib.Path) -> float:
+    """Packs the experts of a gpt_oss as 4-bit floats with random bits; returns the relative error of our logits."""
+    fields = {**gpt_oss(np.random.default_rng(0)), "hidden_size": 64, "intermediate_size": 96}
+    reference.make("gpt_oss", fields, seed=0).save_pretrained(folder)
+    reference.pack_experts(folder, seed=0)
+    theirs = reference.load(folder, quantization_config=reference.transformers.Mxfp4Config(dequantize=True))
+    tokens = np.random.default_rng(0).integers(3, fields["vocab_size"], (2, LENGTH), np.int32)
+    model: nnx.models.Decoder = nnx.models.from_pretrained(folder)
+    for ours, layer in zip(model.layers, theirs.model.layers, strict=True):
+        gate_up, down = (x.detach().numpy() for x in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj))
+        for found, wanted in (
+            (ours.mlp.gate, gate_up[..., ::2]),
+            (ours.mlp.up, gate_up[..., 1::2]),
+            (ours.mlp.down, down),
+        ):
+            np.testing.assert_array_equal(found, wanted)
+    return relative_error(forward(model, tokens), reference.logits(theirs, tokens))
+
+
 def compare_finetuned(folder: pathlib.Path) -> float:
     """Runs examples/llm/finetune.py and returns the relative error of our logits of what it wrote."""
     fields = dict(
@@ -356,6 +401,11 @@ def main() -> int:
         (compare_family if family in FAMILIES else encoder_parity.compare_family)(family, args.cases)
         for family in args.families or known
     ]
+    if "gpt_oss" in (args.families or known):
+        with tempfile.TemporaryDirectory() as folder:
+            error = compare_packed(pathlib.Path(folder))
+            print(f"mxfp4         weights equal, read {error:.1e}")
+            agree.append(error <= TOLERANCE)
     if not args.families:
         with tempfile.TemporaryDirectory() as folder:
             print(f"tokenizers    {tokenizer_parity.compare_tokenizers(pathlib.Path(folder))} comparisons agree")

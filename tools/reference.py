@@ -14,6 +14,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is ever fetched
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
 
@@ -72,10 +73,25 @@ def publish_config(directory: pathlib.Path, fields: dict[str, Any]) -> None:
     file.write_text(json.dumps({**config, **fields, "torch_dtype": "float32"}, indent=2, sort_keys=True) + "\n")
 
 
-def load(directory: pathlib.Path) -> Any:
+def pack_experts(directory: pathlib.Path, seed: int) -> None:
+    """Replaces the experts of a gpt_oss in a directory by random packed numbers (`"quant_method": "mxfp4"`)."""
+    file, draw = directory / "model.safetensors", np.random.default_rng(seed)
+    tensors = safetensors.torch.load_file(file)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = draw.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = draw.integers(118, 126, blocks.shape[:-1], np.uint8)
+        tensors |= {f"{name}_blocks": torch.from_numpy(blocks), f"{name}_scales": torch.from_numpy(scales)}
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def load(directory: pathlib.Path, **options: Any) -> Any:
     """Returns the model that `transformers` reads from a directory; every tensor must be given and used."""
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True, **options
     )
     problems = {name: found for name, found in report.items() if found}
     assert not problems, f"{directory}: {problems}"

@@ -1,8 +1,10 @@
 """The activations of published models, by the names their configs use."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from nnx.nn.activations import gelu, relu, sigmoid, silu
 
@@ -17,6 +19,24 @@ def exact_gelu(x: jax.Array) -> jax.Array:
 def quick_gelu(x: jax.Array) -> jax.Array:
     """The approximation `x * sigmoid(1.702 x)` of the Gaussian error linear unit."""
     return x * sigmoid(1.702 * x)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The gated activation of gpt_oss: `(value + 1) * gate * sigmoid(alpha * gate)`, with both of them bounded.
+
+    Args:
+        limit: the largest gate, and the largest magnitude of a value.
+        alpha: the slope of the sigmoid.
+    """
+
+    limit: float = 7.0
+    alpha: float = 1.702
+
+    def __call__(self, gate: jax.Array, value: jax.Array) -> jax.Array:
+        """Returns the hidden features."""
+        gate, value = jnp.minimum(gate, self.limit), jnp.clip(value, -self.limit, self.limit)
+        return (value + 1) * gate * sigmoid(self.alpha * gate)
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

@@ -22,6 +22,7 @@ WRONG_EXPERTS = (
     "DecoderConfig: expected num_experts and num_selected to be both None, or integers with 1 <= num_selected <= "
     "num_experts, got num_experts={experts!r} and num_selected={selected!r}."
 )
+NO_GATES = "DecoderConfig: swiglu_limit={limit!r} is about gates, which MLPs with gated=False do not have."
 UNKNOWN_NORM = "DecoderConfig: expected norm to be 'rms' or 'layer', got {got!r}."
 
 SIZES = (
@@ -67,6 +68,10 @@ class DecoderConfig:
         max_length: the context length. Learned positions end there; rotary ones do not.
         activation: the name of the activation of the MLPs; one of `nnx.models.ACTIVATIONS`.
         gated: whether the MLPs are gated (`nnx.GatedMLP`).
+        swiglu_limit: a bound, if gates and values are combined as in gpt_oss: gates are at most the limit, values are
+            between minus and plus the limit, and the result is `(value + 1) * gate * sigmoid(swiglu_alpha * gate)`. By
+            default, it is `activation(gate) * value`.
+        swiglu_alpha: the slope of that sigmoid.
         num_experts: the number of experts, if the MLPs are mixtures of experts (`nnx.MoE`).
         num_selected: the number of experts that each token uses.
         normalize_experts: whether the weights of the selected experts are divided by their sum.
@@ -75,7 +80,9 @@ class DecoderConfig:
         norm_offset: the `scale_offset` of every `RMSNorm`.
         post_norms: whether the outputs of attention and MLP are normalized as well, before they are added.
         normalize_qk: whether queries and keys are normalized per head.
-        use_qkv_bias, use_out_bias, use_mlp_bias: whether these projections have biases.
+        use_qkv_bias, use_out_bias, use_mlp_bias: whether these projections have biases; those of experts are an MLP's.
+        use_router_bias: whether the routers of mixtures of experts have biases.
+        use_sinks: whether attention has sinks (`nnx.MultiHeadAttention`).
         rotary: the rotary embedding; `None` means learned positions.
         local_rotary: the rotary embedding of "sliding" layers, where it differs.
         layer_types: "full" or "sliding" for each layer; all "full" by default.
@@ -103,6 +110,8 @@ class DecoderConfig:
     max_length: int
     activation: str = "silu"
     gated: bool = True
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
     num_experts: int | None = None
     num_selected: int | None = None
     normalize_experts: bool = True
@@ -114,6 +123,8 @@ class DecoderConfig:
     use_qkv_bias: bool = False
     use_out_bias: bool = False
     use_mlp_bias: bool = False
+    use_router_bias: bool = False
+    use_sinks: bool = False
     rotary: RotaryConfig | None = RotaryConfig()
     local_rotary: RotaryConfig | None = None
     layer_types: tuple[LayerType, ...] = None  # type: ignore[assignment]
@@ -148,6 +159,8 @@ class DecoderConfig:
         both = isinstance(experts, int) and isinstance(selected, int) and 1 <= selected <= experts
         if not both and (experts is not None or selected is not None):
             raise ValueError(WRONG_EXPERTS.format(experts=experts, selected=selected))
+        if self.swiglu_limit is not None and not self.gated:
+            raise ValueError(NO_GATES.format(limit=self.swiglu_limit))
         if self.norm not in ("rms", "layer"):
             raise ValueError(UNKNOWN_NORM.format(got=self.norm))
 

@@ -18,7 +18,7 @@ from nnx.core.context import Context
 from nnx.core.dict_sequence import Sequence
 from nnx.core.module import Module
 from nnx.core.variables import Variable
-from nnx.models.activations import activation_of
+from nnx.models.activations import ClampedSwiGLU, activation_of
 from nnx.models.config import DecoderConfig
 from nnx.models.tokens import check_tokens, too_long, without_negatives
 from nnx.nn.attention import MultiHeadAttention
@@ -100,6 +100,7 @@ class DecoderBlock(Module):
             sliding_window=config.sliding_window if sliding else None,
             scale=None if divisor is None else float(divisor) ** -0.5,
             logits_soft_cap=config.attention_soft_cap,
+            use_sinks=config.use_sinks,
             **options,
         )
         if config.normalize_qk:
@@ -375,19 +376,22 @@ class Decoder(Module):
 
 
 def _mlp(config: DecoderConfig, options: dict[str, Any]) -> GatedMLP | MLP | MoE:
-    activation, sizes = activation_of(config.activation), (config.features, config.hidden_features)
+    sizes = (config.features, config.hidden_features)
+    options = {**options, "activation": activation_of(config.activation), "use_bias": config.use_mlp_bias}
+    if config.swiglu_limit is not None:
+        options["gated_activation"] = ClampedSwiGLU(config.swiglu_limit, config.swiglu_alpha)
     if config.num_experts is not None and config.num_selected is not None:
         return MoE(
             *sizes,
             config.num_experts,
             config.num_selected,
             normalize=config.normalize_experts,
-            activation=activation,
+            use_router_bias=config.use_router_bias,
             update_stats=False,  # `model.train()` turns it on
             **options,
         )
     mlp: Any = GatedMLP if config.gated else MLP
-    return mlp(*sizes, config.features, activation=activation, use_bias=config.use_mlp_bias, **options)
+    return mlp(*sizes, config.features, **options)
 
 
 def _constrained(x: jax.Array) -> jax.Array:

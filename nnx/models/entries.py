@@ -12,7 +12,7 @@ from typing import Any
 
 from nnx.models.config import FILE_ENTRIES, frozen_extra
 from nnx.models.families import NOT_A_NUMBER, NOT_SUPPORTED
-from nnx.models.fp8 import block_size
+from nnx.models.quantized_files import decoding
 
 NOT_POSITIVE = "{config}: expected {field} to be a positive integer, got {got!r}."
 HEADS_DO_NOT_DIVIDE = "{config}: expected features={features} to be a multiple of num_heads={heads}."
@@ -43,7 +43,7 @@ class Entries:
 
     def read(self, fields: Mapping[str, Any], where: str) -> Any:
         """Returns the config; `where` is the name of the file, for errors."""
-        block_size(fields, where)  # raises if the weights are quantized in a way that cannot be read
+        decoding(fields, where)  # raises if the weights are quantized in a way that cannot be read
         for key, only in self.only.items():
             if fields.get(key) not in (None, only):
                 raise ValueError(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nnx.models.config import FILE_ENTRIES, SIZES, DecoderConfig, frozen_extra
-from nnx.models.fp8 import block_size
+from nnx.models.quantized_files import decoding
 from nnx.models.rope import read_rope, write_rope
 
 UNKNOWN_MODEL = "{where}: the model_type {got!r} is not among the known ones: {known}."
@@ -77,6 +77,7 @@ class Family:
         sliding: which layers have a window if the file does not list them: a function of the layer's number and the
             entries; `None` if the family has no windows.
         rotary_base: the default base of rotary embeddings; `None` for learned positions.
+        rope_scaling: the rotary scaling of a file that mentions none, as such a file would write it.
         aliases: other names of entries, which some versions of `transformers` write.
     """
 
@@ -88,6 +89,7 @@ class Family:
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sliding: Callable[[int, Mapping[str, Any]], bool] | None = None
     rotary_base: float | None = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -196,6 +198,39 @@ FAMILIES = {
             rotary_base=1_000_000.0,
         ),
         Family(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            {
+                **{key: field for key, field in _COMMON.items() if key != "hidden_act"},  # its activation has no name
+                **_BIASES,
+                "num_local_experts": "num_experts",
+                "num_experts_per_tok": "num_selected",
+                "swiglu_limit": "swiglu_limit",
+                "swiglu_alpha": "swiglu_alpha",
+            },
+            dict.fromkeys(("use_sinks", "use_mlp_bias", "use_router_bias"), True),
+            {
+                "norm_epsilon": 1e-5,
+                "head_dim": 64,
+                "use_qkv_bias": True,
+                "num_experts": 128,
+                "num_selected": 4,
+                "swiglu_limit": 7.0,
+                "sliding_window": 128,
+            },
+            sliding=lambda i, fields: bool((i + 1) % 2),
+            rotary_base=150_000.0,
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            aliases={"experts_per_token": "num_experts_per_tok"},
+        ),
+        Family(
             "phi3",
             "Phi3ForCausalLM",
             {key: field for key, field in _COMMON.items() if key != "head_dim"},
@@ -234,7 +269,7 @@ def config_from_dict(fields: Mapping[str, Any], where: str = "config.json") -> D
     family = family_of(fields.get("model_type"), where)
     renamed = {key: fields[alias] for alias, key in family.aliases.items() if alias in fields and key not in fields}
     fields = {**renamed, **{key: value for key, value in fields.items() if key not in family.aliases}}
-    block_size(fields, where)  # raises if the weights are quantized in a way that cannot be read
+    decoding(fields, where)  # raises if the weights are quantized in a way that cannot be read
     for key, only in family.only.items():
         if fields.get(key) not in (None, only):
             raise ValueError(
@@ -248,6 +283,8 @@ def config_from_dict(fields: Mapping[str, Any], where: str = "config.json") -> D
     if values["hidden_features"] is None:
         values["hidden_features"] = 4 * values["features"]
     values.update(_windows(family, fields, values["num_layers"], where))
+    if family.rope_scaling and not fields.get("rope_scaling") and not fields.get("rope_parameters"):
+        fields = {**fields, "rope_scaling": family.rope_scaling}
     if family.rotary_base is not None:
         values["rotary"] = read_rope(fields, "full_attention", family.rotary_base, values["max_length"], where)
         if family.has_local_rotary:

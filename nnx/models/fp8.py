@@ -21,10 +21,6 @@ SCALE = "_scale_inv"
 _FLOAT8 = np.dtype(jnp.float8_e4m3fn)
 _VALUES = np.arange(256, dtype=np.uint8).view(_FLOAT8).astype(np.float32)  # looking a value up is faster than casting
 
-OTHER_METHOD = (
-    "{where}: the checkpoint is quantized ({method}), which cannot be read. Use the original, unquantized one, and "
-    "`nnx.quantize` after loading it."
-)
 NO_BLOCKS = (
     "{where}: an fp8 checkpoint is read if its `weight_block_size` is two positive numbers, such as [128, 128], and "
     "its `fmt` is 'e4m3'; got weight_block_size={got!r} and fmt={fmt!r}."
@@ -32,19 +28,12 @@ NO_BLOCKS = (
 WRONG_SCALES = "{path}: {name} has shape {got}, expected {expected}: one number per block of {weight} {shape}."
 
 
-def block_size(fields: Mapping[str, Any], where: str) -> tuple[int, int] | None:
-    """Returns the size of the blocks of an fp8 checkpoint; None if the entries of its `config.json` mention no scales.
+def block_size(settings: Mapping[str, Any], where: str) -> tuple[int, int]:
+    """Returns the size of the blocks of an fp8 checkpoint, by its `quantization_config`.
 
     Raises:
         ValueError: the weights are quantized in some other way.
     """
-    settings = fields.get("quantization_config")
-    if not settings:
-        return None
-    settings = settings if isinstance(settings, Mapping) else {"quant_method": f"{settings!r}"}
-    method = settings.get("quant_method", "unknown method")
-    if method != "fp8":
-        raise ValueError(OTHER_METHOD.format(where=where, method=method))
     match settings.get("weight_block_size"), settings.get("fmt", "e4m3"):
         case [[int(height), int(width)], "e4m3"] if height > 0 and width > 0:
             return height, width
@@ -80,10 +69,7 @@ class ScaledFile:
 
     def reopened(self, opened: contextlib.ExitStack) -> "ScaledFile":
         """Returns the same tensors in files that are opened again."""
-        paths = {file.path for file in (self._file, *self._scales.values())}
-        files = {path: opened.enter_context(TensorFile(path)) for path in paths}
-        scales = {name: files[file.path] for name, file in self._scales.items()}
-        return ScaledFile(files[self.path], scales, self._block)
+        return ScaledFile(*reopened_files(self._file, self._scales, opened), self._block)
 
     def read(
         self,
@@ -116,10 +102,7 @@ class ScaledFile:
         return self._columns[name]
 
 
-AnyFile = TensorFile | ScaledFile
-
-
-def scaled_files(files: Mapping[str, TensorFile], block: tuple[int, int]) -> dict[str, AnyFile]:
+def scaled_files(files: Mapping[str, TensorFile], block: tuple[int, int]) -> dict[str, ScaledFile]:
     """Returns the file of each tensor such that float8 tensors are scaled when read; the scales are not among them.
 
     Raises:
@@ -145,6 +128,10 @@ def scaled_files(files: Mapping[str, TensorFile], block: tuple[int, int]) -> dic
     return {name: wrapped[id(file)] for name, file in files.items() if name not in hidden}
 
 
-def reopened(file: AnyFile, opened: contextlib.ExitStack) -> AnyFile:
-    """Opens a file again."""
-    return file.reopened(opened) if isinstance(file, ScaledFile) else opened.enter_context(TensorFile(file.path))
+def reopened_files(
+    file: TensorFile, scales: Mapping[str, TensorFile], opened: contextlib.ExitStack
+) -> tuple[TensorFile, dict[str, TensorFile]]:
+    """Opens a file again, and those that hold the scales of its tensors; each of them once."""
+    paths = {each.path for each in (file, *scales.values())}
+    files = {path: opened.enter_context(TensorFile(path)) for path in paths}
+    return files[file.path], {name: files[each.path] for name, each in scales.items()}

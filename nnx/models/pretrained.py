@@ -30,7 +30,7 @@ from nnx.interop.safetensors import write_arrays
 from nnx.interop.safetensors_file import Pending, TensorFile
 from nnx.interop.safetensors_index import holds_safetensors, open_model
 from nnx.models.architecture import Architecture
-from nnx.models.fp8 import AnyFile, block_size, reopened, scaled_files
+from nnx.models.quantized_files import AnyFile, decoding, reopened
 from nnx.models.reading import Piece, Reader
 from nnx.models.registry import architecture_named, architecture_of
 from nnx.models.tables import Link, Shape
@@ -72,7 +72,7 @@ ABSTRACT = "Cannot save a model without values: {path!r} is {value}."
 # The attributes of layers that the config decides and that change the output. (A norm's scale is a parameter, that of
 # attention a setting.)
 _SETTINGS = (
-    *("activation", "epsilon", "scale_offset", "sliding_window", "scale", "logits_soft_cap"),
+    *("activation", "gated_activation", "epsilon", "scale_offset", "sliding_window", "scale", "logits_soft_cap"),
     *("base", "rotary_dim", "interleaved", "scaling", "post_norm", "strides", "padding"),
     *("num_buckets", "max_distance", "bidirectional"),
 )
@@ -98,7 +98,8 @@ def from_pretrained(
     Args:
         directory: the directory.
         dtype: the dtype of parameters and computation; by default, that of the first parameter in the file, such as the
-            embedding. Weights in 8-bit floats with scales (`"quant_method": "fp8"`) are converted as well.
+            embedding. Weights in 8-bit floats (`"quant_method": "fp8"`) and 4-bit floats (`"mxfp4"`) with scales are
+            converted as well.
         mesh: the mesh to place the parameters on; by default, that of `jax.set_mesh`, if any.
         rules: the rules from logical axis names to mesh axes; by default, those of `nnx.logical_axis_rules`.
         scan_layers, remat: as in `Decoder`; other models do not have these options.
@@ -125,11 +126,10 @@ def from_pretrained(
     path = Path(directory).absolute()
     fields, file = read_entries(path), str(path / "config.json")
     architecture = architecture_named(fields.get("model_type"), file)
-    config, block = architecture.read_config(fields, file), block_size(fields, file)
+    config, decoded = architecture.read_config(fields, file), decoding(fields, file)
     options = _options(path, architecture, config, {"scan_layers": scan_layers, "remat": remat})
     with contextlib.ExitStack() as opened:
-        stored = _open(path, opened)
-        files: Mapping[str, AnyFile] = stored if block is None else scaled_files(stored, block)
+        files = decoded(_open(path, opened))
         found = {name: file.tensors[name] for name, file in files.items()}
         config = architecture.completed(config, found)
         param_dtype = _stored_dtype(architecture, config, found) if dtype is None else as_dtype(dtype)
@@ -318,7 +318,7 @@ def _fill(model: Module, known: list[Link], files: Mapping[str, AnyFile], place:
             # Layers and experts come in order, so the pieces of a stacked parameter are appended by index.
             pieces.setdefault(target.path, []).append(Piece(files[link.name], link.name, link.layout, shape, offset))
             if len(link.targets) > 1:
-                offset += link.layout.tensor_shape(shape)[link.layout.output_axis]
+                offset += 1 if link.layout.interleaved else link.layout.tensor_shape(shape)[link.layout.output_axis]
             stacks[target.path] = tuple(values[target.path].shape[: len(target.index)])
     # In the order of the files, so that reading is sequential.
     order = sorted(
@@ -383,7 +383,7 @@ def _tensor(link: Link, values: Mapping[str, Any]) -> Any:
         value = values[target.path]
         value = value[target.index] if target.index else value
         parts.append(link.layout.to_tensor(value))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=link.layout.output_axis)
+    return parts[0] if len(parts) == 1 else link.layout.joined(parts)
 
 
 def _listed(names: Any) -> str:

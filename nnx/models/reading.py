@@ -18,7 +18,8 @@ import numpy as np
 
 from nnx.core.aligned_memory import aligned_zeros, populate
 from nnx.interop.safetensors_file import THREADS
-from nnx.models.fp8 import AnyFile
+from nnx.models.mxfp4 import BLOCK, PackedFile, unpacked
+from nnx.models.quantized_files import AnyFile
 from nnx.models.tables import Layout, Shape
 
 Bounds = tuple[tuple[int, int], ...]
@@ -39,7 +40,8 @@ class Piece(NamedTuple):
         name: the name of the tensor.
         layout: the arrangement of its axes.
         shape: the shape of the parameter.
-        offset: the position at which a fused parameter begins, along the tensor's output axis.
+        offset: the position at which a fused parameter begins, along the tensor's output axis; if the parameters take
+            turns along it, the number of this one.
     """
 
     file: AnyFile
@@ -110,6 +112,10 @@ class Reader:
     def _read(self, piece: Piece, bounds: Bounds, dtype: Any, into: np.ndarray | None) -> np.ndarray:
         inputs, whole = piece.layout.inputs or 0, _whole(piece.shape)
         others = (*range(1, inputs), *range(inputs + 1, len(bounds)))
+        if isinstance(piece.file, PackedFile) and piece.file.is_packed(piece.name):
+            into = self._fresh(_sizes(bounds), dtype) if into is None else into
+            self._read_packed(piece.file, piece, bounds, into)
+            return into
         if piece.layout.transposed and all(bounds[axis] == whole[axis] for axis in others):
             if into is None:
                 into = self._fresh(_sizes(bounds), dtype)
@@ -147,6 +153,22 @@ class Reader:
 
         list(self._pool.map(copy, range(first, last, count)))
 
+    def _read_packed(self, file: PackedFile, piece: Piece, bounds: Bounds, into: np.ndarray) -> None:
+        """Decodes a part of a packed stack of matrices, a few outputs at a time, each into a column of its matrix."""
+        (first, last), (low, high), outputs = bounds
+        blocks = slice(low // BLOCK, -(-high // BLOCK))
+        inputs = slice(low % BLOCK, low % BLOCK + high - low)
+        step = piece.layout.interleaved or 1
+
+        def decode(number: int) -> None:
+            of_outputs = (part[piece.offset :: step] for part in file.packed(piece.name, number))
+            packed, scales = (part[slice(*outputs), blocks] for part in of_outputs)
+            for start in range(0, len(packed), _TILE[0]):
+                rows = unpacked(packed[start : start + _TILE[0]], scales[start : start + _TILE[0]])
+                _transpose(rows[:, inputs], into[number - first][:, start : start + len(rows)])
+
+        list(self._pool.map(decode, range(first, last)))
+
     def _scratch_rows(self, piece: Piece, start: int, stop: int) -> np.ndarray:
         """Reads rows of a tensor into memory that this thread uses again for the next ones."""
         tensor = piece.file.tensors[piece.name]
@@ -169,7 +191,9 @@ class Reader:
         step = math.prod(others) if layout.flat or layout.inputs is not None else 1
         first = piece.offset if layout.output_axis == 0 else 0
         rows = self._read_rows(piece, first + start * step, first + stop * step)
-        if layout.output_axis == 1:
+        if layout.interleaved:
+            rows = rows[..., piece.offset :: layout.interleaved]
+        elif layout.output_axis == 1:
             rows = rows[:, piece.offset : piece.offset + math.prod(shape[inputs:])]
         if layout.transposed:
             rows = rows.reshape(stop - start, *others, *shape[:inputs])

@@ -43,6 +43,7 @@ _SCALINGS: dict[str, tuple[type[RotaryScaling], dict[str, str]]] = {
             "beta_fast": "beta_fast",
             "beta_slow": "beta_slow",
             "attention_factor": "attention_factor",
+            "truncate": "truncate",
         },
     ),
     "longrope": (
@@ -133,7 +134,8 @@ def _scaling(name: Any, settings: Mapping[str, Any], max_length: int, where: str
         if value is None and cls is LongRoPEScaling and field.name == "factor":
             value = max_length / original
         if value is not None:
-            values[field.name] = (_numbers if field.name.endswith("_factors") else _number)(value, key, where)
+            read = _flag if field.name == "truncate" else _numbers if field.name.endswith("_factors") else _number
+            values[field.name] = read(value, key, where)
         elif field.default is dataclasses.MISSING:
             raise ValueError(NO_ROPE_KEY.format(where=where, kind=name, key=key))
     return cls(**values)
@@ -149,6 +151,8 @@ def _written(rotary: RotaryConfig, max_length: int) -> dict[str, Any]:
             values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
             if cls is LongRoPEScaling and values["factor"] == max_length / values[_ORIGINAL]:
                 del values["factor"]  # no published file has it
+            if values.get("truncate") is True:
+                del values["truncate"]  # the default, an entry that older versions of transformers do not know
             settings |= {"rope_type": name, **{key: value for key, value in values.items() if value is not None}}
     return settings
 
@@ -156,6 +160,12 @@ def _written(rotary: RotaryConfig, max_length: int) -> dict[str, Any]:
 def _number(value: Any, key: str, where: str) -> Any:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ValueError(BAD_ROPE.format(where=where, key=key, expected="a number", got=value))
+    return value
+
+
+def _flag(value: Any, key: str, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(BAD_ROPE.format(where=where, key=key, expected="true or false", got=value))
     return value
 
 

@@ -1,18 +1,20 @@
 """Which tensor of a checkpoint is which parameter of a `Decoder`: declarative tables that work in both directions.
 
 An `Entry` names a tensor, the parameters it holds, and their `Layout`. Several parameters in one tensor are *fused*:
-they follow each other along its output axis. A `Table` has the entries of one family, those of a layer once for all
-layers, and those of an expert once for all experts. `links` applies it to a model: the parameters that the model has,
-with their layers and experts numbered, and with their place in a stack: that of the layers if the model is scanned, and
-that of the experts, which are one parameter.
+they follow each other along its output axis, or take turns along it (*interleaved*). A `Table` has the entries of one
+family, those of a layer once for all layers, and those of an expert once for all experts. `links` applies it to a
+model: the parameters that the model has, with their layers and experts numbered, and with their place in a stack: that
+of the layers if the model is scanned, and that of the experts, which are one parameter.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from nnx.models.config import DecoderConfig
@@ -31,6 +33,7 @@ class Layout:
         flat: whether the tensor has one axis, however many the parameter has.
         order: for convolutions, the axis of the parameter that each axis of the tensor is.
         leading: the number of axes of size one that the tensor has before those of the parameter.
+        interleaved: the number of fused parameters that take turns along the tensor's last axis; 0 if they do not.
     """
 
     inputs: int | None = None
@@ -38,6 +41,7 @@ class Layout:
     flat: bool = False
     order: tuple[int, ...] | None = None
     leading: int = 0
+    interleaved: int = 0
 
     def tensor_shape(self, shape: Shape) -> Shape:
         """Returns the shape of the tensor (or the part of a fused one) for a parameter of a shape."""
@@ -54,7 +58,9 @@ class Layout:
 
     @property
     def output_axis(self) -> int:
-        """The axis of the tensor along which fused parameters follow each other."""
+        """The axis of the tensor along which fused parameters follow each other, or take turns."""
+        if self.interleaved:
+            return -1
         return 0 if self.inputs is None or self.transposed else 1
 
     def to_tensor(self, array: np.ndarray) -> np.ndarray:
@@ -65,6 +71,12 @@ class Layout:
             return array.reshape(self.tensor_shape(array.shape))
         return array.reshape(self.tensor_shape(array.shape)[::-1]).T
 
+    def joined(self, tensors: Sequence[jax.Array]) -> jax.Array:
+        """Returns the tensor of fused parameters, each of which is arranged as in a checkpoint."""
+        if not self.interleaved:
+            return jnp.concatenate(tensors, axis=self.output_axis)
+        return jnp.stack(tensors, axis=-1).reshape(*tensors[0].shape[:-1], -1)
+
 
 SAME = Layout()
 FLAT = Layout(flat=True)
@@ -74,6 +86,7 @@ KERNEL_2D = Layout(order=(3, 2, 0, 1))  # [outputs, inputs, height, width] and [
 KERNEL_1D = Layout(order=(2, 1, 0))  # [outputs, inputs, length] and [length, inputs, outputs]
 CONV1D = Layout(1)  # GPT-2 stores its products as [inputs, outputs]
 CONV1D_FROM_HEADS = Layout(2)
+IN_TURNS = Layout(interleaved=2)
 
 
 class Entry(NamedTuple):
@@ -164,6 +177,15 @@ _QWEN3_EXPERTS = (
     Entry("mlp.experts.{}.up_proj.weight", ("mlp/up",), LINEAR),
     Entry("mlp.experts.{}.down_proj.weight", ("mlp/down",), LINEAR),
 )
+_GPT_OSS_EXPERTS = (  # each tensor has all experts
+    Entry("mlp.router.weight", ("mlp/router",), LINEAR),
+    Entry("mlp.router.bias", ("mlp/router_bias",)),
+    Entry("mlp.experts.gate_up_proj", ("mlp/gate", "mlp/up"), IN_TURNS),
+    Entry("mlp.experts.gate_up_proj_bias", ("mlp/gate_bias", "mlp/up_bias"), IN_TURNS),
+    Entry("mlp.experts.down_proj", ("mlp/down",)),
+    Entry("mlp.experts.down_proj_bias", ("mlp/down_bias",)),
+)
+_SINKS = (Entry("self_attn.sinks", ("attention/sinks",)),)
 _LLAMA = Table("model.", _OUTER, "layers.{}.", (*_ATTENTION, *_MLP, *_NORMS))
 _GEMMA = Table(
     "model.",
@@ -221,6 +243,7 @@ TABLES = {
     **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA),
     "phi3": _PHI3,
     "mixtral": Table("model.", _OUTER, "layers.{}.", (*_ATTENTION, *_MIXTRAL_EXPERTS, *_NORMS)),
+    "gpt_oss": Table("model.", _OUTER, "layers.{}.", (*_ATTENTION, *_SINKS, *_GPT_OSS_EXPERTS, *_NORMS)),
     "qwen3_moe": Table("model.", _OUTER, "layers.{}.", (*_ATTENTION, *_QWEN3_EXPERTS, *_NORMS)),
 }
 """The table of each family, by `model_type`."""

@@ -196,6 +196,7 @@ class YaRNScaling(RotaryScaling):
         beta_fast: a number of turns within the trained context; features with more keep their frequency.
         beta_slow: a number of turns; features with fewer have their frequency divided by `factor`.
         attention_factor: the factor on rotated queries and keys; `0.1 * ln(factor) + 1` by default.
+        truncate: whether the ramp between the two starts and ends at whole features.
     """
 
     factor: float
@@ -203,6 +204,7 @@ class YaRNScaling(RotaryScaling):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True
 
     def frequencies(self, dim: int, base: float) -> np.ndarray:
         plain = super().frequencies(dim, base)
@@ -211,8 +213,10 @@ class YaRNScaling(RotaryScaling):
         def index_with(turns: float) -> float:
             return dim * math.log(self.original_max_length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-        first = max(math.floor(index_with(self.beta_fast)), 0)
-        last = min(math.ceil(index_with(self.beta_slow)), dim - 1)
+        first, last = index_with(self.beta_fast), index_with(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, dim - 1)
         # 1e-3 keeps the ramp finite where it would have no width.
         divided = np.clip((np.arange(dim // 2) - first) / max(last - first, 1e-3), 0, 1)
         return plain * (1 - divided) + plain / self.factor * divided

@@ -13,7 +13,7 @@ from nnx.interop import safetensors_file
 from nnx.interop.safetensors_file import TensorFile
 from nnx.models import reading
 from nnx.models.reading import Piece, Reader
-from nnx.models.tables import CONV1D, CONV1D_FROM_HEADS, FLAT, FROM_HEADS, KERNEL_2D, LINEAR, SAME, Layout
+from nnx.models.tables import CONV1D, CONV1D_FROM_HEADS, FLAT, FROM_HEADS, IN_TURNS, KERNEL_2D, LINEAR, SAME, Layout
 
 # The layout, the shape of the parameter, and where a fused one begins.
 CASES = {
@@ -59,6 +59,19 @@ def test_every_part_of_every_layout_is_found(case, dtype, tmp_path, monkeypatch)
             np.testing.assert_array_equal(part, expected)
             stacked = reader.read([piece, piece, piece], ((1, 3), *bounds), dtype, stack=(3,))
             np.testing.assert_array_equal(stacked, np.stack([expected, expected]))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3, 5, 4)])
+def test_parameters_that_take_turns_are_told_apart(shape, tmp_path):
+    parameters = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
+    tensor = np.asarray(IN_TURNS.joined(jnp.asarray(parameters)))
+    assert tensor.shape == (*shape[:-1], 2 * shape[-1])
+    np.testing.assert_array_equal(tensor[..., 1], parameters[1, ..., 0])
+    nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": tensor}))
+    with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
+        for number, bounds in itertools.product(range(2), parts_of(shape)):
+            part = reader.read([Piece(file, "w", IN_TURNS, shape, number)], bounds, np.float32, stack=())
+            np.testing.assert_array_equal(part, parameters[number][tuple(slice(*bound) for bound in bounds)])
 
 
 def test_pieces_of_layers_and_experts_are_read_in_order(tmp_path):

@@ -111,6 +111,17 @@ def test_yarn_keeps_fast_divides_slow_and_sharpens():
     np.testing.assert_allclose(out, 0.1 * math.log(8.0) + 1.0, rtol=1e-5)
 
 
+def test_the_ramp_of_yarn_can_start_and_end_between_features():
+    settings = {"factor": 4.0, "original_max_length": 64, "beta_fast": 4.0, "beta_slow": 1.0}
+    plain = nnx.RotaryScaling().frequencies(16, 500.0)
+    # Feature i turns `64 * 500 ** (-i / 8) / (2 pi)` times; the ramp is linear in i between 4 turns and 1 turn.
+    first, last = (8 * np.log(64 / (2 * np.pi * turns)) / np.log(500.0) for turns in (4.0, 1.0))
+    divided = np.clip((np.arange(8) - first) / (last - first), 0, 1)
+    exact = nnx.YaRNScaling(**settings, truncate=False).frequencies(16, 500.0)
+    np.testing.assert_allclose(exact, plain * (1 - divided * 3 / 4), rtol=1e-12)
+    assert not np.allclose(exact, nnx.YaRNScaling(**settings).frequencies(16, 500.0), rtol=1e-3)
+
+
 def test_yarn_attention_factor_can_be_given():
     scaling = nnx.YaRNScaling(factor=8.0, original_max_length=128, attention_factor=1.0)
     out = nnx.apply_rotary(jnp.ones((1, 1, HEAD_DIM)), jnp.array([0]), scaling=scaling)
