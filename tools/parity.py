@@ -349,7 +349,8 @@ def compare_packed(folder: pathlib.Path) -> float:
     fields = {**gpt_oss(np.random.default_rng(0)), "hidden_size": 64, "intermediate_size": 96}
     reference.make("gpt_oss", fields, seed=0).save_pretrained(folder)
     reference.pack_experts(folder, seed=0)
-    theirs = reference.load(folder, quantization_config=reference.transformers.Mxfp4Config(dequantize=True))
+    settings = reference.transformers.Mxfp4Config(dequantize=True)
+    theirs = reference.load(folder, quantization_config=settings).float()  # experts are bfloat16 before that
     tokens = np.random.default_rng(0).integers(3, fields["vocab_size"], (2, LENGTH), np.int32)
     model: nnx.models.Decoder = nnx.models.from_pretrained(folder)
     for ours, layer in zip(model.layers, theirs.model.layers, strict=True):

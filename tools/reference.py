@@ -42,6 +42,7 @@ def make(family: str, fields: dict[str, Any], seed: int) -> Any:
     """
     fields = copy.deepcopy({**SPECIAL_TOKENS, **fields})  # `transformers` adds to dicts it is given
     config = transformers.AutoConfig.for_model(family, **fields)
+    torch.manual_seed(seed)  # for the sinks of gpt_oss: random at first, unlike norms and biases
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     embedding = model.get_input_embeddings().weight
