@@ -6,6 +6,7 @@ function weakly, so that neither keeps the other alive. Any other call takes the
 """
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from operator import itemgetter, setitem
@@ -24,6 +25,7 @@ from nnx.transforms.effects import Effects
 from nnx.transforms.jit.argument_forms import ArgumentForm
 from nnx.transforms.jit.compiled import Compiled, NeedsGeneralPath
 from nnx.transforms.jit.gathering import gatherer
+from nnx.transforms.jit.packing import Packings, packed_gatherer, packings_of, unpack
 from nnx.transforms.tracebacks import hide_frames
 
 
@@ -42,7 +44,7 @@ class CallPlan:
     level: Any  # the trace level of the Modules
     output_dicts: list[dict[str, Any]]  # the places to write, likewise
     output_names: list[str]
-    spread: Callable[[Any], Any] | None  # returns one value per place to write, if there are more places than values
+    spread: Callable[[Any], Any] | None  # returns one value per place to write, if that is not what came out
     contexts: tuple[Any, ...]
     moving: "Moving | None"  # for a call that adds or removes variables
 
@@ -109,7 +111,7 @@ class PlanCache:
             return  # a Context that was passed twice
         # Whatever these effects are, the next call may have the first ones: shapes can decide what a function does.
         first = compiled.effects[0]
-        places = _places(flat, first.changed if self.stateful and first is not None else ())
+        places = _places(flat, first.changed if self.stateful and first is not None else (), compiled.packings[0])
         if places is None:
             return
         values = (*args, *kwargs.values())
@@ -141,7 +143,7 @@ class PlanCache:
         flat.plans[key] = flat.last_plan = CallPlan(
             *key,
             compiled=weakref.ref(compiled, forget),
-            gather=gatherer(flat.dicts, flat.names),
+            gather=_gather(flat, compiled),
             level=flat.level,
             output_dicts=places.dicts,
             output_names=places.names,
@@ -149,6 +151,16 @@ class PlanCache:
             contexts=call.signature.contexts,
             moving=moving,
         )
+
+
+def _gather(flat: Flat, compiled: Compiled) -> Callable[[], list[Any]]:
+    """Returns the function that returns the values of all cells as the compiled function takes them."""
+    gather = gatherer(flat.dicts, flat.names)
+    if not compiled.packs:
+        return gather
+    # A call that removes variables has just removed them, so not every cell has a value now.
+    values = [values_of.get(name) for values_of, name in zip(flat.dicts, flat.names)]
+    return packed_gatherer(gather, packings_of(values))
 
 
 def _moving(call: Call, effects: Effects, length: int) -> Moving | None:
@@ -169,14 +181,15 @@ class _Places(NamedTuple):
     spread: Callable[[Any], Any] | None
 
 
-def _places(flat: Flat, changed: Sequence[int]) -> _Places | None:
+def _places(flat: Flat, changed: Sequence[int], packings: Packings) -> _Places | None:
     """Returns the places to write for these cells, or None if they have to be looked up on every call.
 
     A cell on a Ref has several: all owners of the Ref. New owners, and owners that leave, end the flat form. But a plan
     must not keep an owner outside the graph alive, so those are looked up each time.
     """
     if flat.refs.keys().isdisjoint(changed):
-        return _Places([flat.dicts[i] for i in changed], [flat.names[i] for i in changed], None)
+        spread = functools.partial(unpack, packings=packings) if changed and packings else None
+        return _Places([flat.dicts[i] for i in changed], [flat.names[i] for i in changed], spread)
     inside = {id(module.__dict__) for weak in flat.modules if (module := weak()) is not None}
     dicts, names, sources = [], [], []
     for source, i in enumerate(changed):
@@ -187,7 +200,8 @@ def _places(flat: Flat, changed: Sequence[int]) -> _Places | None:
             dicts.append(values)
             names.append(name)
             sources.append(source)
-    return _Places(dicts, names, itemgetter(*sources))  # a Ref is a place itself, so there are at least two
+    pick = itemgetter(*sources)  # a Ref is a place itself, so there are at least two
+    return _Places(dicts, names, (lambda values: pick(unpack(values, packings))) if packings else pick)
 
 
 def make_function(owner: Any) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from nnx.transforms.annotations import JitDecorator, JitOptions, JitWrapped, P, 
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
 from nnx.transforms.call import Call, Signature, target_of
 from nnx.transforms.decorators import named_after
-from nnx.transforms.effects import Outcome, discard
+from nnx.transforms.effects import discard
 from nnx.transforms.jit.argument_names import ArgumentNames
 from nnx.transforms.jit.closures import captured_modules
 from nnx.transforms.jit.compiled import Compiled, CurrentCall
@@ -141,8 +141,9 @@ class Jit:
         """Returns the output's shapes and dtypes; nothing is computed and no Module changes."""
         call, compiled = self.prepare(args, kwargs)
         forks = [tuple(call.forks())] if call.contexts else []
-        result = self.current.run(call, jax.eval_shape, compiled.jitted, call.cells(), tuple(call.data), *forks)
-        return discard(call, Outcome(result[0], result[1], compiled.effects_of(result)))
+        cells = compiled.cells_of(call)
+        result = self.current.run(call, jax.eval_shape, compiled.jitted, cells, tuple(call.data), *forks)
+        return discard(call, compiled.outcome_of(result))
 
     def clear_cache(self) -> None:
         """Forgets everything compiled."""

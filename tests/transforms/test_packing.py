@@ -1,0 +1,316 @@
+"""Attributes whose value is a tree of States, such as the state of an optimizer, in calls of jitted functions."""
+
+import copy
+import gc
+import pickle
+import random
+import weakref
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import nnx
+from nnx.core.state import State, Unboxed, parts_of, unboxed
+from nnx.transforms.jit.packing import PackedState, pack, packings_of, unpack, unpack_found
+
+
+class Moments(NamedTuple):
+    count: Any
+    mu: Any
+
+
+class Trainer(nnx.Module):
+    """An optimizer such as a user would write."""
+
+    def __init__(self, model, tx):
+        self.tx = tx
+        self.state = tx.init(model.filter(nnx.Param))
+
+    def update(self, model, grads):
+        params = model.filter(nnx.Param)
+        updates, self.state = self.tx.update(grads, self.state, params)
+        model.update_state(optax.apply_updates(params, updates))
+
+
+def trained(steps, lift, **options):
+    model = nnx.Linear(2, 3, ctx=nnx.context(0))
+    trainer = Trainer(model, optax.chain(optax.clip(1.0), optax.adam(0.1)))
+
+    def step(model, trainer, x):
+        grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        trainer.update(model, grads)
+
+    step = nnx.jit(step, **options) if lift else step
+    for i in range(steps):
+        step(model, trainer, jnp.full((4, 2), i + 1.0))
+    return model, trainer, step
+
+
+@pytest.mark.parametrize("options", [{}, {"donate_argnums": (0, 1)}], ids=["plain", "donated"])
+def test_a_user_defined_optimizer_trains_as_it_does_without_jit(options):
+    model, trainer, step = trained(5, True, **options)
+    expected_model, expected_trainer, _ = trained(5, False)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
+        (model.get_state(), trainer.state),
+        (expected_model.get_state(), expected_trainer.state),
+    )
+    assert jax.tree.structure(trainer.state) == jax.tree.structure(expected_trainer.state)
+    assert step.trace_count == 1
+
+
+def test_a_state_that_was_written_back_has_the_containers_that_the_function_gave_it():
+    m = nnx.Dict(
+        state=(nnx.State({"w": nnx.Param(jnp.zeros(2), ("embed",)), "b": nnx.BatchStat(1.0), "a": jnp.ones(2)}),)
+    )
+
+    @nnx.jit
+    def step(m):
+        m.state = jax.tree.map(lambda x: x + 1, m.state)
+
+    for _ in range(3):
+        step(m)
+    state = m.state[0]
+    assert type(state["w"]) is nnx.Param and state["w"].sharding == ("embed",)
+    assert type(state["b"]) is nnx.BatchStat and state["b"].value == 4.0
+    assert isinstance(state["a"], jax.Array)
+    assert state["w"] is state["w"]
+    np.testing.assert_array_equal(state["w"].value, [3.0, 3.0])
+
+
+def test_a_static_entry_of_a_state_stays_static():
+    m = nnx.Dict(state=(nnx.State({"n": nnx.Static(2), "w": nnx.Param(jnp.ones(2))}),))
+
+    @nnx.jit
+    def step(m):
+        (state,) = m.state
+        m.state = (nnx.State({"n": state["n"], "w": nnx.Param(state["w"].value * state["n"].value)}),)
+
+    for _ in range(3):
+        step(m)
+    assert m.state[0]["n"] == nnx.Static(2)
+    np.testing.assert_array_equal(m.state[0]["w"].value, [8.0, 8.0])
+    m.state = (nnx.State({"n": nnx.Static(5), "w": m.state[0]["w"]}),)
+    step(m)
+    np.testing.assert_array_equal(m.state[0]["w"].value, [40.0, 40.0])
+
+
+def test_changes_made_in_place_around_a_state_are_seen():
+    m = nnx.Dict(cache=nnx.Node({"k": jnp.zeros(()), "inner": [nnx.State({"w": nnx.Param(jnp.ones(()))})]}))
+
+    @nnx.jit
+    def total(m):
+        m.cache["inner"] = [jax.tree.map(lambda x: x + 1, state) for state in m.cache["inner"]]
+        return m.cache["k"] + sum(jax.tree.leaves(m.cache["inner"]))
+
+    assert total(m) == 2 and total(m) == 3
+    m.cache["k"] = jnp.asarray(10.0)
+    assert total(m) == 14
+    m.cache["inner"][0] = nnx.State({"w": nnx.Param(jnp.asarray(100.0))})
+    assert total(m) == 111
+    m.cache["inner"].append(nnx.State({"v": nnx.Param(jnp.asarray(1000.0))}))
+    assert total(m) == 10 + 102 + 1001
+    m.cache["k"] = nnx.State({"new": nnx.Param(jnp.asarray(5.0))})  # a State where there was a leaf
+    with pytest.raises(TypeError):
+        total(m)
+    m.cache["k"] = jnp.asarray(0.0)
+    assert total(m) == 103 + 1002
+    del m.cache["inner"][1]
+    assert total(m) == 104
+
+
+def test_states_that_differ_in_paths_or_containers_are_told_apart():
+    seen = []
+
+    @nnx.jit
+    def step(m):
+        (state,) = m.state
+        seen.append((list(state), [type(leaf) for leaf in state.values()]))
+        m.state = (jax.tree.map(lambda x: x + 1, state),)
+
+    x = jnp.zeros(2)
+    trees = [nnx.State({"a": nnx.Param(x)}), nnx.State({"b": nnx.Param(x)}), nnx.State({"a": nnx.BatchStat(x)})]
+    m = nnx.Dict(state=nnx.Node((trees[0],)))
+    for _ in range(3):
+        for tree in trees:
+            m.state = (tree,)
+            step(m)
+            step(m)
+            assert list(m.state[0]) == list(tree)
+            assert [type(leaf) for leaf in m.state[0].values()] == [type(leaf) for leaf in tree.values()]
+    assert step.trace_count == len(seen) == 3
+
+
+def test_shapes_can_decide_where_the_states_are_that_come_out():
+    m = nnx.Dict(state=nnx.Node((jnp.zeros(()), nnx.State({"w": nnx.Param(jnp.zeros(()))}))))
+
+    @nnx.jit
+    def step(m, x):
+        count, state = (jnp.zeros(()), nnx.State({"w": nnx.Param(jnp.zeros(()))}))
+        m.state = (count, state) if x.size == 1 else ((state, count), state) if x.size == 2 else (state, count)
+
+    for _ in range(3):
+        for size, kinds in ((1, (jax.Array, State)), (2, (tuple, State)), (3, (State, jax.Array))):
+            step(m, jnp.ones(size))
+            assert all(map(isinstance, m.state, kinds))
+            assert not any(
+                isinstance(leaf, PackedState) for leaf in jax.tree.leaves(m.state, lambda x: isinstance(x, PackedState))
+            )
+
+
+def test_a_module_whose_changes_are_discarded_keeps_its_state():
+    m = nnx.Dict(state=(nnx.State({"w": nnx.Param(jnp.zeros(()))}),))
+    before = m.state
+
+    @nnx.jit(stateful=False)
+    def step(m):
+        m.state = jax.tree.map(lambda x: x + 1, m.state)
+        return m, m.state[0]["w"].value
+
+    for _ in range(3):
+        other, value = step(m)
+        assert value == 1 and m.state is before
+        assert type(other.state[0]) is State and other.state[0]["w"].value == 1
+
+
+def test_a_state_behind_a_ref_reaches_all_its_owners():
+    ref = nnx.Ref(nnx.Variable((nnx.State({"w": nnx.Param(jnp.zeros(()))}),)))
+    m = nnx.Dict(a=nnx.Dict(s=ref), b=nnx.Dict(s=ref))
+
+    @nnx.jit
+    def step(m):
+        m.a.s = jax.tree.map(lambda x: x + 1, m.a.s)
+
+    for i in range(3):
+        step(m)
+        assert m.a.s is m.b.s and m.a.s[0]["w"].value == i + 1
+
+
+def test_a_state_that_is_the_value_itself_keeps_its_identity_if_it_is_not_changed():
+    m = nnx.Dict(state=nnx.State({"w": nnx.Param(jnp.ones(()))}), n=nnx.Variable(jnp.zeros(())))
+    before = m.state
+
+    @nnx.jit
+    def step(m):
+        m.n += m.state["w"].value
+
+    for _ in range(3):
+        step(m)
+    assert m.state is before and m.n == 3
+
+
+def test_no_plan_keeps_an_array_of_a_state_alive():
+    m = nnx.Dict(state=nnx.Node((nnx.State({"w": nnx.Param(jnp.ones(3))}),)))
+
+    @nnx.jit
+    def step(m):
+        m.state = jax.tree.map(lambda x: x + 1, m.state)
+
+    for _ in range(3):
+        step(m)
+    array = weakref.ref(m.state[0]["w"].value)
+    m.state = (nnx.State({"w": nnx.Param(jnp.zeros(3))}),)
+    gc.collect()
+    assert array() is None
+
+
+def test_the_stages_of_compilation_take_trees_of_states():
+    m = nnx.Dict(state=nnx.Node((nnx.State({"w": nnx.Param(jnp.ones(3))}),)))
+
+    @nnx.jit
+    def step(m):
+        m.state = jax.tree.map(lambda x: x + 1, m.state)
+        return m.state[0]
+
+    assert step.eval_shape(m)["w"].shape == (3,)
+    compiled = step.lower(m).compile()
+    out = compiled(m)
+    np.testing.assert_array_equal(m.state[0]["w"].value, out["w"].value)
+    assert step.trace_count == 1
+
+
+def test_errors_name_the_path_of_a_value_in_a_state():
+    m = nnx.Dict(state=nnx.Node((nnx.State({"w": nnx.Param("text"), "v": nnx.Param(jnp.ones(()))}),)))
+    with pytest.raises(TypeError, match=r"\[0\]\['w'\]\.value"):
+        nnx.jit(lambda m: m.state[0]["v"].value)(m)
+
+
+# Properties
+
+
+def random_tree(rng, depth=2):
+    kind = rng.choice(
+        ["leaf", "state", "tuple", "list", "dict", "named", "none"] if depth else ["leaf", "state", "none"]
+    )
+    if kind == "leaf":
+        return rng.choice([jnp.ones(2), np.ones(2), 3, 2.5])
+    if kind == "none":
+        return None
+    if kind == "state":
+        types = [nnx.Param, nnx.BatchStat, nnx.Node, nnx.Static, lambda x: nnx.Param(x, ("embed",)), lambda x: x]
+        values = [1.0, 2, (3.0, 4.0), {"x": 5.0}]
+        return nnx.State(
+            {path: rng.choice(types)(rng.choice(values)) for path in rng.sample("abcd", rng.randint(0, 3))}
+        )
+    children = [random_tree(rng, depth - 1) for _ in range(rng.randint(1, 3))]
+    if kind == "named":
+        return Moments(children[0], children[-1])
+    return tuple(children) if kind == "tuple" else children if kind == "list" else dict(zip("xyz", children))
+
+
+def is_same(a, b):
+    a_leaves, a_tree = jax.tree.flatten(a)
+    b_leaves, b_tree = jax.tree.flatten(b)
+    return a_tree == b_tree and all(map(lambda a, b: a is b, a_leaves, b_leaves))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_packed_has_the_same_leaves_and_unpacks_to_the_same_tree(seed):
+    rng = random.Random(seed)
+    values = [random_tree(rng) for _ in range(8)]
+    packings = packings_of(values)
+    packed = pack(values, packings)
+    assert all(map(lambda a, b: a is b, jax.tree.leaves(packed), jax.tree.leaves(values)))
+    keys, expected_keys = (
+        [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in (packed, values)
+    )
+    assert keys == expected_keys
+    rebuilt = jax.tree.map(lambda leaf: leaf, packed)  # what JAX does to arguments and results
+    assert jax.tree.structure(rebuilt) == jax.tree.structure(packed)
+    assert is_same(unpack(rebuilt, packings), values) and is_same(unpack_found(rebuilt), values)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_packed_values_have_one_structure_exactly_if_the_values_do(seed):
+    rng = random.Random(seed)
+    for _ in range(20):
+        a, b = [random_tree(rng, 1)], [random_tree(rng, 1)]
+        same = jax.tree.structure(a) == jax.tree.structure(b)
+        assert (jax.tree.structure(pack(a, packings_of(a))) == jax.tree.structure(pack(b, packings_of(b)))) is same
+        try:
+            packed = pack(b, packings_of(a))  # the plan of another value either finds all of it or refuses
+        except ValueError:
+            continue
+        assert is_same(unpack_found(packed), b)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_state_made_from_its_unboxed_form_is_the_same_state(seed):
+    rng = random.Random(seed)
+    types = [nnx.Param, nnx.BatchStat, lambda x: nnx.Param(x, ("embed",)), lambda x: x, nnx.Static]
+    state = nnx.State({path: rng.choice(types)(float(i)) for i, path in enumerate("dbca")})
+    layout, _ = parts_of(state)
+
+    def again():
+        return State.from_unboxed(layout, Unboxed(*unboxed(state)))
+
+    assert again() == state and list(again().items()) == list(state.items())
+    assert jax.tree.structure(again()) == jax.tree.structure(state)
+    assert jax.tree_util.tree_leaves_with_path(again()) == jax.tree_util.tree_leaves_with_path(state)
+    assert pickle.loads(pickle.dumps(again())) == state and copy.deepcopy(again()) == state
+    assert again().filter(nnx.Param) == state.filter(nnx.Param) and repr(again()) == repr(state)
