@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from nnx.core.kinds import ABSENT, SUBMODULE, absent, container_spec, is_static
+from nnx.core.kinds import ABSENT, SUBMODULE, absent, container_spec, is_cell, is_static
 from nnx.core.paths import join, segment_of
 from nnx.core.state import Layout
 from nnx.core.variables import Spec
@@ -167,14 +167,12 @@ class GraphKey:
     """An interned GraphStructure: equal structures have one GraphKey, so comparing two takes one `is`."""
 
     __slots__ = (
-        "structure", "hash", "roots", "cells", "owners", "names", "kinds", "specs", "hooks", "shared", "_cell_numbers",
-        "_blueprints", "_cell_roots", "_layout", "_module_paths", "__weakref__",
+        "hash", "roots", "owners", "names", "kinds", "specs", "hooks", "shared", "_rows", "_structure", "_cells",
+        "_cell_numbers", "_blueprints", "_cell_roots", "_layout", "_module_paths", "__weakref__",
     )  # fmt: skip
 
-    structure: GraphStructure
     hash: int
     roots: tuple[int, ...]  # the numbers of the distinct roots
-    cells: list[Cell]
     # The fields of the cells one by one, for loops that run over all of them: these lists are faster to unpack.
     owners: list[int]
     names: list[str]
@@ -190,44 +188,65 @@ class GraphKey:
         Args:
             structure: a GraphStructure, or the same content as plain tuples. A walk makes those: a NamedTuple takes
                 eight times as long to make, but hashes and compares like the tuple it is, so plain tuples find the key
-                as well. Only a structure seen for the first time has to be turned into records.
+                as well. They are turned into records when somebody asks for those: `partition` does not.
         """
         key = _keys.get(structure)  # type: ignore[arg-type]
         if key is None:
-            structure = GraphStructure.from_rows(*structure)
             key = GraphKey()
-            key.structure = structure
+            key._rows = structure
             key.hash = hash(structure)
-            key.roots = structure.roots
-            key._cell_numbers = key._blueprints = key._cell_roots = key._layout = key._module_paths = None
+            key.roots = structure[0]
+            key._structure = key._cells = key._cell_numbers = key._blueprints = None
+            key._cell_roots = key._layout = key._module_paths = None
             key._number_cells()
-            key = _keys.setdefault(structure, key)
+            key = _keys.setdefault(structure, key)  # type: ignore[arg-type]
         return key
 
     def _number_cells(self) -> None:
-        cells: dict[int, Cell] = {}
+        rows = self._rows[1]
+        size = sum([len(attributes) for _, attributes in rows])  # there are at most as many cells as attributes
+        owners: list[int] = [-1] * size
+        names, kinds = [""] * size, [None] * size
+        specs: dict[Any, Spec | None] = {}  # by the kinds of cells met so far
         shared = set()
-        for module, (name, kind, cell) in self.structure.data_attributes():
-            if cell in cells:
-                shared.add(cell)
-            else:  # Modules come in breadth-first order, so the first attribute met is at the canonical path
-                cells[cell] = Cell(module, name, kind)
-        self.cells = [cells[i] for i in range(len(cells))]
-        self.owners, self.names, self.kinds = map(list, zip(*self.cells)) if cells else ([], [], [])
-        self.specs = [container_spec(kind) for kind in self.kinds]
-        self.hooks = [i for i, spec in enumerate(self.specs) if spec is not None and spec.on_set is not None]
+        count = 0
+        for module, (_, attributes) in enumerate(rows):
+            for attribute in attributes:
+                kind = attribute[1]
+                if kind not in specs:
+                    if not is_cell(kind):
+                        continue
+                    specs[kind] = container_spec(kind)
+                cell = attribute[2]
+                if owners[cell] >= 0:
+                    shared.add(cell)
+                else:  # Modules come in breadth-first order, so the first attribute met is at the canonical path
+                    owners[cell], names[cell], kinds[cell] = module, attribute[0], kind
+                    count += 1
+        self.owners, self.names, self.kinds = owners[:count], names[:count], kinds[:count]
+        self.specs = [*map(specs.__getitem__, self.kinds)]
+        has_hooks = any([spec is not None and spec.on_set is not None for spec in specs.values()])
+        self.hooks = [i for i, spec in enumerate(self.specs) if spec and spec.on_set is not None] if has_hooks else []
         self.shared = tuple(sorted(shared))
+
+    @property
+    def structure(self) -> GraphStructure:
+        """The structure, in records."""
+        structure = self._structure
+        if structure is None:
+            structure = self._structure = GraphStructure.from_rows(*self._rows)
+        return structure
 
     # Modules
 
     @property
     def module_count(self) -> int:
         """How many Modules the graph has."""
-        return len(self.structure.outlines)
+        return len(self._rows[1])
 
     def class_of(self, module: int) -> type:
         """Returns the class of a Module."""
-        return self.structure.outlines[module].cls
+        return self._rows[1][module][0]
 
     def attributes(self, module: int) -> tuple[Attribute, ...]:
         """Returns the attributes of a Module, in path order."""
@@ -244,10 +263,10 @@ class GraphKey:
         parents: list[Parent | None] = [None] * self.module_count
         for root in self.roots:
             parents[root] = ROOT
-        for module, outline in enumerate(self.structure.outlines):
-            for attribute in outline.attributes:
-                if type(attribute) is ChildAttribute and parents[attribute.module] is None:
-                    parents[attribute.module] = Parent(module, attribute.name)
+        for module, (_, attributes) in enumerate(self._rows[1]):
+            for attribute in attributes:
+                if attribute[1] is SUBMODULE and parents[attribute[2]] is None:
+                    parents[attribute[2]] = make_parent((module, attribute[0]))
         return parents  # type: ignore[return-value]  (every Module is a root or a child)
 
     def module_paths(self, prefixes: Sequence[str] = ()) -> list[str]:
@@ -276,6 +295,14 @@ class GraphKey:
     # Cells
 
     @property
+    def cells(self) -> list[Cell]:
+        """Where each cell is."""
+        cells = self._cells
+        if cells is None:
+            cells = self._cells = [*map(Cell, self.owners, self.names, self.kinds)]
+        return cells
+
+    @property
     def cell_numbers(self) -> Mapping[tuple[int, str], int]:
         """The cell of every attribute that holds data, by Module and name; several may have one cell."""
         numbers = self._cell_numbers
@@ -295,7 +322,7 @@ class GraphKey:
             parents = self.parents()
             prefixes: dict[int, RootedPath] = {}
             paths = []
-            for module, name, _ in self.cells:
+            for module, name in zip(self.owners, self.names, strict=True):
                 if module not in prefixes:
                     prefixes[module] = rooted_path(parents, module)
                 root, prefix = prefixes[module]
@@ -308,7 +335,10 @@ class GraphKey:
         """The paths of the cells; for graphs with one root."""
         layout = self._layout
         if layout is None:
-            layout = self._layout = Layout.of(tuple([path for _, path in self.cell_roots()]))
+            prefixes = [f"{path}/" if path else "" for path in self.module_paths()]
+            segments = {name: segment_of(name) for name in set(self.names)}
+            places = zip(self.owners, self.names, strict=True)
+            layout = self._layout = Layout.of(tuple([prefixes[module] + segments[name] for module, name in places]))
         return layout
 
     def find(self, path: str) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from nnx.core.errors import FOREIGN_METHOD, REGISTERED_AS_PYTREE, STATIC_HOLDS_STATE
-from nnx.core.kinds import ABSENT, STATIC, SUBMODULE, Absent, is_static
+from nnx.core.kinds import ABSENT, NODE, STATIC, SUBMODULE, TREE, Absent, is_cell, is_static
 from nnx.core.module_info import class_of, info_of, is_view, values_of
 from nnx.core.paths import join
 from nnx.core.refs import Ref
@@ -26,6 +26,8 @@ class Numbering(NamedTuple):
     parents: list[Parent]
     index: dict[int, int]  # the number of a Module, by its id
     owners: dict[int, list[tuple[int, str]]]  # the attributes on a Ref, as (Module, name), by the id of the Ref
+    statics: list[tuple[int, str, Any]]  # the static attributes, as (Module, name, kind)
+    data_kinds: set[Any]  # the kinds of all attributes that hold data, but for Refs
 
 
 def number_modules(roots: Iterable[Any]) -> Numbering:
@@ -34,6 +36,8 @@ def number_modules(roots: Iterable[Any]) -> Numbering:
     parents: list[Parent] = []
     index: dict[int, int] = {}
     owners: dict[int, list[tuple[int, str]]] = {}
+    statics: list[tuple[int, str, Any]] = []
+    data_kinds: set[Any] = {NODE, TREE}  # one look in a set settles nearly all attributes, here and in `traverse`
     for root in roots:
         if id(root) not in index:
             index[id(root)] = len(modules)
@@ -45,6 +49,8 @@ def number_modules(roots: Iterable[Any]) -> Numbering:
         kinds = info.kinds
         for name in info.sorted_names():
             kind = kinds[name]
+            if kind in data_kinds:
+                continue
             if kind is SUBMODULE:
                 child = values[name]
                 if id(child) not in index:
@@ -53,8 +59,12 @@ def number_modules(roots: Iterable[Any]) -> Numbering:
                     parents.append(make_parent((i, name)))
             elif type(kind) is Ref:
                 owners.setdefault(id(kind), []).append((i, name))
+            elif is_static(kind):
+                statics.append((i, name, kind))
+            elif is_cell(kind):
+                data_kinds.add(kind)
         i += 1
-    return Numbering(modules, parents, index, owners)
+    return Numbering(modules, parents, index, owners, statics, data_kinds)
 
 
 def depth_first(parents: Sequence[Parent]) -> Iterator[int]:
@@ -102,7 +112,7 @@ def traverse(roots: Sequence[Any]) -> Traversal:
     Raises:
         ValueError: a static value has come to hold a Module or array.
     """
-    modules, parents, index, owners = number_modules(roots)
+    modules, parents, index, owners, static_attributes, data_kinds = number_modules(roots)
     for module in {type(module): module for module in modules}.values():
         refuse_pytree(module)
     walk = Traversal()
@@ -110,7 +120,8 @@ def traverse(roots: Sequence[Any]) -> Traversal:
     walk.refs = refs = []
     walk.twins = _twins(modules)
     elder = {younger: group[0] for group in walk.twins for younger in group[1:]}  # the twin that is numbered first
-    statics = _freeze_statics(walk)
+    statics = _freeze_statics(walk, static_attributes)
+    plain_kinds = set() if elder else data_kinds  # with twins, attributes have to be looked at one by one
     attributes: list[list[Any]] = [[] for _ in modules]  # plain tuples with the fields of the records
     shared_cells: dict[Any, int] = {}  # by the id of the Ref, or by Module and name for a Module that has twins
     # Attributes that may be met before the one that has their cell: where each belongs, and what it shares.
@@ -124,7 +135,10 @@ def traverse(roots: Sequence[Any]) -> Traversal:
             kinds, values, found = info_of(modules[module]).kinds, values_of(modules[module]), attributes[module]
             for name in names:
                 kind = kinds[name]
-                if is_static(kind):
+                if kind in plain_kinds:
+                    found.append((name, kind, len(refs)))
+                    refs.append(None)
+                elif is_static(kind):
                     found.append(statics[module, name])
                 elif kind is SUBMODULE:
                     child = index[id(values[name])]
@@ -177,7 +191,9 @@ def refuse_pytree(module: Any) -> None:
         raise ValueError(REGISTERED_AS_PYTREE.format(name=type(module).__name__))
 
 
-def _freeze_statics(walk: Traversal) -> dict[tuple[int, str], tuple[Any, ...]]:
+def _freeze_statics(
+    walk: Traversal, attributes: Iterable[tuple[int, str, Any]]
+) -> dict[tuple[int, str], tuple[Any, ...]]:
     """Returns every static attribute, as a StaticAttribute in plain tuples, by Module and name.
 
     Modules are taken in the order of their numbers, which unlike the depth-first order is the same for every choice
@@ -186,15 +202,12 @@ def _freeze_statics(walk: Traversal) -> dict[tuple[int, str], tuple[Any, ...]]:
     freezer = Freezer(walk.index_of)
     walk.statics = []
     found: dict[tuple[int, str], tuple[Any, ...]] = {}
-    for number, module in enumerate(walk.modules):
-        info, values = info_of(module), values_of(module)
-        for name in info.sorted_names():
-            kind = info.kinds[name]
-            if is_static(kind):
-                freezer.arrays_inside = kind is not STATIC  # arrays in an nnx.Static are meant to be there
-                key = _static_key(freezer, walk, number, name, values[name])
-                found[number, name] = (name, kind, key, len(walk.statics))
-                walk.statics.append(values[name])
+    for number, name, kind in attributes:
+        value = values_of(walk.modules[number])[name]
+        freezer.arrays_inside = kind is not STATIC  # arrays in an nnx.Static are meant to be there
+        key = _static_key(freezer, walk, number, name, value)
+        found[number, name] = (name, kind, key, len(walk.statics))
+        walk.statics.append(value)
     walk.mutables, walk.watches = freezer.mutables, freezer.watches
     return found
 
