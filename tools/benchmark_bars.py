@@ -90,7 +90,7 @@ def program_chart() -> Chart:
 
 def gpu_chart() -> Chart:
     """Tokens per second of training on a GPU."""
-    (speeds,) = figures("gpu_train_gpt2").values()
+    speeds = figures("gpu_train_gpt2")["tokens per second, median"]
     names = {
         "nnx": "NNX",
         "hand-written JAX": "hand-written JAX",

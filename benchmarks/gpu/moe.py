@@ -27,7 +27,7 @@ class Cost(NamedTuple):
     """What a function costs."""
 
     milliseconds: float
-    operations: float  # over those needed
+    operations: float | None  # over those needed; None where XLA does not count them before compiling, as on a GPU
     temporary: float  # GiB
 
 
@@ -95,12 +95,14 @@ def report(name: str, function: Function, needed: float, *arguments: Any) -> Cos
     analysis: Any = compiled.memory_analysis()
     taken, memory = best_time(compiled, *arguments), analysis.temp_size_in_bytes / 2**30
     rate = needed / taken / 1e9
+    operations = counted / needed if counted else None
+    text = "not counted" if operations is None else f"{operations:6.3f}"
     print(
-        f"  {name:28} operations / needed {counted / needed:6.3f}   {taken:8.3f} ms   {rate:7.2f} needed TFLOP/s   "
+        f"  {name:28} operations / needed {text:>11}   {taken:8.3f} ms   {rate:7.2f} needed TFLOP/s   "
         f"{memory:5.2f} GiB temporary",
         flush=True,
     )
-    return Cost(taken, counted / needed, memory)
+    return Cost(taken, operations, memory)
 
 
 def as_function(layer: nnx.MoE | nnx.GatedMLP) -> tuple[nnx.State, Function]:

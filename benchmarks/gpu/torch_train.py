@@ -105,9 +105,9 @@ class Pending:
 
 
 def make_contender(
-    sizes: Sizes, batch: int, rate: float, decay: float, *, mode: str | None = None, cudnn: bool = False
+    sizes: Sizes, batch: int, rate: float, decay: float, *, options: dict[str, Any] | None = None, cudnn: bool = False
 ) -> Callable[[], Any]:
-    """Makes a function that runs one step on random tokens; `mode` is that of `torch.compile`."""
+    """Makes a function that runs one step on random tokens; `options` are those of `torch.compile`."""
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     model = Decoder(sizes).cuda()
@@ -115,7 +115,7 @@ def make_contender(
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)
-    compiled = torch.compile(model, mode=mode)
+    compiled = torch.compile(model, options=options)
     tokens = torch.randint(0, sizes.vocab, (batch, sizes.context + 1), device="cuda")
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

@@ -5,7 +5,7 @@
     python -m benchmarks.gpu.train --tiny           the default without a GPU: a tiny model, to see that it runs
     python -m benchmarks.gpu.train --seconds 60     measure longer
     python -m benchmarks.gpu.train --without torch.compile  leave a contender out
-    python -m benchmarks.gpu.train --autotune       PyTorch's "max-autotune" as well, which compiles for minutes
+    python -m benchmarks.gpu.train --autotune       PyTorch with `max_autotune` as well, which compiles for minutes
     python -m benchmarks.gpu.train --out FILE.json  write a record (see benchmarks/record.py)
 
 All contenders compute in bfloat16 with float32 parameters, and use AdamW. Tokens are random, because speed does not
@@ -138,7 +138,7 @@ CONTENDERS: dict[str, Callable[[Setting], Callable[[], Any]]] = {
     "the same, tuned": functools.partial(make_raw, tuned=True),
     "torch.compile": make_torch,
     "torch, cuDNN": functools.partial(make_torch, cudnn=True),
-    "torch, autotune": functools.partial(make_torch, mode="max-autotune-no-cudagraphs"),
+    "torch, autotune": functools.partial(make_torch, options={"max_autotune": True}),
 }
 HAND_WRITTEN = {"hand-written JAX", "the same, tuned"}  # for GPT-2 only
 TORCH = {"torch.compile", "torch, cuDNN", "torch, autotune"}
@@ -150,7 +150,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model; the default without a GPU")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long to measure, in all")
     parser.add_argument("--without", action="append", default=[], choices=CONTENDERS, help="leave this one out")
-    parser.add_argument("--autotune", action="store_true", help="PyTorch's max-autotune as well")
+    parser.add_argument("--autotune", action="store_true", help="PyTorch with max_autotune as well")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a record of the run")
     args = parser.parse_args()
     on_gpu = jax.default_backend() == "gpu"
@@ -184,7 +184,7 @@ def main() -> int:
             "tokens per second, best": record.row("tokens/s", {n: tokens / t.best for n, t in timings.items()}),
             "first loss": record.row("nats", first_losses),
         }
-        command = f"python -m benchmarks.gpu.train --model {args.model}"
+        command = f"python -m benchmarks.gpu.train --model {args.model}{' --autotune' if args.autotune else ''}"
         whole = not tiny and not args.without
         record.write(args.out, record.make_record(f"gpu_train_{args.model}", command, figures, whole=whole))
     return 0
