@@ -59,12 +59,6 @@ def planners_memory() -> str:
     return f"{max(max(row['values'].values()) for name, row in rows.items() if name.endswith('peak')):.2f}"
 
 
-def longer(undone: str) -> str:
-    """By how many percent a training step takes longer with one optimization undone."""
-    row = "gpu_ablate_gpt2", "time per step"
-    return f"{100 * (value(*row, undone) / value(*row) - 1):.1f}"
-
-
 def gpu_versions(benchmark: str) -> tuple[str, ...]:
     return tuple(version(benchmark, package) for package in ("jax", "torch"))
 
@@ -117,9 +111,6 @@ SENTENCES: dict[str, list[Quote | Claim]] = {
             0.70 < sum(kernels[name] for name in LIBRARIES) / kernels["all"] < 0.75,
         ),
         Quote("draws {} of its {} W and runs at {} instead of {} MHz", (*settled("power"), *settled("clock"))),
-        Quote("gradient in one pass. Without it, a step takes {} % longer", (longer("cross-entropy by XLA"),)),
-        Quote("each matrix product, and a step takes {} % longer", (longer("positions added once"),)),
-        Quote("that the forward pass has to write, and a step takes {} % longer", (longer("gelu stored"),)),
         Quote("One NVIDIA H200, jax {}, torch {}; vocabulary", gpu_versions("gpu_train_gpt2")),
         Quote("NVIDIA H200, jax {}, torch {}, weights and caches", gpu_versions("gpu_decode_gpt2")),
         Quote("one NVIDIA H200, jax {}, the best turn", gpu_versions("gpu_moe")[:1]),

@@ -1,10 +1,8 @@
 """How do costs grow from 100 over 1,000 to 10,000 Variables?
 
 Everything NNX does should take time in proportion to the number of Variables: ten times as many should take about ten
-times as long, and the goal leaves a fifth for noise. A small model that is measured again and again stays in the
-processor's caches, and a large one does not fit, which would look like growth. So there are ten models of 1,000
-Variables, which take turns, and a hundred of 100. JAX's own share of a call grows faster than in proportion, in
-dispatch and in XLA's compiler, so a call is compared with the same step written by hand at 10,000.
+times as long, and the goal leaves a fifth for caches that no longer fit. JAX's own share of a call grows faster than
+that, in dispatch and in XLA's compiler, so a call is compared with the same step written by hand at 10,000.
 
 A profile of that call, 10.0 ms of processor time: gathering 10,000 values takes 0.3 ms, writing 3,333 back takes 0.1,
 and the rest is JAX's call of the compiled function, which includes 0.3 ms for flattening the list of values.
@@ -79,24 +77,17 @@ def _build(variables: int) -> dict[str, Contender]:
 
 
 def _partition(variables: int) -> dict[str, Contender]:
-    models = _models_in_turn(variables)
-    return {OURS: lambda: next(models).partition()}
+    return {OURS: Blocks(variables).partition}
 
 
 def _partition_changed(variables: int) -> dict[str, Contender]:
-    models = _models_in_turn(variables)
+    model, numbers = Blocks(variables), itertools.cycle((0, 1))
 
     def run() -> Any:
-        model = next(models)
-        model.number = 1 - getattr(model, "number", 0)
+        model.number = next(numbers)
         return model.partition()
 
     return {OURS: run}
-
-
-def _models_in_turn(variables: int) -> Iterator[Any]:
-    """Returns models again and again, which have as many Variables together as the largest one."""
-    return itertools.cycle([Blocks(variables) for _ in range(LARGE // variables)])
 
 
 def _steps(variables: int) -> dict[str, Contender]:
