@@ -17,7 +17,8 @@ from nnx.nn.quantized_product import multiply_few_rows
 from nnx.nn.quantized_tiling import MOST_ROWS, make_tiling
 from tests.nn.arrays import normal
 
-FORMS = [(bits, group_size, transposed) for bits in (8, 4) for group_size in (None, 64) for transposed in (False, True)]
+# The kernel can also multiply with int8, which layers leave to XLA: one form of it is enough.
+FORMS = [(8, None, False), *((4, group_size, transposed) for group_size in (None, 64) for transposed in (False, True))]
 forms = pytest.mark.parametrize(("bits", "group_size", "transposed"), FORMS)
 
 
@@ -61,7 +62,7 @@ def test_the_kernel_multiplies_with_the_weight_that_the_integers_represent(bits,
     assert half.dtype == dtype and error(half, expected) < (4e-3 if dtype == jnp.bfloat16 else 1e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("rows", [1, 16, 33])
 def test_any_number_of_rows_is_padded(rows):
     weight, x = quantized(128, 64, 4, 32, False), normal(rows, 128)
     found = multiply_few_rows(x, *weight, implementation="triton")
@@ -173,11 +174,10 @@ def test_vmap_over_weights_is_left_to_xla():
 
 
 @forms
-@pytest.mark.parametrize(("rows", "dtype"), [(1, jnp.bfloat16), (32, jnp.float16)])
-def test_the_kernel_is_lowered_for_gpus(bits, group_size, transposed, rows, dtype):
+def test_the_kernel_is_lowered_for_gpus(bits, group_size, transposed):
     weight = quantized(256, 128, bits, group_size, transposed)
     multiply = functools.partial(multiply_few_rows, transposed=transposed, implementation="triton")
-    assert kernel_calls(multiply, jnp.zeros((rows, 256), dtype), *weight) == 1
+    assert kernel_calls(multiply, jnp.zeros((8, 256), jnp.bfloat16), *weight) == 1
 
 
 def test_weights_reach_the_kernel_as_they_are_stored():
@@ -226,13 +226,12 @@ def call(layer, x):
 
 
 @pytest.mark.parametrize("name", LAYERS | ELSEWHERE)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_layers_compute_the_same_with_the_kernel(name, bits, with_kernel):
+def test_layers_compute_the_same_with_the_kernel(name, with_kernel):
     make, shape = (LAYERS | ELSEWHERE)[name]
     layer, x = make(nnx.context(0)), normal(*shape)
     if getattr(layer, "bias", None) is not None:
         layer.bias = normal(*layer.bias.shape)
-    assert nnx.quantize(layer, bits) == [""]
+    assert nnx.quantize(layer, 4) == [""]
     found = call(layer, x)
     assert kernel_calls(lambda x: call(layer, x), x) == (name in LAYERS)
     nnx.dequantize(layer)
