@@ -3,7 +3,8 @@
 XLA converts integers inside of a product only if they have 8 bits and their scale can wait until after it. Otherwise it
 writes the converted matrix to memory first. On a GPU, a few rows are therefore multiplied with 4-bit integers by a
 kernel that reads the integers alone (`quantized_kernel`). Everything else is left to XLA: 8-bit integers, with which it
-is as fast, many rows (prompts, training), computation in float32, other devices, and programs for several of them.
+is as fast from 8 rows on (`nnx.generate` never has fewer), many rows (prompts, training), computation in float32, other
+devices, and programs for several of them.
 """
 
 import functools
