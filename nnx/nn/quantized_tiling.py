@@ -5,8 +5,8 @@ from typing import NamedTuple
 MOST_ROWS = 64
 """The most rows for which the kernel is used; it was not measured with more."""
 
-# Chosen from up to 30 settings for each matrix of a Llama with 1.2 billion parameters, 8 rows, on an H200. They suit its
-# three large matrices; the fastest settings for 512 outputs and for the head have narrower tiles.
+# Chosen from up to 30 settings for each matrix of a Llama with 1.2 billion parameters, 8 rows, on an H200. They suit
+# three of its matrices; the fastest settings for 512 outputs and for the head have narrower tiles.
 COLUMNS = 128
 DEPTH = 128
 PROGRAMS = 1000  # more than run at the same time, so that some load while others compute
