@@ -97,6 +97,7 @@ def gpu_chart() -> Chart:
         "the same, tuned": "hand-written JAX, tuned",
         "torch.compile": "torch.compile",
         "torch, cuDNN": "torch.compile, cuDNN",
+        "torch, autotune": "torch.compile, autotuned",
     }
     groups = [Group(name, [(f"{speeds[key]:,.0f}", speeds[key])], ours=key == "nnx") for key, name in names.items()]
     return Chart("GPT-2 small on one H200: tokens per second", [""], groups)

@@ -6,22 +6,28 @@
     python -m benchmarks.gpu.train --seconds 60     measure longer
     python -m benchmarks.gpu.train --without torch.compile  leave a contender out
     python -m benchmarks.gpu.train --autotune       PyTorch with `max_autotune` as well, which compiles for minutes
+    python -m benchmarks.gpu.train --clock 1200     hold the GPU at 1,200 MHz, which needs the rights of root
     python -m benchmarks.gpu.train --out FILE.json  write a record (see benchmarks/record.py)
 
 All contenders compute in bfloat16 with float32 parameters, and use AdamW. Tokens are random, because speed does not
 depend on them. For GPT-2, the JAX steps start from the same weights, and therefore from the same loss. "The same,
 tuned" is hand-written JAX with the changes that the performance page explains (see raw_train.py): any remaining
 difference to nnx is the library's. PyTorch takes part if it is installed and there is a GPU.
+
+A GPU at its power limit lowers its clock, and a step that needs more energy lowers it further. With `--clock`, all
+contenders run at the same clock, far from the limit, so that only the work itself is compared.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import os
 import pathlib
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.55")  # the rest of the memory is for PyTorch
@@ -144,6 +150,19 @@ HAND_WRITTEN = {"hand-written JAX", "the same, tuned"}  # for GPT-2 only
 TORCH = {"torch.compile", "torch, cuDNN", "torch, autotune"}
 
 
+@contextlib.contextmanager
+def held_clock(clock: int | None) -> Iterator[None]:
+    """Holds the GPU at a clock in MHz until the block ends."""
+    if clock is None:
+        yield
+        return
+    subprocess.run(["nvidia-smi", f"--lock-gpu-clocks={clock},{clock}"], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["nvidia-smi", "--reset-gpu-clocks"], check=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SETTINGS, default="gpt2")
@@ -151,6 +170,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30.0, help="how long to measure, in all")
     parser.add_argument("--without", action="append", default=[], choices=CONTENDERS, help="leave this one out")
     parser.add_argument("--autotune", action="store_true", help="PyTorch with max_autotune as well")
+    parser.add_argument("--clock", type=int, metavar="MHZ", help="hold the GPU at this clock")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a record of the run")
     args = parser.parse_args()
     on_gpu = jax.default_backend() == "gpu"
@@ -165,7 +185,8 @@ def main() -> int:
     contenders = {name: make(setting) for name, make in CONTENDERS.items() if name not in left_out}
     first_losses = {name: float(run()) for name, run in contenders.items()}
     seconds = min(args.seconds, 0.5) if tiny else args.seconds
-    timings = interleave(contenders, seconds=seconds, turn=0.01 if tiny else 1.0, compared=len(contenders))
+    with held_clock(args.clock):
+        timings = interleave(contenders, seconds=seconds, turn=0.01 if tiny else 1.0, compared=len(contenders))
 
     config, tokens = setting.config, setting.batch * setting.config.context
     print(
@@ -185,8 +206,11 @@ def main() -> int:
             "first loss": record.row("nats", first_losses),
         }
         command = f"python -m benchmarks.gpu.train --model {args.model}{' --autotune' if args.autotune else ''}"
+        name = f"gpu_train_{args.model}"
+        if args.clock:
+            command, name = f"{command} --clock {args.clock}", f"{name}_{args.clock}_mhz"
         whole = not tiny and not args.without
-        record.write(args.out, record.make_record(f"gpu_train_{args.model}", command, figures, whole=whole))
+        record.write(args.out, record.make_record(name, command, figures, whole=whole))
     return 0
 
 
