@@ -9,7 +9,7 @@ forms that differ in plain variables, those that are not on a Ref.
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import delitem, is_, setitem
+from operator import attrgetter, delitem, is_, is_not, setitem
 from typing import Any
 
 from nnx.core.flat import Flat, use
@@ -87,26 +87,35 @@ class Transition:
         changes = [(number, _variables(before, number), _variables(after, number)) for number in changed]
         return Transition(before, after, changes, outputs)
 
-    def make(self, roots: Sequence[Any], values: Iterable[Any] = ()) -> None:
-        """Moves the Modules to the other structure. The caller knows that the flat form before is valid.
+    def make(self, before: Flat, roots: Sequence[Any], values: Iterable[Any] = ()) -> bool:
+        """Moves the Modules to the other structure; returns False if another thread has just changed theirs.
 
         Args:
+            before: the flat form that they have, which the caller has found valid.
             roots: the roots of the graph.
             values: the values to write, one per output.
         """
-        # All of these are C functions that return None, so `any` exhausts the iterator, in one C call. Python delivers
-        # signals only between bytecodes, so an interrupt arrives before the first write or after the last one; nor can
-        # another thread see some of them without the others.
-        any(
+        after, stamp = self._after(), object()
+        # All of these are C functions, in one C call. Python delivers signals only between bytecodes, so an interrupt
+        # arrives before the first write or after the last one; nor can another thread see some of them without the
+        # others. `any` stops if the first one is true: the structure is no longer that of `before`. The others return
+        # None. Nothing happened between that question and the last write, so the form after is valid.
+        if any(
             chain(
+                map(is_not, map(_stamp, (STRUCTURE,)), (before.ready,)),
                 map(setitem, self._dicts, self._names, chain(values, self._kinds)),
                 map(delitem, self._left_dicts, self._left_names),
-                map(setattr, self._objects, self._fields, (*self._moved, object())),
+                map(setattr, self._objects, self._fields, (*self._moved, stamp)),
+                map(setattr, () if after is None else (after,), ("ready",), (stamp,)),
             )
-        )
-        after = self._after()
+        ):
+            return False
         if after is not None:
             use(after, roots)
+        return True
+
+
+_stamp = attrgetter("stamp")
 
 
 def _variables(flat: Flat, module: int) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from nnx.core.module_info import ModuleBase, info_of, values_of
 from nnx.core.paths import join
 from nnx.core.refs import Ref
 from nnx.core.repr import short
-from nnx.core.state import Layout, State, parts_of
+from nnx.core.state import Layout, State, Unboxed, parts_of
 from nnx.core.ties import is_mutable_tree
 from nnx.core.trace import current_level, same_level
 from nnx.core.transitions import Transition
 from nnx.core.trees import fresh, leaf_types
-from nnx.core.variables import Container, Spec, box_all, spec_of
+from nnx.core.variables import Container, Spec, spec_of
 from nnx.core.versions import forget_flat_forms
 from nnx.core.walk import number_modules
 
@@ -176,7 +176,10 @@ def pop(root: Any, filters: Sequence[Any]) -> Any:
         except TypeError:  # a list of filters, which has no hash
             known = None
         if known is not None and flat.level is current_level():
-            return known.repeat(root)
+            popped = known.repeat(flat, root)
+            if popped is not None:
+                return popped
+            flat = flat_of(root)
     paths, leaves = flat.key.layout.paths, flat.leaves()
     found = classify(zip(paths, leaves, strict=True), filters, exhaustive=False)
     modules = number_modules((root,)).modules
@@ -219,24 +222,27 @@ class Pop:
         cells, key = [i for group in groups for i in group], flat.key
         self._dicts = [flat.dicts[i] for i in cells]
         self._names = [flat.names[i] for i in cells]
-        self._specs = [key.specs[i] for i in cells]
+        self._specs = tuple([key.specs[i] for i in cells])
         self._layouts = [Layout.of(tuple([key.layout.paths[i] for i in group])) for group in groups]
         ends = [0, *accumulate(map(len, groups))]
         self._slices = [slice(start, end) for start, end in pairwise(ends)]
         self._way = way
 
-    def repeat(self, root: Any) -> Any:
-        """Removes the entries and returns them: one State, or one per filter."""
+    def repeat(self, flat: Flat, root: Any) -> Any:
+        """Removes the entries and returns them: one State, or one per filter.
+
+        None if another thread has just changed the structure of the graph, whose flat form before this is.
+        """
         values = [*map(getitem, self._dicts, self._names)]
         # What `sow` records are tuples of arrays, which `fresh` would return as they are. These lines ask all at once.
         if {*map(type, values)} != _TUPLES or not all(map(leaf_types.get, {*map(type, chain.from_iterable(values))})):
             values = [*map(fresh, values)]
-        leaves = box_all(self._specs, values)
-        self._way.make((root,))
+        if not self._way.make(flat, (root,)):
+            return None
         if len(self._layouts) == 1:
-            return State.from_layout(self._layouts[0], leaves)
+            return State.from_unboxed(self._layouts[0], Unboxed(self._specs, values))
         parts = zip(self._layouts, self._slices, strict=True)
-        return tuple([State.from_layout(layout, leaves[part]) for layout, part in parts])
+        return tuple([State.from_unboxed(layout, Unboxed(self._specs[part], values[part])) for layout, part in parts])
 
 
 _TUPLES = {tuple}

@@ -59,10 +59,7 @@ class Moving(NamedTuple):
         """Writes a result into the Modules, if that is all there is to do; returns whether it was."""
         if len(result) != self.length or level is not current_level():
             return False
-        if flat.ready is not STRUCTURE.stamp:
-            return False  # another thread has changed the structure since the call began
-        self.transition.make(roots, result[0])
-        return True
+        return self.transition.make(flat, roots, result[0])
 
 
 class PlanCache:
