@@ -4,6 +4,7 @@ The name in `__dict__` and the segment of a path are the same, with one exceptio
 the name of something on the class is stored under "/key", where attribute access does not find it.
 """
 
+import functools
 from collections.abc import Iterable
 
 
@@ -12,6 +13,7 @@ def segment_of(name: str) -> str:
     return name[1:] if name[0] == "/" else name
 
 
+@functools.lru_cache(maxsize=4096)  # the same few names appear again and again
 def segment_order(name: str) -> tuple[int, int, str]:
     """The sort key of a path segment: numbers come first, by value, then names."""
     segment = segment_of(name)

@@ -13,6 +13,7 @@ One cell may be reached from several of these Modules, or from one that is passe
 - A custom forward rule (`spread`) sees every Module with its complete tangent, because each of them moves.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -137,14 +138,12 @@ class Part:
         )
 
     def _check_floats(self) -> None:
-        assert self.flat is not None or not self.own
         for i in self.own:
-            path = self.flat.key.cell_roots()[i].path  # type: ignore[union-attr]
             for leaf in jax.tree.leaves(self._value(i)):
                 if _is_integer(leaf):
-                    kind = self.flat.key.kinds[i]  # type: ignore[union-attr]
-                    text = {"path": path, "kind": kind, "dtype": jnp.result_type(leaf), "wrt": describe(self.wrt)}
-                    raise TypeError(INTEGER_LEAF.format(name=self.name, **text))
+                    key: Any = self.flat.key  # type: ignore[union-attr]
+                    text = {"path": key.cell_roots()[i].path, "kind": key.kinds[i], "dtype": jnp.result_type(leaf)}
+                    raise TypeError(INTEGER_LEAF.format(name=self.name, wrt=describe(self.wrt), **text))
 
     def _value(self, cell: int) -> Any:
         """Returns the value of a cell, numbered within the differentiated Modules."""
@@ -292,7 +291,13 @@ def as_tangents(tangents: Any, primals: Any) -> Any:
 
 
 def _is_integer(primal: Any) -> bool:
-    return not jnp.issubdtype(jnp.result_type(primal), jnp.inexact)
+    dtype = getattr(primal, "dtype", None)
+    return not _is_inexact(jnp.result_type(primal) if dtype is None else dtype)
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _add(a: Any, b: Any) -> Any:
