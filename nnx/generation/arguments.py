@@ -25,6 +25,10 @@ WRONG_PROMPTS = (
     "nnx.generate: expected prompts of shape [batch, length] with whole numbers, got {got}. Pad rows of different "
     "lengths on the right, and pass their real lengths as `lengths`; write `prompts[None]` for a single text."
 )
+TEXT_PROMPTS = (
+    "nnx.generate: prompts are token ids, not text; got {got}. Encode the text with the tokenizer of the model first: "
+    "`prompts = np.array([nnx.models.Tokenizer.from_pretrained(directory).encode(text)])`."
+)
 EMPTY_PROMPT = (
     "nnx.generate: a prompt needs at least one token, since that is what the first new token follows; got {got}. Begin "
     "an empty text with the model's begin-of-text token."
@@ -59,7 +63,8 @@ def as_prompt(prompts: Any, lengths: Any) -> tuple[Prompt, int]:
     """Returns the prompts with their lengths, and the number of tokens of the longest."""
     tokens = _whole_numbers(prompts)
     if tokens is None or tokens.ndim != 2:
-        raise ValueError(WRONG_PROMPTS.format(got=_describe(prompts)))
+        message = TEXT_PROMPTS if _is_text(prompts) else WRONG_PROMPTS
+        raise ValueError(message.format(got=_describe(prompts)))
     batch, width = tokens.shape
     if batch == 0 or width == 0:
         raise ValueError(EMPTY_PROMPT.format(got=f"prompts of shape {tokens.shape}"))
@@ -184,6 +189,13 @@ def _whole_numbers(values: Any) -> Any:
         except (ValueError, TypeError):  # rows of different lengths
             return None
     return values if jnp.issubdtype(values.dtype, jnp.integer) else None
+
+
+def _is_text(prompts: Any) -> bool:
+    try:
+        return np.asarray(prompts).dtype.kind in "SU"
+    except (ValueError, TypeError):  # rows of different lengths
+        return False
 
 
 def _check_tokens(name: str, tokens: np.ndarray) -> None:
