@@ -74,10 +74,10 @@ def test_extra_leading_axes_go_through(entry):
 
 
 @every_layer_with_dtypes
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
-def test_dtype_is_the_dtype_of_the_output(entry, dtype):
-    out = entry.run(entry.build(dtype=dtype), *entry.sample())
-    assert out.dtype == dtype
+def test_half_precision_gives_nearly_the_same_output(entry):
+    """test_registry_numbers tries all combinations of dtypes, without values."""
+    out = entry.run(entry.build(dtype=jnp.bfloat16), *entry.sample())
+    assert out.dtype == jnp.bfloat16
     expected = entry.run(entry.build(), *entry.sample())
     assert expected.dtype == jnp.float32
     close(out, expected, 0.1)
@@ -85,18 +85,20 @@ def test_dtype_is_the_dtype_of_the_output(entry, dtype):
 
 @pytest.mark.parametrize("entry", [e for e in LAYERS if "param_dtype" in e.dtypes], ids=lambda entry: entry.name)
 def test_param_dtype_is_the_dtype_of_the_parameters(entry):
-    layer = entry.build(param_dtype=jnp.bfloat16)
-    params = layer.filter((nnx.Param, nnx.LoRAParam))
+    def params_and_output(*inputs):
+        layer = entry.build(param_dtype=jnp.bfloat16)
+        return layer.filter((nnx.Param, nnx.LoRAParam)), entry.run(layer, *inputs)
+
+    params, out = jax.eval_shape(params_and_output, *entry.sample(dtype=jnp.bfloat16))
     assert {leaf.value.dtype for leaf in params.values()} <= {jnp.dtype(jnp.bfloat16)}
-    assert entry.run(layer, *entry.sample(dtype=jnp.bfloat16)).dtype == jnp.bfloat16
+    assert out.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
 @pytest.mark.parametrize("entry", [e for e in LAYERS if not e.dtypes], ids=lambda entry: entry.name)
-def test_layer_without_dtypes_keeps_that_of_its_input(entry, dtype):
+def test_layer_without_dtypes_keeps_that_of_its_input(entry):
     layer = entry.build()
-    promoted = jnp.result_type(dtype, *[leaf.value for leaf in layer.filter(nnx.Param).values()])
-    out = entry.run(layer, *entry.sample(dtype=dtype))
+    promoted = jnp.result_type(jnp.bfloat16, *[leaf.value for leaf in layer.filter(nnx.Param).values()])
+    out = entry.run(layer, *entry.sample(dtype=jnp.bfloat16))
     assert out.dtype == promoted
     close(out, entry.run(entry.build(), *entry.sample()), 0.1)
 
@@ -121,7 +123,7 @@ def test_jit_gives_the_output_and_state_an_eager_call_gives(entry):
 def test_vmap_gives_what_a_loop_gives(entry):
     inputs = entry.sample(3)
     floats, function = as_function(entry, entry.build())
-    mapped = jax.vmap(lambda *inputs: function(floats, *inputs))(*inputs)
+    mapped = jax.jit(jax.vmap(lambda *inputs: function(floats, *inputs)))(*inputs)
     looped = np.stack([function(floats, *[x[i] for x in inputs]) for i in range(3)])
     close(mapped, looped)
 
@@ -139,14 +141,15 @@ def test_gradients_agree_with_finite_differences(entry):
         return jnp.sum(jnp.sin(function(nnx.State.merge(params, rest), *given)))
 
     arguments = (params, [x for x, floating in zip(inputs, is_float, strict=True) if floating])
-    grads = jax.jit(jax.grad(loss, argnums=(0, 1)))(*arguments)
+    values_and_grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    _, grads = values_and_grads(*arguments)
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
 
     random = np.random.default_rng(0)
     direction = jax.tree.map(lambda x: random.standard_normal(x.shape).astype(x.dtype), arguments)
     slope = sum(np.vdot(g, d) for g, d in zip(jax.tree.leaves(grads), jax.tree.leaves(direction), strict=True))
     ahead, behind = (
-        jax.jit(loss)(*jax.tree.map(lambda x, d, step=step: x + step * d, arguments, direction))
+        values_and_grads(*jax.tree.map(lambda x, d, step=step: x + step * d, arguments, direction))[0]
         for step in (np.float32(1e-2), np.float32(-1e-2))
     )
     np.testing.assert_allclose(slope, (ahead - behind) / 2e-2, rtol=3e-2, atol=3e-2)
