@@ -335,7 +335,8 @@ class GraphKey:
         """The paths of the cells; for graphs with one root."""
         layout = self._layout
         if layout is None:
-            prefixes = [f"{path}/" if path else "" for path in self.module_paths()]
+            modules = self.module_paths()  # only those that own cells get a prefix: in deep graphs, paths are long
+            prefixes = {module: f"{modules[module]}/" if modules[module] else "" for module in set(self.owners)}
             segments = {name: segment_of(name) for name in set(self.names)}
             places = zip(self.owners, self.names, strict=True)
             layout = self._layout = Layout.of(tuple([prefixes[module] + segments[name] for module, name in places]))

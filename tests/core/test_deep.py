@@ -1,4 +1,4 @@
-"""A chain of 50,000 nested Modules: everything is iterative, nothing recurses."""
+"""A chain of 20,000 nested Modules: everything is iterative, nothing recurses."""
 
 import gc
 
@@ -8,7 +8,7 @@ import pytest
 
 import nnx
 
-DEPTH = 50_000
+DEPTH = 20_000
 
 
 class Link(nnx.Module):
