@@ -43,7 +43,11 @@ SHARD = 5 * 10**9
 
 
 def small_models() -> dict:
-    """For each golden: how far the logits of a sharded model are from those of one device, and what is split."""
+    """For each golden: whether a sharded model has the values of one device, what is split, and how far its logits are.
+
+    The logits are those of one way to split a model, another one for the next golden. A model with the same values has
+    the same logits, and to compile it takes longer than to load it.
+    """
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     found = {}
     for name in GOLDENS:
@@ -53,15 +57,16 @@ def small_models() -> dict:
         for number, (setting, rules) in enumerate(RULES.items()):
             scanned = (number + GOLDENS.index(name)) % 2 == 0
             model = nnx.models.from_pretrained(GOLDEN / name, mesh=mesh, rules=rules, scan_layers=scanned)
-            out = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, tokens))
             parts = {
                 path: [list(leaf.value.shape), list(leaf.value.addressable_shards[0].data.shape)]
                 for path, leaf in model.get_state().items()
             }
             listed = model.unscanned().get_state()
             same = all(np.array_equal(listed[path].value, leaf.value) for path, leaf in whole.get_state().items())
-            error = float(np.abs(out - expected).max() / np.abs(expected).max())
-            found[f"{name} {setting}"] = {"error": error, "parts": parts, "same": same, "scanned": scanned}
+            found[f"{name} {setting}"] = {"parts": parts, "same": same, "scanned": scanned}
+            if number == GOLDENS.index(name) % len(RULES):
+                out = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, tokens))
+                found[f"{name} {setting}"]["error"] = float(np.abs(out - expected).max() / np.abs(expected).max())
     return found
 
 

@@ -18,10 +18,10 @@ RULES = nnx.fsdp_rules()
 class Layers(nnx.Module):
     """Every array of it can be split by eight; the names are the defaults of the layers."""
 
-    def __init__(self, *, ctx: nnx.Context):
-        self.embed = nnx.Embed(64, 64, ctx=ctx)
-        self.mlp = nnx.MLP(64, 128, 64, ctx=ctx)
-        self.conv = nnx.Conv(64, 32, (3,), ctx=ctx)
+    def __init__(self, *, ctx: nnx.Context, **init: Any):
+        self.embed = nnx.Embed(64, 64, ctx=ctx, **{"embedding_init": one for one in init.values()})
+        self.mlp = nnx.MLP(64, 128, 64, ctx=ctx, **init)
+        self.conv = nnx.Conv(64, 32, (3,), ctx=ctx, **init)
 
 
 def label(params: Any) -> Any:
@@ -58,7 +58,8 @@ def bytes_on_each(tree: Any) -> tuple[int, int]:
 
 
 def net(ctx: nnx.Context) -> Layers:
-    return Layers(ctx=ctx)
+    """Only its shapes are looked at; to draw numbers would take long to compile."""
+    return Layers(ctx=ctx, kernel_init=nnx.initializers.ones)
 
 
 def built_together(mesh: Any, make: Any) -> Any:

@@ -28,7 +28,8 @@ def part(x: Any) -> list[int]:
 
 
 def net(ctx: nnx.Context) -> nnx.MLP:
-    return nnx.MLP(16, 32, 16, ctx=ctx)
+    """Only its placement is looked at; to draw numbers would take long to compile."""
+    return nnx.MLP(16, 32, 16, kernel_init=nnx.initializers.ones, ctx=ctx)
 
 
 def optimizer(ctx: nnx.Context) -> nnx.Optimizer:
