@@ -23,13 +23,21 @@ def with_weights_of(layer, peer):
 
 
 def agree_with_gradients(layer, peer, call) -> None:
-    """Checks that `call(model)` has the same outputs, and the same gradients of their squares, for both models."""
+    """Checks that `call(model)` has the same outputs, and the same gradients of their squares, for both models.
+
+    Each side is one compiled program: operation by operation, every shape would be a program of its own.
+    """
     with_weights_of(layer, peer)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), call(layer), call(peer))
-    squares = lambda model: sum((y**2).sum() for y in jax.tree.leaves(call(model)))  # noqa: E731
-    ours = {path: leaf.value for path, leaf in nnx.grad(squares)(layer).items()}
-    theirs = flax.grad(squares)(peer)
-    theirs = {"/".join(map(str, path)): leaf.get_value() for path, leaf in flax.to_flat_state(theirs)}
+
+    def squares(model):
+        outputs = call(model)
+        return sum((y**2).sum() for y in jax.tree.leaves(outputs)), outputs
+
+    grads, outputs = nnx.jit(nnx.grad(squares, has_aux=True))(layer)
+    their_grads, their_outputs = flax.jit(flax.grad(squares, has_aux=True))(peer)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), outputs, their_outputs)
+    ours = {path: leaf.value for path, leaf in grads.items()}
+    theirs = {"/".join(map(str, path)): leaf.get_value() for path, leaf in flax.to_flat_state(their_grads)}
     assert set(ours) == set(theirs)
     for path in ours:
         np.testing.assert_allclose(ours[path], theirs[path], atol=1e-4, rtol=1e-3, err_msg=path)
@@ -87,8 +95,8 @@ def test_dot_product_attention(options):
         return (attend(query, key, value, bias, **options) ** 2).sum()
 
     np.testing.assert_allclose(
-        jax.grad(loss, argnums=1)(nnx.dot_product_attention, query),
-        jax.grad(loss, argnums=1)(flax.dot_product_attention, query),
+        jax.jit(jax.grad(loss, argnums=1), static_argnums=0)(nnx.dot_product_attention, query),
+        jax.jit(jax.grad(loss, argnums=1), static_argnums=0)(flax.dot_product_attention, query),
         atol=1e-4,
     )
 
@@ -147,15 +155,19 @@ def test_bidirectional():
 def test_conv_lstm_agrees_with_linen():
     x, carry = numpy_normal(2, 5, 4, 3), (numpy_normal(2, 5, 4, 6, seed=1), numpy_normal(2, 5, 4, 6, seed=2))
     peer = linen.ConvLSTMCell(features=6, kernel_size=(3, 3))
-    params = peer.init(jax.random.key(0), carry, x)["params"]
+    params = jax.jit(peer.init)(jax.random.key(0), carry, x)["params"]
     cell = nnx.ConvLSTMCell(3, 6, (3, 3), ctx=nnx.context(0))
     for name in ("ih", "hh"):
         conv = getattr(cell, name)
         conv.kernel, conv.bias = params[name]["kernel"], params[name]["bias"]
-    ours, theirs = cell(carry, x), peer.apply({"params": params}, carry, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, theirs)
 
-    mine = nnx.grad(lambda m: (m(carry, x)[1] ** 2).sum())(cell)
-    peers = jax.grad(lambda p: (peer.apply({"params": p}, carry, x)[1] ** 2).sum())(params)
+    def squares(call):
+        outputs = call(carry, x)
+        return (outputs[1] ** 2).sum(), outputs
+
+    mine, ours = nnx.jit(nnx.grad(squares, has_aux=True))(cell)
+    apply = lambda params: squares(lambda *inputs: peer.apply({"params": params}, *inputs))  # noqa: E731
+    peers, theirs = jax.jit(jax.grad(apply, has_aux=True))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, theirs)
     for name in ("ih", "hh"):
         np.testing.assert_allclose(mine[f"{name}/kernel"].value, peers[name]["kernel"], atol=1e-4, rtol=1e-3)
