@@ -37,6 +37,9 @@ def value_and_gradients(implementation, groups, x, *kernels):
     return out, pullback(tuple(jnp.asarray(numpy_normal(*array.shape, seed=9), array.dtype) for array in out))
 
 
+compiled = jax.jit(value_and_gradients, static_argnums=0)
+
+
 def arrays(rows, groups, inputs, outputs, dtype=jnp.float32, param_dtype=None, kernels=1):
     shapes = [(rows, inputs)] + [(groups, inputs, outputs)] * kernels
     dtypes = [dtype] + [param_dtype or dtype] * kernels
@@ -71,7 +74,7 @@ SIZES = {  # rows, groups, inputs, outputs
 )
 def test_the_kernel_computes_the_batched_product_and_its_gradients(sizes, kernels):
     inputs = arrays(*sizes, kernels=kernels)
-    ours, expected = (jax.jit(value_and_gradients, static_argnums=0)(way, *inputs) for way in ("triton", "xla"))
+    ours, expected = (compiled(way, *inputs) for way in ("triton", "xla"))
     close(ours, expected, rtol=1e-5)
     rows_of_none, (x_gradient, *kernel_gradients) = inputs[0] == sizes[1], ours[1]
     assert not x_gradient[rows_of_none].any() and not any(out[rows_of_none].any() for out in ours[0])
@@ -81,28 +84,28 @@ def test_the_kernel_computes_the_batched_product_and_its_gradients(sizes, kernel
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
 def test_half_precision_is_summed_in_float32(dtype):
     groups, *inputs = arrays(700, 3, 200, 300, dtype)
-    ours = value_and_gradients("triton", groups, *inputs)
-    expected = value_and_gradients("xla", groups, *(array.astype(jnp.float32) for array in inputs))
+    ours = compiled("triton", groups, *inputs)
+    expected = compiled("xla", groups, *(array.astype(jnp.float32) for array in inputs))
     close(ours, jax.tree.map(lambda array: array.astype(dtype), expected), rtol=4e-3)
 
 
 def test_gradients_of_wide_parameters_are_not_rounded():
     groups, x, kernel = arrays(700, 3, 64, 32, jnp.bfloat16, jnp.float32)
-    out, (x_gradient, kernel_gradient) = value_and_gradients("triton", groups, x, kernel)
+    out, (x_gradient, kernel_gradient) = compiled("triton", groups, x, kernel)
     assert out[0].dtype == x_gradient.dtype == jnp.bfloat16 and kernel_gradient.dtype == jnp.float32
     wide = (x.astype(jnp.float32), kernel.astype(jnp.bfloat16).astype(jnp.float32))
-    _, pullback = jax.vjp(functools.partial(multiply, "xla", groups), *wide)
     cotangent = jnp.asarray(numpy_normal(*out[0].shape, seed=9), jnp.bfloat16).astype(jnp.float32)
-    close(kernel_gradient, pullback((cotangent,))[1], rtol=1e-5)
+    pull_back = jax.jit(lambda *wide: jax.vjp(functools.partial(multiply, "xla", groups), *wide)[1]((cotangent,)))
+    close(kernel_gradient, pull_back(*wide)[1], rtol=1e-5)
 
 
 def test_blocks_that_are_not_needed_are_zero():
     groups, x, kernel = arrays(300, 4, 16, 32)
-    blocks = make_blocks(groups, 4, "triton")
+    blocks = jax.jit(make_blocks, static_argnums=(1, 2))(groups, 4, "triton")
     needed = int(blocks.bounds[-1])
     assert needed < blocks.rows.shape[0]
     anything = jnp.ones((*blocks.rows.shape, 16))
-    (out,) = block_products(anything, (kernel,), blocks.groups, blocks.bounds)
+    (out,) = jax.jit(block_products)(anything, (kernel,), blocks.groups, blocks.bounds)
     assert out[:needed].all() and not out[needed:].any()
 
 
@@ -111,7 +114,7 @@ def test_it_can_be_mapped(batched):
     examples = [arrays(300, 4, 16, 32), [array[::-1] for array in arrays(300, 4, 16, 32)]]
     inputs = [pair[0] if axis is None else jnp.stack(pair) for pair, axis in zip(zip(*examples), batched)]
     ours, expected = (
-        jax.vmap(functools.partial(value_and_gradients, way), batched)(*inputs) for way in IMPLEMENTATIONS
+        jax.jit(jax.vmap(functools.partial(value_and_gradients, way), batched))(*inputs) for way in IMPLEMENTATIONS
     )
     close(ours, expected, rtol=1e-5)
 

@@ -15,13 +15,16 @@ from tests.sharding.transformer import mesh_of
 RULES = nnx.fsdp_rules()
 
 
+LECUN = nnx.initializers.lecun_normal()
+
+
 class Layers(nnx.Module):
     """Every array of it can be split by eight; the names are the defaults of the layers."""
 
-    def __init__(self, *, ctx: nnx.Context, **init: Any):
-        self.embed = nnx.Embed(64, 64, ctx=ctx, **{"embedding_init": one for one in init.values()})
-        self.mlp = nnx.MLP(64, 128, 64, ctx=ctx, **init)
-        self.conv = nnx.Conv(64, 32, (3,), ctx=ctx, **init)
+    def __init__(self, *, init: Any = LECUN, ctx: nnx.Context):
+        self.embed = nnx.Embed(64, 64, embedding_init=init, ctx=ctx)
+        self.mlp = nnx.MLP(64, 128, 64, kernel_init=init, ctx=ctx)
+        self.conv = nnx.Conv(64, 32, (3,), kernel_init=init, ctx=ctx)
 
 
 def label(params: Any) -> Any:
@@ -59,7 +62,7 @@ def bytes_on_each(tree: Any) -> tuple[int, int]:
 
 def net(ctx: nnx.Context) -> Layers:
     """Only its shapes are looked at; to draw numbers would take long to compile."""
-    return Layers(ctx=ctx, kernel_init=nnx.initializers.ones)
+    return Layers(init=nnx.initializers.ones, ctx=ctx)
 
 
 def built_together(mesh: Any, make: Any) -> Any:
