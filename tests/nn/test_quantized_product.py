@@ -22,15 +22,21 @@ FORMS = [(8, None, False), *((4, group_size, transposed) for group_size in (None
 forms = pytest.mark.parametrize(("bits", "group_size", "transposed"), FORMS)
 
 
+# Whole programs are compiled: operation by operation, every shape would be a program of its own.
+to_integers_at_once = jax.jit(to_integers, static_argnums=(1, 2, 3))
+to_weight_at_once = jax.jit(to_weight, static_argnums=(2, 3))
+multiply_at_once = jax.jit(multiply_few_rows, static_argnames=("transposed", "dtype", "implementation"))
+
+
 def quantized(inputs, outputs, bits, group_size, transposed):
     weight = normal(inputs, outputs)
-    integers, scale = to_integers(weight.T if transposed else weight, (int(transposed),), bits, group_size)
+    integers, scale = to_integers_at_once(weight.T if transposed else weight, (int(transposed),), bits, group_size)
     assert (scale < 0).any() and (scale > 0).any()  # both signs occur
     return integers, scale
 
 
 def by_hand(x, integers, scale, transposed):
-    weight = np.asarray(to_weight(integers, scale, (int(transposed),), jnp.float32), np.float64)
+    weight = np.asarray(to_weight_at_once(integers, scale, (int(transposed),), jnp.float32), np.float64)
     return np.asarray(x, np.float64) @ (weight.T if transposed else weight)
 
 
@@ -52,20 +58,20 @@ def test_the_kernel_multiplies_with_the_weight_that_the_integers_represent(bits,
     weight = quantized(256, 96, bits, group_size, transposed)
     x = normal(5, 256).astype(dtype)
     kernel, xla = (
-        multiply_few_rows(x, *weight, transposed=transposed, dtype=jnp.float32, implementation=implementation)
+        multiply_at_once(x, *weight, transposed=transposed, dtype=jnp.float32, implementation=implementation)
         for implementation in ("triton", "xla")
     )
     expected = by_hand(x, *weight, transposed)
     assert error(kernel, expected) < 1e-6  # sums are float32, also of bfloat16
     assert error(xla, expected) < (1e-2 if dtype == jnp.bfloat16 else 1e-6)
-    half = multiply_few_rows(x, *weight, transposed=transposed, implementation="triton")
+    half = multiply_at_once(x, *weight, transposed=transposed, implementation="triton")
     assert half.dtype == dtype and error(half, expected) < (4e-3 if dtype == jnp.bfloat16 else 1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 33])
 def test_any_number_of_rows_is_padded(rows):
     weight, x = quantized(128, 64, 4, 32, False), normal(rows, 128)
-    found = multiply_few_rows(x, *weight, implementation="triton")
+    found = multiply_at_once(x, *weight, implementation="triton")
     assert found.shape == (rows, 64) and error(found, by_hand(x, *weight, False)) < 1e-6
 
 
@@ -135,15 +141,17 @@ def test_it_is_differentiated_in_both_modes(bits, group_size, transposed):
     def multiply(x, scale, implementation):
         return multiply_few_rows(x, integers, scale, transposed=transposed, implementation=implementation)
 
-    found, expected = (
-        jax.vjp(functools.partial(multiply, implementation=name), x, scale)[1](normal(3, 64))
-        for name in ("triton", "xla")
-    )
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), found, expected)
-    _, tangent = jax.jvp(lambda x: multiply(x, scale, "triton"), (x,), (direction,))
-    np.testing.assert_allclose(tangent, multiply(direction, scale, "xla"), rtol=1e-4, atol=1e-3)
-    slope = jax.grad(lambda x: multiply(x, scale, "triton").sum())(x)
-    np.testing.assert_allclose(slope, jax.grad(lambda x: multiply(x, scale, "xla").sum())(x), rtol=1e-4, atol=1e-3)
+    @functools.partial(jax.jit, static_argnums=2)
+    def derivatives(x, scale, implementation):
+        of_both = functools.partial(multiply, implementation=implementation)
+        of_x = lambda x: of_both(x, scale)  # noqa: E731
+        pulled_back = jax.vjp(of_both, x, scale)[1](normal(3, 64))
+        return pulled_back, jax.jvp(of_x, (x,), (direction,))[1], jax.grad(lambda x: of_x(x).sum())(x)
+
+    found, expected = (derivatives(x, scale, name) for name in ("triton", "xla"))
+    compare = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3)
+    jax.tree.map(compare, found, expected)
+    compare(found[1], multiply(direction, scale, "xla"))
 
 
 def kernel_calls(f, *args):
