@@ -14,7 +14,7 @@ if __name__ == "__main__":
     mesh, rules = mesh_of(("data", 2), ("model", 4)), nnx.fsdp_tensor_parallel_rules()
     with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
         optimizer, batch = make(mesh, rules)
-        losses = run(optimizer, batch)
+        losses = run(optimizer, batch, 10)
     table = optimizer.model.embed.embedding
     found = {
         "devices": [jax.device_count(), jax.local_device_count()],

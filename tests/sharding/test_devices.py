@@ -211,4 +211,5 @@ def test_two_processes_train_as_one_device_does(seen):
         assert found["devices"] == [8, 4]
         assert found["part"] == [16, 16] and found["parts here"] == 4
         assert found["batch here"] == [8 * i]  # each process has its own half of the batch
-        np.testing.assert_allclose(found["losses"], seen["training"]["one device"]["losses"], rtol=1e-4, atol=1e-5)
+        expected = seen["training"]["one device"]["losses"][:10]
+        np.testing.assert_allclose(found["losses"], expected, rtol=1e-4, atol=1e-5)

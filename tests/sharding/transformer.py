@@ -78,9 +78,9 @@ def make(mesh: Any, rules: Any) -> tuple[Any, Any]:
     return nnx.Optimizer(model, optax.adam(1e-2)), batch
 
 
-def run(optimizer: Any, batch: Any) -> list[float]:
-    """The losses of twenty steps."""
-    losses = [train_step(optimizer, batch) for _ in range(20)]
+def run(optimizer: Any, batch: Any, steps: int = 20) -> list[float]:
+    """The losses of some steps."""
+    losses = [train_step(optimizer, batch) for _ in range(steps)]
     return [float(loss) for loss in losses]
 
 
