@@ -14,6 +14,7 @@ ARGS   ?=
 SECONDS ?= 600
 
 export PYTHONHASHSEED := 0
+export PYTHONDONTWRITEBYTECODE :=  # tests start many programs, each of which would compile the library again
 
 .PHONY: help demo test matrix fuzz torture parity goldens lint format bench figures docs serve notebooks examples distributed clean
 .DEFAULT_GOAL := help
