@@ -21,6 +21,8 @@ import jax
 Contender = Callable[[], Any]
 
 OURS = "nnx"
+SLOW = 0.1
+"""Seconds. Longer turns leave so much garbage behind that the next ones would wait for new memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +94,8 @@ def interleave(
             for name in order:
                 # a slow contender gets fewer turns, so that each gets about its share of the time
                 if spent[name] <= (share if name in pair else share / 8):
+                    if times[name] and times[name][-1] > SLOW:
+                        gc.collect()
                     times[name].append(_seconds_per_call(contenders[name], calls[name], clock))
                     spent[name] += times[name][-1] * calls[name]
             if sum(map(len, times.values())) % 256 < len(order):
