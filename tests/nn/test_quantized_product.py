@@ -144,7 +144,7 @@ def test_it_is_differentiated_in_both_modes(bits, group_size, transposed):
     @functools.partial(jax.jit, static_argnums=2)
     def derivatives(x, scale, implementation):
         of_both = functools.partial(multiply, implementation=implementation)
-        of_x = lambda x: of_both(x, scale)  # noqa: E731
+        of_x = functools.partial(of_both, scale=scale)
         pulled_back = jax.vjp(of_both, x, scale)[1](normal(3, 64))
         return pulled_back, jax.jvp(of_x, (x,), (direction,))[1], jax.grad(lambda x: of_x(x).sum())(x)
 
