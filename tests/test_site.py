@@ -113,6 +113,13 @@ def test_charts_show_the_stored_figures():
     assert [path.name for path, svg in drawings().items() if path.read_text() != svg] == []
 
 
+def test_no_figure_of_a_chart_is_cut_off():
+    for path, svg in drawings().items():
+        (width,) = re.findall(r'viewBox="0 0 (\d+) ', svg)
+        figures = re.findall(r'<text class="note" x="([\d.]+)" y="\d+">([^<]+)<', svg)
+        assert figures and all(float(x) + 7 * len(text) < int(width) for x, text in figures), path.name
+
+
 @pytest.mark.parametrize("query", SEARCHES)
 def test_a_search_finds_its_page_first(index: SearchIndex, query: str):
     assert index.search(query)[:1] == [SEARCHES[query]]

@@ -18,6 +18,7 @@ STORED = ROOT / "benchmarks" / "stored"
 DIAGRAMS = ROOT / "docs" / "assets" / "diagrams"
 
 WIDTH, LABEL, BAR, GAP, HEADER = 520, 100, 17, 14, 30
+DIGIT = 7.5  # the width of a character of a figure, at most
 STYLE = """<style>
 .dg:root { color: #24292f }
 @media (prefers-color-scheme: dark) { .dg:root { color: #e6edf3 } }
@@ -74,17 +75,18 @@ def step_chart() -> Chart:
 
 
 def program_chart() -> Chart:
-    """The speed of a whole program on the CPU, with three digits."""
+    """The speed of a whole program on the CPU, in tens of steps."""
     (seconds,) = figures("dqn").values()
     names = {
         "raw": "hand-written JAX",
         "nnx": "NNX",
         "equinox": "Equinox",
         "flax cached_partial": "flax + cached_partial",
+        "torch": "PyTorch, eager",
         "flax": "flax nnx.jit",
     }
-    speeds = {key: float(f"{1 / seconds[key]:.3g}") for key in names}
-    groups = [Group(name, [(f"{speeds[key]:,.0f}", speeds[key])], ours=key == "nnx") for key, name in names.items()]
+    speeds = {key: round(1 / seconds[key], -1) for key in names if key in seconds}
+    groups = [Group(names[key], [(f"{speed:,.0f}", speed)], ours=key == "nnx") for key, speed in speeds.items()]
     return Chart("DQN on CartPole: environment steps per second", [""], groups)
 
 
@@ -108,24 +110,25 @@ CHARTS = {"step-time": step_chart, "dqn-speed": program_chart, "gpu-training": g
 
 def draw(chart: Chart) -> str:
     """The SVG of a chart."""
-    largest = max(value for group in chart.groups for _, value in group.bars)
-    scale = (WIDTH - LABEL - 50) / largest
+    bars = [bar for group in chart.groups for bar in group.bars]
     one_bar = len(chart.measurements) == 1
+    left = 190 if one_bar else LABEL
+    room = 8 + DIGIT * max(len(text) for text, _ in bars)  # for the figure behind the longest bar
+    scale = (WIDTH - left - room) / max(value for _, value in bars)
     body, y = [], HEADER
     for group in chart.groups:
         if not one_bar:
             body.append(f'<text class="name" x="0" y="{y + 12}">{group.name}</text>')
             y += 19
         for measurement, (text, value) in zip(chart.measurements, group.bars):
-            label, left = (group.name, 190) if one_bar else (measurement, LABEL)
-            width = value * scale * ((WIDTH - left - 50) / (WIDTH - LABEL - 50))
+            label, width = group.name if one_bar else measurement, value * scale
             kind = "ours" if group.ours else "other"
             body.append(f'<text class="note" x="{left - 8}" y="{y + 13}" text-anchor="end">{label}</text>')
             body.append(f'<rect class="{kind}" x="{left}" y="{y + 1}" width="{width:.1f}" height="{BAR - 3}" rx="2"/>')
             body.append(f'<text class="note" x="{left + width + 6:.1f}" y="{y + 13}">{text}</text>')
             y += BAR + (7 if one_bar else 0)
         if chart.line_at is not None:
-            x = LABEL + chart.line_at * scale
+            x = left + chart.line_at * scale
             body.append(f'<path class="one" d="M{x:.1f} {y - len(group.bars) * BAR - 1}V{y}"/>')
         y += 0 if one_bar else GAP
     opening = (
