@@ -287,6 +287,7 @@ def test_a_layer_with_the_kernel_can_be_exported(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
     layer = nnx.MoE(32, 16, 4, 2, update_stats=False, implementation="triton", ctx=nnx.context(0))
+    x = jnp.ones((64, 32))
     with use_abstract_mesh(AbstractMesh((1,), ("gpu",), abstract_device=h200)):
-        nnx.export(tmp_path, layer, jnp.ones((64, 32)), platforms=("cuda",))
+        nnx.export(tmp_path, layer, x, platforms=("cuda",))
     assert nnx.load_exported(tmp_path).platforms == ("cuda",)
