@@ -13,6 +13,7 @@ import dataclasses
 import json
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -176,10 +177,13 @@ def _size_error(directory: Path, data: str, name: str, size: int) -> str:
         path = inside(directory, f"{data}/{name}")
     except ValueError as error:
         return f"is not a file of it ({error})"
-    if not path.is_file():
+    try:
+        found = path.stat()  # asked once: another job may replace the checkpoint between two questions
+    except OSError:
+        found = None
+    if found is None or not stat.S_ISREG(found.st_mode):
         return "is missing"
-    found = path.stat().st_size
-    return "" if found == size else f"has {found} bytes instead of {size}"
+    return "" if found.st_size == size else f"has {found.st_size} bytes instead of {size}"
 
 
 def _parse(directory: Path) -> Manifest:

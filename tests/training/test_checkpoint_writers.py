@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -54,6 +55,14 @@ def test_two_jobs_that_save_to_one_path_never_mix(tmp_path):
     last = set(np.concatenate(list(nnx.load(tmp_path / "c").values())).tolist())
     assert last in ({1009.0}, {2009.0})
     assert len(os.listdir(tmp_path / "c")) == 2  # no folder and no lock is left
+
+
+def test_a_file_that_another_job_removes_after_it_was_seen_is_an_error_of_the_checkpoint(tmp_path, monkeypatch):
+    nnx.save(tmp_path / "c", make(0))
+    next((tmp_path / "c").glob("nnx-data-*/*.bin")).unlink()
+    monkeypatch.setattr(pathlib.Path, "is_file", lambda path: True)  # it was there a moment ago
+    with pytest.raises(nnx.CheckpointError, match="is missing"):
+        nnx.load(tmp_path / "c")
 
 
 def test_a_second_writer_is_refused_with_the_name_of_the_first(tmp_path, monkeypatch):
