@@ -6,7 +6,7 @@
     python -m benchmarks.gpu.train --seconds 60     measure longer
     python -m benchmarks.gpu.train --without torch.compile  leave a contender out
     python -m benchmarks.gpu.train --autotune       PyTorch with `max_autotune` as well, which compiles for minutes
-    python -m benchmarks.gpu.train --clock 1200     hold the GPU at 1,200 MHz, which needs the rights of root
+    python -m benchmarks.gpu.train --clock 1200     hold the GPU at 1,200 MHz, which takes root
     python -m benchmarks.gpu.train --out FILE.json  write a record (see benchmarks/record.py)
 
 All contenders compute in bfloat16 with float32 parameters, and use AdamW. Tokens are random, because speed does not

@@ -96,10 +96,11 @@ class Transition:
             values: the values to write, one per output.
         """
         after, stamp = self._after(), object()
-        # All of these are C functions, in one C call. Python delivers signals only between bytecodes, so an interrupt
-        # arrives before the first write or after the last one; nor can another thread see some of them without the
-        # others. `any` stops if the first one is true: the structure is no longer that of `before`. The others return
-        # None. Nothing happened between that question and the last write, so the form after is valid.
+        # All of this is one C call. Python delivers signals only between bytecodes, so an interrupt arrives before the
+        # first write or after the last one, and no other thread sees some writes without the rest. `any` stops at the
+        # first true result. Writes return None, so only the question that comes first can stop it: has the structure
+        # changed since `before` was found valid? If not, nothing can change it before the last write, and the form
+        # after is valid as well.
         if any(
             chain(
                 map(is_not, map(_stamp, (STRUCTURE,)), (before.ready,)),

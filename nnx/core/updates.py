@@ -231,7 +231,7 @@ class Pop:
     def repeat(self, flat: Flat, root: Any) -> Any:
         """Removes the entries and returns them: one State, or one per filter.
 
-        None if another thread has just changed the structure of the graph, whose flat form before this is.
+        Returns None, and removes nothing, if another thread has changed the structure since `flat` was found valid.
         """
         values = [*map(getitem, self._dicts, self._names)]
         # What `sow` records are tuples of arrays, which `fresh` would return as they are. These lines ask all at once.

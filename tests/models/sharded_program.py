@@ -46,7 +46,7 @@ def small_models() -> dict:
     """For each golden: whether a sharded model has the values of one device, what is split, and how far its logits are.
 
     The logits are those of one way to split a model, another one for the next golden. A model with the same values has
-    the same logits, and to compile it takes longer than to load it.
+    the same logits, and compiling it takes longer than loading it.
     """
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     found = {}

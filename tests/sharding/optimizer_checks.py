@@ -61,7 +61,7 @@ def bytes_on_each(tree: Any) -> tuple[int, int]:
 
 
 def net(ctx: nnx.Context) -> Layers:
-    """Only its shapes are looked at; to draw numbers would take long to compile."""
+    """Only its shapes are looked at; drawing numbers would take long to compile."""
     return Layers(init=nnx.initializers.ones, ctx=ctx)
 
 

@@ -28,7 +28,7 @@ def part(x: Any) -> list[int]:
 
 
 def net(ctx: nnx.Context) -> nnx.MLP:
-    """Only its placement is looked at; to draw numbers would take long to compile."""
+    """Only its placement is looked at; drawing numbers would take long to compile."""
     return nnx.MLP(16, 32, 16, kernel_init=nnx.initializers.ones, ctx=ctx)
 
 
