@@ -60,42 +60,9 @@ def watched_unchanged(watches: Sequence[Watch]) -> bool:
 def comparison(watches: Sequence[Watch]) -> Callable[[], bool]:
     """Returns `watched_unchanged` for these watches, as a function without arguments.
 
-    A call of a jitted function pays for it, so the usual case, one config that all Modules share, has its own code.
+    Every call of a jitted function pays for it, so the usual case, one config that all Modules share, needs no loop.
     """
-    if len(watches) == 1:
-        keys, names, values, held = watches[0]
-        if names is not None and 0 < len(names) <= _UNROLLED:
-            return _unrolled_comparison(len(names))(keys, values, *names, *held)
-    return functools.partial(watched_unchanged, watches)
-
-
-_UNROLLED = 32  # fields; beyond that, a loop in C is as fast
-
-
-@functools.cache
-def _unrolled_comparison(count: int) -> Callable[..., Callable[[], bool]]:
-    """Returns a function that makes the comparison for a config of `count` fields.
-
-    The code is generated, as `dataclasses` generates `__init__`. It unpacks names and values into locals and compares
-    them one by one, all by identity: a name that is equal but another object only costs a walk. Nothing is allocated,
-    and what it compares with are defaults of its arguments, which are next to each other in memory. Between two calls a
-    whole step runs, so cache misses count: a list of the names makes this cost 0.4 µs instead of 0.2.
-    """
-    fields = range(count)
-    now = [*(f"name{i}" for i in fields), *(f"value{i}" for i in fields)]
-    then = [f"{name}_then" for name in now]
-    same = " and ".join(f"{a} is {b}" for a, b in zip(now, then, strict=True))
-    source = f"""
-def make(keys, values, {", ".join(then)}):
-    def unchanged(keys=keys, values=values, {", ".join(f"{name}={name}" for name in then)}):
-        try:
-            {", ".join(now[:count])}, = keys
-            {", ".join(now[count:])}, = values
-        except ValueError:  # there are more or fewer
-            return False
-        return {same}
-    return unchanged
-"""
-    namespace: dict[str, Any] = {}
-    exec(source, namespace)
-    return namespace["make"]
+    if len(watches) > 1 or watches[0][0] is None:
+        return functools.partial(watched_unchanged, watches)
+    keys, names, values, held = watches[0]
+    return lambda: [*keys] == names and all(map(is_, values, held))
