@@ -21,6 +21,7 @@ from benchmarks.harness import OURS, Contender, Row, Settings, interleave, ratio
 
 BLOCKS = 10
 LIMIT = 1.25
+POPPED = 5.0  # the structure changes twice per step, and nothing is prepared for that
 RATE = 1e-3
 
 
@@ -38,7 +39,8 @@ def measure(settings: Settings) -> Iterator[Row]:
     }
     for name, contenders in questions.items():
         timings = interleave(contenders(), seconds=settings.seconds(10))
-        yield ratio_row(f"step over {3 * BLOCKS} Variables, {name}", timings, "raw", LIMIT)
+        goal = POPPED if contenders is _sown_and_popped else LIMIT
+        yield ratio_row(f"step over {3 * BLOCKS} Variables, {name}", timings, "raw", goal)
 
 
 # The step, by hand and lifted. By hand, what changes is an argument of its own, and only that is returned.

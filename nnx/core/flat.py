@@ -34,7 +34,7 @@ class Flat:
 
     __slots__ = (
         "key", "statics", "mutables", "dicts", "names", "refs", "ties", "modules", "level", "sown", "writers", "plans",
-        "last_plan", "pops", "ready", "unchanged", "versions", "revisions", "has_mutable_trees",
+        "last_plan", "ready", "unchanged", "versions", "revisions", "has_mutable_trees",
         "_indices", "__weakref__",
     )  # fmt: skip
 
@@ -70,7 +70,6 @@ class Flat:
         self.writers: dict[tuple[int, ...], Any] = {}  # how transforms write their changes back; filled by them
         self.plans: dict[Any, Any] = {}  # how jitted functions repeat a call; filled by them
         self.last_plan: Any = None  # the one used last, which is usually the next one, too
-        self.pops: dict[Any, Any] = {}  # how pop_state repeats a removal; filled by it
         # What a call checks, in this order. `ready` is the stamp at which the revisions were last compared: while it is
         # the global one, they are the same. `unchanged` asks what no stamp tells: whether watched static values still
         # hold what they held, and whether the same cells share a container. It is None if there are none of either.
@@ -121,7 +120,7 @@ class Flat:
         """Returns the State leaf of every cell: a new container around the current value, or the bare array."""
         values = self.values()
         if not all(map(leaf_types.get, set(map(type, values)))):
-            values = [*map(fresh, values)]
+            values = [value if leaf_types.get(type(value)) else fresh(value) for value in values]
         return box_all(self.key.specs, values)
 
     def indices(self, layout: Layout) -> list[int]:

@@ -2,14 +2,13 @@
 
 A *path* joins attribute names with `/`. A *leaf* is a Variable or Node, or a bare array. A *layout* is the tuple of
 paths of a State, interned together with everything that is computed from the paths. A State is a layout and a list of
-leaves. A compiled function returns States *unboxed*, as specs and values: their containers are made when somebody looks
-at them, which in a training loop nobody does.
+leaves.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import jax
 
@@ -18,7 +17,7 @@ from nnx.core.hints import STATE as HINTS
 from nnx.core.hints import add_hints
 from nnx.core.paths import listing, path_order
 from nnx.core.repr import short
-from nnx.core.variables import Container, Node, Spec, box_all, values_equal
+from nnx.core.variables import Container, values_equal
 
 OTHER_PATHS = """State.map takes States with the same paths: {differences}. Select a common part first, with \
 filter(), sub() or `-`."""
@@ -74,12 +73,10 @@ class State(Mapping[str, Any]):
     Param(float32[3])
     """
 
-    __slots__ = ("_layout", "_boxed", "_unboxed", "__weakref__")
+    __slots__ = ("_layout", "_leaves", "__weakref__")
 
     _layout: Layout
-    # What the State holds, in one of two forms or in both. Neither ever changes, so each can be made from the other.
-    _boxed: Sequence[Any] | None  # the leaves
-    _unboxed: "Unboxed | None"
+    _leaves: Sequence[Any]
 
     def __init__(self, items: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()):
         leaves = dict(items)
@@ -88,33 +85,14 @@ class State(Mapping[str, Any]):
                 raise TypeError(f"The paths of a State are strings such as 'encoder/kernel', got {path!r}.")
         paths = tuple(sorted(leaves, key=path_order))
         self._layout = Layout.of(paths)
-        self._boxed = [leaves[path] for path in paths]
-        self._unboxed = None
+        self._leaves = [leaves[path] for path in paths]
 
     @staticmethod
     def from_layout(layout: Layout, leaves: Sequence[Any]) -> "State":
         state = _new(State)
         state._layout = layout
-        state._boxed = leaves
-        state._unboxed = None
+        state._leaves = leaves
         return state
-
-    @staticmethod
-    def from_unboxed(layout: Layout, unboxed: "Unboxed") -> "State":
-        """Returns a State that boxes its values when its leaves are first asked for."""
-        state = _new(State)
-        state._layout = layout
-        state._boxed = None
-        state._unboxed = unboxed
-        return state
-
-    @property
-    def _leaves(self) -> Sequence[Any]:
-        leaves = self._boxed
-        if leaves is None:
-            assert self._unboxed is not None, "a State has one form or the other"
-            leaves = self._boxed = box_all(*self._unboxed)
-        return leaves
 
     # Mapping
 
@@ -294,31 +272,7 @@ def _path_differences(a: State, b: State) -> str:
 parts_of: Callable[[State], tuple[Layout, Sequence[Any]]] = attrgetter("_layout", "_leaves")
 """Returns the layout and the leaves of a State."""
 
-layout_of: Callable[[State], Layout] = attrgetter("_layout")
-"""Returns the layout of a State."""
-
-
-class Unboxed(NamedTuple):
-    """The leaves of a State taken apart."""
-
-    specs: tuple[Spec | None, ...]  # None where a leaf is not a Node
-    values: Sequence[Any]  # the values of the Nodes, and all other leaves as they are
-
-
-def unboxed(state: State) -> Unboxed:
-    """Returns the specs and values of a State."""
-    found = state._unboxed
-    if found is None:
-        leaves = state._leaves
-        specs = tuple([leaf._spec if isinstance(leaf, Node) else None for leaf in leaves])
-        values = [leaf if spec is None else leaf.value for spec, leaf in zip(specs, leaves, strict=True)]
-        found = state._unboxed = Unboxed(specs, values)
-    return found
-
-
-def _flatten(state: State) -> tuple[Sequence[Any], Layout]:
-    leaves = state._boxed
-    return state._leaves if leaves is None else leaves, state._layout
+_flatten: Callable[[State], tuple[Sequence[Any], Layout]] = attrgetter("_leaves", "_layout")  # runs in C
 
 
 def _flatten_with_keys(state: State) -> tuple[list[Any], Layout]:
@@ -328,8 +282,7 @@ def _flatten_with_keys(state: State) -> tuple[list[Any], Layout]:
 def _unflatten(layout: Layout, leaves: Any) -> State:
     state = _new(State)
     state._layout = layout
-    state._boxed = leaves
-    state._unboxed = None
+    state._leaves = leaves
     return state
 
 

@@ -1,8 +1,6 @@
 """Writing State into Modules and removing it from them: all or nothing."""
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, pairwise
-from operator import getitem
 from typing import Any
 
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, MUTATE_AT_OTHER_LEVEL, UNKNOWN_PATH, TraceContextError
@@ -13,14 +11,12 @@ from nnx.core.module_info import ModuleBase, info_of, values_of
 from nnx.core.paths import join
 from nnx.core.refs import Ref
 from nnx.core.repr import short
-from nnx.core.state import Layout, State, Unboxed, parts_of
+from nnx.core.state import Layout, State, parts_of
 from nnx.core.ties import is_mutable_tree
 from nnx.core.trace import current_level, same_level
-from nnx.core.transitions import Transition
 from nnx.core.trees import fresh, leaf_types
 from nnx.core.variables import Container, Spec, spec_of
 from nnx.core.versions import forget_flat_forms
-from nnx.core.walk import number_modules
 
 
 def check_level(module: Any, action: str) -> None:
@@ -170,19 +166,9 @@ def pop(root: Any, filters: Sequence[Any]) -> Any:
             "`...` removes everything."
         )
     flat = flat_of(root)
-    if flat.pops:
-        try:
-            known = flat.pops.get(filters)
-        except TypeError:  # a list of filters, which has no hash
-            known = None
-        if known is not None and flat.level is current_level():
-            popped = known.repeat(flat, root)
-            if popped is not None:
-                return popped
-            flat = flat_of(root)
     paths, leaves = flat.key.layout.paths, flat.leaves()
     found = classify(zip(paths, leaves, strict=True), filters, exhaustive=False)
-    modules = number_modules((root,)).modules
+    modules = [weak() for weak in flat.modules]
     taken = [i for i, group in enumerate(found) if group >= 0]
     check_levels([modules[flat.key.cells[i].module] for i in taken] or [root], "pop_state")
     refs = {}
@@ -198,54 +184,11 @@ def pop(root: Any, filters: Sequence[Any]) -> Any:
         for owner, name in ref.owners():
             if id(owner.__dict__) in inside:
                 remove(owner, name)
-    # A type that is not a container could match a bare array, which depends on the value; a function can do anything.
-    if taken and all(type(f) is str or (isinstance(f, type) and issubclass(f, Container)) for f in filters):
-        way = Transition.between(flat, flat_of(root), ())
-        if way is not None:
-            flat.pops[filters] = Pop(flat, [[i for i in taken if found[i] == f] for f in range(len(filters))], way)
-    states = tuple(State({paths[i]: leaves[i] for i in taken if found[i] == which}) for which in range(len(filters)))
-    return states[0] if len(states) == 1 else states
-
-
-class Pop:
-    """How to repeat a `pop_state`, for filters whose choice depends on the structure alone: Variable types and names.
-
-    Args:
-        flat: the flat form before, which it is stored in.
-        groups: the cells that are removed, per filter.
-        way: the transition to the flat form after.
-    """
-
-    __slots__ = ("_dicts", "_names", "_specs", "_layouts", "_slices", "_way")
-
-    def __init__(self, flat: Flat, groups: Sequence[Sequence[int]], way: Transition):
-        cells, key = [i for group in groups for i in group], flat.key
-        self._dicts = [flat.dicts[i] for i in cells]
-        self._names = [flat.names[i] for i in cells]
-        self._specs = tuple([key.specs[i] for i in cells])
-        self._layouts = [Layout.of(tuple([key.layout.paths[i] for i in group])) for group in groups]
-        ends = [0, *accumulate(map(len, groups))]
-        self._slices = [slice(start, end) for start, end in pairwise(ends)]
-        self._way = way
-
-    def repeat(self, flat: Flat, root: Any) -> Any:
-        """Removes the entries and returns them: one State, or one per filter.
-
-        Returns None, and removes nothing, if another thread has changed the structure since `flat` was found valid.
-        """
-        values = [*map(getitem, self._dicts, self._names)]
-        # What `sow` records are tuples of arrays, which `fresh` would return as they are. These lines ask all at once.
-        if {*map(type, values)} != _TUPLES or not all(map(leaf_types.get, {*map(type, chain.from_iterable(values))})):
-            values = [*map(fresh, values)]
-        if not self._way.make(flat, (root,)):
-            return None
-        if len(self._layouts) == 1:
-            return State.from_unboxed(self._layouts[0], Unboxed(self._specs, values))
-        parts = zip(self._layouts, self._slices, strict=True)
-        return tuple([State.from_unboxed(layout, Unboxed(self._specs[part], values[part])) for layout, part in parts])
-
-
-_TUPLES = {tuple}
+    groups = [[i for i in taken if found[i] == which] for which in range(len(filters))]
+    # Cells are in the order of their paths, so those of a group are as well.
+    layouts = [Layout.of(tuple([paths[i] for i in group])) for group in groups]
+    states = [State.from_layout(layout, [leaves[i] for i in group]) for layout, group in zip(layouts, groups)]
+    return states[0] if len(states) == 1 else tuple(states)
 
 
 def remove(module: Any, name: str) -> None:

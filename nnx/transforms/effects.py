@@ -23,7 +23,7 @@ from nnx.core.updates import check_level, note_mutable_trees
 from nnx.transforms.call import Call, Signature, is_context, is_module
 from nnx.transforms.entered import Entered, enter
 from nnx.transforms.observed import has_records, keep_records
-from nnx.transforms.rewrite import UNTIED, Rewrite, find_rewrite
+from nnx.transforms.rewrite import Rewrite, find_rewrite
 from nnx.transforms.shared_traces import run_in_scope
 from nnx.transforms.view_rules import check_views
 
@@ -89,14 +89,6 @@ class Effects:
         """Returns the same effects with some parts replaced."""
         names = ("changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped", "trees")
         return Effects(**{name: parts[name] if name in parts else getattr(self, name) for name in names})
-
-    @property
-    def only_moves(self) -> bool:
-        """Whether the structure changed and nothing else that a repeated call could not do by single writes."""
-        rewrite = self.rewrite
-        if rewrite is None or self.returns_modules or self.aliases or self.trees:
-            return False
-        return not rewrite.tied and not rewrite.released and all(ref == UNTIED for ref in rewrite.refs)
 
     @property
     def survives_discard(self) -> bool:

@@ -21,7 +21,7 @@ from nnx.core.kinds import SUBMODULE, Absent, absent, is_cell
 from nnx.core.module_info import class_of, info_of, new_module, values_of
 from nnx.core.refs import Ref
 from nnx.core.statics import Statics
-from nnx.core.structure import AbsentAttribute, ChildAttribute, GraphKey, StaticAttribute
+from nnx.core.structure import AbsentAttribute, ChildAttribute, DataAttribute, GraphKey, StaticAttribute
 from nnx.core.ties import is_mutable_tree
 from nnx.core.trace import current_level
 from nnx.core.trees import can_change
@@ -175,6 +175,8 @@ class Replay:
         if class_of(module) is not cls:
             self._become(module, cls)
         for attribute in attributes:
+            if type(attribute) is DataAttribute:
+                continue  # planned by `plan_cells`
             name = attribute.name
             if type(attribute) is StaticAttribute:
                 value, old = self.statics[attribute.number], before.get(name)
@@ -206,6 +208,8 @@ class Replay:
         written: list[tuple[Ref, Any]] = []
         for cell, (spec, status, places) in enumerate(zip(self.rewrite.key.kinds, self.rewrite.refs, self.places)):
             is_output = cell in self.values
+            if not is_output and status == UNTIED and self._have_kind(places, spec):
+                continue  # by far the most cells: nothing happened to them
             value = self.values[cell] if is_output else self._old_value(self.rewrite.sources[cell])
             kind = spec
             if status != UNTIED:
@@ -231,6 +235,9 @@ class Replay:
                     self._set(owner.__dict__, name, value)
         for ref, owners in self.owners.values():
             self._assign(ref.owner_steps(owners))
+
+    def _have_kind(self, places: Sequence[tuple[int, str]], kind: Any) -> bool:
+        return all([info_of(self.modules[index]).kinds.get(name) is kind for index, name in places])
 
     def _old_value(self, cell: int) -> Any:
         at, name, _ = self._cell_before(cell)

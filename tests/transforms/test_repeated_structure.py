@@ -55,23 +55,6 @@ def popped(model: Any) -> dict[str, Any]:
     return {path: leaf.value for path, leaf in model.pop_state(nnx.Intermediate).items()}
 
 
-def test_a_repeated_change_is_not_made_after_another_thread_has_changed_something():
-    """Between finding a flat form valid and writing, another thread may run: the write itself asks again."""
-    model, f = Model(), nnx.jit(Model.__call__)
-    for _ in range(3):
-        f(model, jnp.ones(2))
-        popped(model)
-    f(model, jnp.ones(2))
-    flat = flat_module.flat_of(model)
-    (pop,) = flat.pops.values()
-    model.layers[1].extra = nnx.Variable(jnp.zeros(()))  # what the other thread does
-    before = model.partition()[0]
-    assert pop.repeat(flat, model) is None
-    assert model.partition()[0] == before
-    assert list(popped(model)) == ["layers/0/out", "layers/1/out"]
-    assert "extra" in model.layers[1].get_state()
-
-
 def test_values_sown_in_a_jitted_call_and_popped_by_the_caller_need_no_walk(walks: list[Any]):
     model, f = Model(), nnx.jit(Model.__call__)
     for step in range(6):

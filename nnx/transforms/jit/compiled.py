@@ -15,7 +15,6 @@ from nnx.transforms.arguments import StaticArgument, static_arguments
 from nnx.transforms.call import Call, Signature
 from nnx.transforms.effects import Effects, Outcome, finish, run
 from nnx.transforms.jit.donation import Donation
-from nnx.transforms.jit.packing import Packings, pack, packings_of, unpack, unpack_found
 from nnx.transforms.jit.placements import PlacedFunction, kept_shardings, placements_of
 from nnx.transforms.jit.shardings import InputShardings, constrain_outcome, input_shardings
 from nnx.transforms.jit.tracer_errors import TRACER_ERRORS, explain, standing_for
@@ -44,8 +43,7 @@ class Compiled:
 
     Its result is a plain tuple, because JAX unflattens those in C: `(values, out)`, followed by n times None for the
     n-th set of effects it has shown. Shapes may decide what a function changes, so one signature can have several sets
-    of effects. None has no leaves, so the length of the result tells them apart and costs the device nothing. Where the
-    States are that were packed counts as an effect, so every result is unpacked by the trace that packed it.
+    of effects. None has no leaves, so the length of the result tells them apart and costs the device nothing.
 
     Args:
         owner: the `Jit` it belongs to.
@@ -59,13 +57,10 @@ class Compiled:
         self.statics = call.statics
         self.static_arguments: list[StaticArgument] = static_arguments(args, kwargs)
         self.effects: list[Effects | None] = []  # None: the first set, before one that can be first has shown
-        self.packings: list[Packings] = []  # of the values that come out; one for each set of effects
         self.shapes: list[str] | None = None
         self.in_shardings: InputShardings | None = None
         if owner.in_shardings is not None:
             self.in_shardings = input_shardings(owner.in_shardings, call, args, len(owner.bound))
-        # With `in_shardings`, JAX has to see the parts of a tree: they can have an entry for each.
-        self.packs: bool = self.in_shardings is None
         self.placed: bool = False  # whether it was ever traced for cells on several devices
         self.donation: Donation | None = Donation(self, call, args, kwargs) if owner.donated else None
         self.jitted: Any = self._make()
@@ -89,7 +84,6 @@ class Compiled:
         if call is None:
             raise NeedsGeneralPath
         owner.count_trace(1)
-        cells = unpack_found(cells)
         owner.explain_shapes(self, cells, data)
         name = f"nnx.jit({owner.name})"
         # The current call is None while the body runs: calls that the body makes are different calls, even if they are
@@ -102,21 +96,15 @@ class Compiled:
         outcome = constrain_outcome(self._kept(call), owner.out_shardings, self.signature.key, outcome, cells)
         if not owner.stateful and not outcome.effects.survives_discard:
             outcome.values = ()  # the changes will be discarded, so XLA need not compute them
-        packings = packings_of(outcome.values) if outcome.effects.rewrite is None else ()
-        return (pack(outcome.values, packings), outcome.out, *[None] * self._number(outcome.effects, packings))
+        return (outcome.values, outcome.out, *[None] * self._number(outcome.effects))
 
-    def _number(self, effects: Effects, packings: Packings) -> int:
+    def _number(self, effects: Effects) -> int:
         """Returns the number of a set of effects, which is a new one if it has not been shown before."""
-        shown = zip(self.effects, self.packings, strict=True)
-        number = next((n for n, known in enumerate(shown) if known == (effects, packings)), None)
-        if number is None:
+        if effects not in self.effects:
             if not self.effects and not self._is_first(effects):
                 self.effects.append(None)
-                self.packings.append(())
-            number = len(self.effects)
             self.effects.append(effects)
-            self.packings.append(packings)
-        return number
+        return self.effects.index(effects)
 
     def _is_first(self, effects: Effects) -> bool:
         """Whether these effects can be the first set, that of results of length 2.
@@ -146,20 +134,15 @@ class Compiled:
         assert effects is not None, "no result has the length of an empty set of effects"
         return effects
 
-    def cells_of(self, call: Call) -> list[Any]:
-        """Returns the values of a call's cells as the compiled function takes them."""
-        cells = call.cells()
-        return pack(cells, packings_of(cells)) if self.packs else cells
-
     def outcome_of(self, result: tuple[Any, ...]) -> Outcome:
         """Returns what a result of the compiled function says."""
-        return Outcome(unpack(result[0], self.packings[len(result) - 2]), result[1], self.effects_of(result))
+        return Outcome(result[0], result[1], self.effects_of(result))
 
     def execute(self, call: Call) -> Any:
         return self.owner.current.run(call, self._execute, call)
 
     def _execute(self, call: Call) -> Any:
-        cells = self.cells_of(call)
+        cells = call.cells()
         if self.donation is not None and (call.flat is None or call.flat.level is current_level()):
             return self.donation.run(cells, tuple(call.data), tuple(call.forks()))
         # Without donation, or with a Module of another level: results that cannot be written back must not cost the

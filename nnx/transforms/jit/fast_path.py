@@ -6,26 +6,21 @@ function weakly, so that neither keeps the other alive. Any other call takes the
 """
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Sequence
-from operator import itemgetter, setitem
+from operator import getitem, itemgetter, setitem
 from typing import Any, NamedTuple
 
 from nnx.core.caches import WeakRegistry
-from nnx.core.flat import Flat, flat_that_came_back, joint_flat_if_cached, joint_flat_of
+from nnx.core.flat import Flat, flat_that_came_back, joint_flat_if_cached
 from nnx.core.module_info import ModuleBase, cached_flat
 from nnx.core.trace import current_level
-from nnx.core.transitions import Transition
 from nnx.core.versions import STRUCTURE
 from nnx.sharding.rules import current_rules
 from nnx.transforms.arguments import Selection
 from nnx.transforms.call import DATA_MARK, Call, data_types, is_data, is_module
-from nnx.transforms.effects import Effects
 from nnx.transforms.jit.argument_forms import ArgumentForm
 from nnx.transforms.jit.compiled import Compiled, NeedsGeneralPath
-from nnx.transforms.jit.gathering import gatherer
-from nnx.transforms.jit.packing import Packings, packed_gatherer, packings_of, unpack
 from nnx.transforms.tracebacks import hide_frames
 
 
@@ -40,26 +35,13 @@ class CallPlan:
     arguments: Any  # an ArgumentForm, what it reads, or an int n for the most common call: one Module, then n data
     rules: Any  # the logical axis rules in force
     compiled: Any  # a weak reference to the Compiled
-    gather: Callable[[], list[Any]]  # returns the values of the cells
+    input_dicts: list[dict[str, Any]]  # the cells: `input_dicts[i][input_names[i]]` is the value of cell i
+    input_names: list[str]
     level: Any  # the trace level of the Modules
     output_dicts: list[dict[str, Any]]  # the places to write, likewise
     output_names: list[str]
     spread: Callable[[Any], Any] | None  # returns one value per place to write, if that is not what came out
     contexts: tuple[Any, ...]
-    moving: "Moving | None"  # for a call that adds or removes variables
-
-
-class Moving(NamedTuple):
-    """How a planned call ends that adds or removes variables: what it sows, say, for the caller to pop."""
-
-    transition: Transition
-    length: int  # of the results that it is for; see Compiled
-
-    def finish(self, flat: Flat, level: Any, roots: Sequence[Any], result: tuple[Any, ...]) -> bool:
-        """Writes a result into the Modules, if that is all there is to do; returns whether it was."""
-        if len(result) != self.length or level is not current_level():
-            return False
-        return self.transition.make(flat, roots, result[0])
 
 
 class PlanCache:
@@ -94,21 +76,14 @@ class PlanCache:
         self, call: Call, compiled: Compiled, result: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Makes a plan for the call that was just made, if the next one like it can be made from a plan."""
-        flat, effects = call.flat, compiled.effects_of(result)
-        if flat is None or flat.level is None:
-            return
-        moving = None
-        if self.stateful and effects.only_moves:
-            moving = _moving(call, effects, len(result))
-        if moving is None and len(result) != 2:
+        flat = call.flat
+        if flat is None or flat.level is None or len(result) != 2:
             return
         if sum(mark > DATA_MARK for mark in call.signature.marks) != len(call.roots):
             return  # a Module that was passed twice
         if sum(mark < DATA_MARK for mark in call.signature.marks) != len(call.contexts):
             return  # a Context that was passed twice
-        # Whatever these effects are, the next call may have the first ones: shapes can decide what a function does.
-        first = compiled.effects[0]
-        places = _places(flat, first.changed if self.stateful and first is not None else (), compiled.packings[0])
+        places = _places(flat, compiled.effects_of(result).changed if self.stateful else ())
         if places is None:
             return
         values = (*args, *kwargs.values())
@@ -125,9 +100,6 @@ class PlanCache:
         if is_common and is_module(args[0]) and all(map(is_data, args[1:])):
             arguments = len(args) - 1
         key = (self.token, arguments, current_rules())
-        known = flat.plans.get(key)
-        if moving is None and known is not None and known.compiled() is compiled:
-            moving = known.moving
         weak_flat = weakref.ref(flat)
 
         def forget(_: Any) -> None:
@@ -140,34 +112,14 @@ class PlanCache:
         flat.plans[key] = flat.last_plan = CallPlan(
             *key,
             compiled=weakref.ref(compiled, forget),
-            gather=_gather(flat, compiled),
+            input_dicts=flat.dicts,
+            input_names=flat.names,
             level=flat.level,
             output_dicts=places.dicts,
             output_names=places.names,
             spread=places.spread,
             contexts=call.signature.contexts,
-            moving=moving,
         )
-
-
-def _gather(flat: Flat, compiled: Compiled) -> Callable[[], list[Any]]:
-    """Returns the function that returns the values of all cells as the compiled function takes them."""
-    gather = gatherer(flat.dicts, flat.names)
-    if not compiled.packs:
-        return gather
-    # A call that removes variables has just removed them, so not every cell has a value now.
-    values = [values_of.get(name) for values_of, name in zip(flat.dicts, flat.names)]
-    return packed_gatherer(gather, packings_of(values))
-
-
-def _moving(call: Call, effects: Effects, length: int) -> Moving | None:
-    """Returns how to repeat a structural change that was just made, if it only added and removed variables."""
-    rewrite = effects.rewrite
-    if rewrite is None or call.flat is None or not call.flat.may_come_back():
-        return None
-    outputs = [(rewrite.key.cells[cell].module, rewrite.key.cells[cell].name) for cell in rewrite.outputs()]
-    transition = Transition.between(call.flat, joint_flat_of(call.roots), outputs)
-    return None if transition is None else Moving(transition, length)
 
 
 class _Places(NamedTuple):
@@ -178,15 +130,14 @@ class _Places(NamedTuple):
     spread: Callable[[Any], Any] | None
 
 
-def _places(flat: Flat, changed: Sequence[int], packings: Packings) -> _Places | None:
+def _places(flat: Flat, changed: Sequence[int]) -> _Places | None:
     """Returns the places to write for these cells, or None if they have to be looked up on every call.
 
     A cell on a Ref has several: all owners of the Ref. New owners, and owners that leave, end the flat form. But a plan
     must not keep an owner outside the graph alive, so those are looked up each time.
     """
     if flat.refs.keys().isdisjoint(changed):
-        spread = functools.partial(unpack, packings=packings) if changed and packings else None
-        return _Places([flat.dicts[i] for i in changed], [flat.names[i] for i in changed], spread)
+        return _Places([flat.dicts[i] for i in changed], [flat.names[i] for i in changed], None)
     inside = {id(module.__dict__) for weak in flat.modules if (module := weak()) is not None}
     dicts, names, sources = [], [], []
     for source, i in enumerate(changed):
@@ -197,8 +148,7 @@ def _places(flat: Flat, changed: Sequence[int], packings: Packings) -> _Places |
             dicts.append(values)
             names.append(name)
             sources.append(source)
-    pick = itemgetter(*sources)  # a Ref is a place itself, so there are at least two
-    return _Places(dicts, names, (lambda values: pick(unpack(values, packings))) if packings else pick)
+    return _Places(dicts, names, itemgetter(*sources))  # a Ref is a place itself, so there are at least two
 
 
 def make_function(owner: Any) -> Callable[..., Any]:
@@ -246,12 +196,13 @@ def make_function(owner: Any) -> Callable[..., Any]:
                             try:
                                 if compiled is None:  # another thread has just cleared the cache
                                     raise NeedsGeneralPath
-                                gather, donation = plan.gather, compiled.donation
+                                # One C call, so no other thread can commit a step while the cells are read.
+                                cells, donation = [*map(getitem, plan.input_dicts, plan.input_names)], compiled.donation
                                 if donation is None:
                                     jitted = compiled.jitted
-                                    result = jitted(gather(), rest)
+                                    result = jitted(cells, rest)
                                 elif level is current_level():
-                                    result = donation.run(gather(), rest, ())
+                                    result = donation.run(cells, rest, ())
                                 else:
                                     raise NeedsGeneralPath
                             except NeedsGeneralPath:
@@ -260,8 +211,6 @@ def make_function(owner: Any) -> Callable[..., Any]:
                                 if len(result) == 2 and level is current_level():
                                     # One C call, so Ctrl-C comes before all writes or after all of them; see effects.
                                     any(map(setitem, plan.output_dicts, plan.output_names, result[0]))
-                                    return result[1]
-                                if plan.moving is not None and plan.moving.finish(flat, level, (first,), result):
                                     return result[1]
                                 return owner.finish_unplanned(compiled, result, (first, *rest), kwargs)
                             return owner.call((first, *rest), kwargs)
@@ -306,7 +255,8 @@ def make_function(owner: Any) -> Callable[..., Any]:
             compiled, level, spread = plan.compiled(), plan.level, plan.spread
             if compiled is None or (compiled.donation is not None and level is not current_level()):
                 return owner.call(args, kwargs)
-            cells, data = plan.gather(), tuple([values[i] for i in positions.data])
+            cells = [*map(getitem, plan.input_dicts, plan.input_names)]
+            data = tuple([values[i] for i in positions.data])
             forks = tuple([ctx.fork_data() for ctx in contexts])
             try:
                 if compiled.donation is not None:
@@ -322,8 +272,6 @@ def make_function(owner: Any) -> Callable[..., Any]:
                 if len(result) == 2 and level is current_level():
                     new = result[0] if spread is None else spread(result[0])
                     any(map(setitem, plan.output_dicts, plan.output_names, new))
-                    return result[1]
-                if plan.moving is not None and plan.moving.finish(flat, level, roots, result):
                     return result[1]
                 return owner.finish_unplanned(compiled, result, args, kwargs)
             return owner.call(args, kwargs)

@@ -141,8 +141,7 @@ class Jit:
         """Returns the output's shapes and dtypes; nothing is computed and no Module changes."""
         call, compiled = self.prepare(args, kwargs)
         forks = [tuple(call.forks())] if call.contexts else []
-        cells = compiled.cells_of(call)
-        result = self.current.run(call, jax.eval_shape, compiled.jitted, cells, tuple(call.data), *forks)
+        result = self.current.run(call, jax.eval_shape, compiled.jitted, call.cells(), tuple(call.data), *forks)
         return discard(call, compiled.outcome_of(result))
 
     def clear_cache(self) -> None:

@@ -24,7 +24,7 @@ class Staged:
     @staticmethod
     def of(owner: Any, compiled: Compiled, name: str, call: Call) -> "Staged":
         """Traces or lowers (`name` says which) a compiled function for the values of a call."""
-        values = (compiled.cells_of(call), tuple(call.data), tuple(call.forks()))
+        values = (call.cells(), tuple(call.data), tuple(call.forks()))
         jitted, arrange = compiled.jitted, _arrange_undonated
         if compiled.donation is not None:
             variant = compiled.donation.variant(*values)
@@ -43,7 +43,7 @@ class Staged:
         call, compiled = self._owner.prepare(args, kwargs)
         if compiled is not self._compiled:
             raise TypeError(OTHER_STRUCTURE.format(name=self._owner.name))
-        values = (compiled.cells_of(call), tuple(call.data), tuple(call.forks()))
+        values = (call.cells(), tuple(call.data), tuple(call.forks()))
         return compiled.finish(call, self._stage(*self._arrange(*values)))
 
     def __getattr__(self, name: str) -> Any:

@@ -1,9 +1,6 @@
 """Attributes whose value is a tree of States, such as the state of an optimizer, in calls of jitted functions."""
 
-import copy
 import gc
-import pickle
-import random
 import weakref
 from typing import Any, NamedTuple
 
@@ -14,8 +11,6 @@ import optax
 import pytest
 
 import nnx
-from nnx.core.state import State, Unboxed, parts_of, unboxed
-from nnx.transforms.jit.packing import PackedState, pack, packings_of, unpack, unpack_found
 
 
 class Moments(NamedTuple):
@@ -154,12 +149,9 @@ def test_shapes_can_decide_where_the_states_are_that_come_out():
         m.state = (count, state) if x.size == 1 else ((state, count), state) if x.size == 2 else (state, count)
 
     for _ in range(3):
-        for size, kinds in ((1, (jax.Array, State)), (2, (tuple, State)), (3, (State, jax.Array))):
+        for size, kinds in ((1, (jax.Array, nnx.State)), (2, (tuple, nnx.State)), (3, (nnx.State, jax.Array))):
             step(m, jnp.ones(size))
             assert all(map(isinstance, m.state, kinds))
-            assert not any(
-                isinstance(leaf, PackedState) for leaf in jax.tree.leaves(m.state, lambda x: isinstance(x, PackedState))
-            )
 
 
 def test_a_module_whose_changes_are_discarded_keeps_its_state():
@@ -174,7 +166,7 @@ def test_a_module_whose_changes_are_discarded_keeps_its_state():
     for _ in range(3):
         other, value = step(m)
         assert value == 1 and m.state is before
-        assert type(other.state[0]) is State and other.state[0]["w"].value == 1
+        assert type(other.state[0]) is nnx.State and other.state[0]["w"].value == 1
 
 
 def test_a_state_behind_a_ref_reaches_all_its_owners():
@@ -237,80 +229,3 @@ def test_errors_name_the_path_of_a_value_in_a_state():
     m = nnx.Dict(state=nnx.Node((nnx.State({"w": nnx.Param("text"), "v": nnx.Param(jnp.ones(()))}),)))
     with pytest.raises(TypeError, match=r"\[0\]\['w'\]\.value"):
         nnx.jit(lambda m: m.state[0]["v"].value)(m)
-
-
-# Properties
-
-
-def random_tree(rng, depth=2):
-    kind = rng.choice(
-        ["leaf", "state", "tuple", "list", "dict", "named", "none"] if depth else ["leaf", "state", "none"]
-    )
-    if kind == "leaf":
-        return rng.choice([jnp.ones(2), np.ones(2), 3, 2.5])
-    if kind == "none":
-        return None
-    if kind == "state":
-        types = [nnx.Param, nnx.BatchStat, nnx.Node, nnx.Static, lambda x: nnx.Param(x, ("embed",)), lambda x: x]
-        values = [1.0, 2, (3.0, 4.0), {"x": 5.0}]
-        return nnx.State(
-            {path: rng.choice(types)(rng.choice(values)) for path in rng.sample("abcd", rng.randint(0, 3))}
-        )
-    children = [random_tree(rng, depth - 1) for _ in range(rng.randint(1, 3))]
-    if kind == "named":
-        return Moments(children[0], children[-1])
-    return tuple(children) if kind == "tuple" else children if kind == "list" else dict(zip("xyz", children))
-
-
-def is_same(a, b):
-    a_leaves, a_tree = jax.tree.flatten(a)
-    b_leaves, b_tree = jax.tree.flatten(b)
-    return a_tree == b_tree and all(map(lambda a, b: a is b, a_leaves, b_leaves))
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_what_is_packed_has_the_same_leaves_and_unpacks_to_the_same_tree(seed):
-    rng = random.Random(seed)
-    values = [random_tree(rng) for _ in range(8)]
-    packings = packings_of(values)
-    packed = pack(values, packings)
-    assert all(map(lambda a, b: a is b, jax.tree.leaves(packed), jax.tree.leaves(values)))
-    keys, expected_keys = (
-        [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-        for tree in (packed, values)
-    )
-    assert keys == expected_keys
-    rebuilt = jax.tree.map(lambda leaf: leaf, packed)  # what JAX does to arguments and results
-    assert jax.tree.structure(rebuilt) == jax.tree.structure(packed)
-    assert is_same(unpack(rebuilt, packings), values) and is_same(unpack_found(rebuilt), values)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_packed_values_have_one_structure_exactly_if_the_values_do(seed):
-    rng = random.Random(seed)
-    for _ in range(8):
-        a, b = [random_tree(rng, 1)], [random_tree(rng, 1)]
-        same = jax.tree.structure(a) == jax.tree.structure(b)
-        assert (jax.tree.structure(pack(a, packings_of(a))) == jax.tree.structure(pack(b, packings_of(b)))) is same
-        try:
-            packed = pack(b, packings_of(a))  # the plan of another value either finds all of it or refuses
-        except ValueError:
-            continue
-        assert is_same(unpack_found(packed), b)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_state_made_from_its_unboxed_form_is_the_same_state(seed):
-    rng = random.Random(seed)
-    types = [nnx.Param, nnx.BatchStat, lambda x: nnx.Param(x, ("embed",)), lambda x: x, nnx.Static]
-    state = nnx.State({path: rng.choice(types)(float(i)) for i, path in enumerate("dbca")})
-    layout, _ = parts_of(state)
-
-    def again():
-        return State.from_unboxed(layout, Unboxed(*unboxed(state)))
-
-    assert again() == state and list(again().items()) == list(state.items())
-    assert jax.tree.structure(again()) == jax.tree.structure(state)
-    assert jax.tree_util.tree_leaves_with_path(again()) == jax.tree_util.tree_leaves_with_path(state)
-    assert pickle.loads(pickle.dumps(again())) == state and copy.deepcopy(again()) == state
-    assert again().filter(nnx.Param) == state.filter(nnx.Param) and repr(again()) == repr(state)
