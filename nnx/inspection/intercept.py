@@ -8,9 +8,9 @@ from nnx.core.repr import short
 from nnx.core.selectors import ModuleSelector
 from nnx.inspection.observing import ObservedCall
 from nnx.transforms.annotations import Decorator, P, R
-from nnx.transforms.body_key import CanChange, body_key
 from nnx.transforms.decorators import decorator
 from nnx.transforms.effects import finish
+from nnx.transforms.function_keys import CanChange, function_key
 from nnx.transforms.observed import Observer
 
 NO_HOOK = """nnx.intercept takes a function and a hook, nnx.intercept(f, hook, where=...), where the hook is called as \
@@ -18,18 +18,17 @@ hook(path, module, call, *args, **kwargs); got {value}."""
 
 
 class _HookKey:
-    """What a hook is compared by: hooks with equal keys do the same to equal arguments.
+    """What a hook is compared by: the same function, while its names mean the same.
 
-    A hook that reaches something that can change (a list, an instance of a user's class) has a key that equals no
-    other, not even that of the same hook in a later call: what was compiled with it may be out of date by then.
+    A hook that names something that can change (a list, an instance of a user's class) has a key that equals no other,
+    not even that of the same hook in a later call: what was compiled with it may be out of date by then.
     """
 
-    __slots__ = ("key", "kept")
+    __slots__ = ("key",)
 
     def __init__(self, hook: Any):
-        self.kept: list[Any] = []  # what the key knows by identity
         try:
-            self.key: Any = body_key(hook, self.kept)
+            self.key: Any = function_key(hook)
         except CanChange:
             self.key = object()
 

@@ -2,18 +2,18 @@
 
 A scan, a loop, a branch or a remat called from plain Python is compiled on its first call. `jax.lax.scan` finds its
 earlier trace by the identity of the body, but ours is a new function for each call, because it closes over the Modules
-of that call. So the work of a call runs as a jitted function that is kept under everything the trace depends on: the
-transform and its options, the signature of the call, and the keys of the user's functions (`body_key`). A function
-without a key is traced on every call.
+of that call. So the work of a call runs as a jitted function that is kept for the same functions of the user, while
+their names mean the same (`function_keys`), and for equal options and signatures. A body made for one call is traced in
+that call, as in JAX. A kept trace holds no Module and ends with the functions it was made for.
 
-A kept trace holds no Module. If a function reaches an array, its trace goes with it, and it has only one at a time. At
-most `MAX_TRACES` are kept.
-
-Tracing under `jit` hides values that a body could read without it, such as a broadcast array converted by `float`. So
-when a call fails this way it is made again without `jit`: it either works, or raises the error that explains it.
+Tracing under `jit` hides values that a body could read without it, such as a broadcast array converted by `float`. A
+call that fails with such a tracer error is made again without `jit`: it either works, or raises the error that explains
+it. Any other error is the user's, and the body does not run again.
 """
 
+import functools
 import threading
+import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,36 +23,63 @@ import jax
 
 from nnx.core.trace import is_eager
 from nnx.sharding.rules import current_rules
-from nnx.transforms.body_key import CanChange, body_key, content_key
 from nnx.transforms.call import Call, CallAt
+from nnx.transforms.captured import Captured, evaluate, trace_program
+from nnx.transforms.function_keys import CanChange, Same, function_key, options_key, stable_key
+from nnx.transforms.jit.tracer_errors import TRACER_ERRORS
 
 MAX_TRACES = 256
 
 
-class _Trace:
-    """The work of a call, jitted. Whenever JAX traces it, it is that of the call being made."""
-
-    __slots__ = ("jitted", "keys", "kept", "guards", "needs_values")
-
-    def __init__(self, keys: Any, kept: list[Any]):
-        self.keys = keys  # of the functions
-        self.kept = kept  # what the keys know by identity
-        self.guards: list[Any] = []  # weak references to functions; it goes with the first of them
-        self.needs_values: bool = False  # whether it only works without jit
-
-        def traced(*operands: Any) -> Any:
-            return _current.work(*operands)
-
-        self.jitted = jax.jit(traced)
-
-
 class _Current(threading.local):
-    """The work that this thread is doing, for a trace to be made with."""
+    """The program that this thread is about to compile."""
 
-    work: Any = None
+    program: Any = None
 
 
 _current = _Current()
+
+
+class _Trace:
+    """A jitted function that does the work of whatever call this thread is making.
+
+    New shapes are traced in two steps. The first traces the work itself, which shows the weights that it captures. The
+    second evaluates that program with those weights as arguments, and is what gets compiled.
+    """
+
+    __slots__ = ("key", "captured", "guards", "needs_values", "_jitted")
+
+    def __init__(self, key: Any, when_gone: Callable[[], Any]):
+        self.key = key  # of the functions
+        self.captured = captured = Captured(when_gone)
+        self.guards: list[Any] = []  # weak references to the functions; the trace ends with the first of them
+        self.needs_values: bool = False  # whether it only works without jit
+
+        def traced(hidden: Any, operands: Any) -> Any:
+            if _current.program is None:
+                raise _NotStaged
+            return evaluate(_current.program, captured.inputs(hidden), operands)
+
+        self._jitted = jax.jit(traced)
+
+    def run(self, work: Any, functions: Sequence[Any], operands: tuple[Any, ...]) -> Any:
+        try:
+            return self._jitted(self.captured.values(), operands)
+        except _NotStaged:
+            pass  # made below, outside the handler: errors must not be chained to this one
+        program = trace_program(work, *operands)
+        self.captured.add(functions, program.jaxpr)
+        outer, _current.program = _current.program, program
+        try:
+            return self._jitted(self.captured.values(), operands)
+        finally:
+            _current.program = outer
+
+
+class _NotStaged(Exception):
+    """Raised where JAX traces a function for shapes whose program has yet to be made."""
+
+
 _traces: OrderedDict[Any, _Trace] = OrderedDict()
 _lock = threading.Lock()
 
@@ -80,13 +107,12 @@ def kept_trace(
     trace = _find(functions, options, signature)
     if trace is None or trace.needs_values:
         return work(*operands)
-    outer, _current.work = _current.work, work
     try:
-        return trace.jitted(*operands)
-    except Exception:  # noqa: S110  (the call below works, or raises the error as it should be)
-        pass
-    finally:
-        _current.work = outer
+        return trace.run(work, functions, operands)
+    except (TypeError, IndexError) as error:
+        if not any(isinstance(e, TRACER_ERRORS) for e in (error, error.__cause__)):
+            raise
+    # Outside the handler: an error must not be chained to this one.
     result = work(*operands)
     trace.needs_values = True
     return result
@@ -100,31 +126,38 @@ def functions_run(fun: Callable[..., Any], call: Call) -> tuple[Callable[..., An
 
 def _find(functions: Sequence[Callable[..., Any]], options: Any, signature: Any) -> _Trace | None:
     """Returns the trace for such a call, a new one if there is none; `None` if it cannot be kept."""
-    keys, kept, passing = [], [], []
     try:
-        for function in functions:
-            reached: list[Any] = []
-            keys.append(body_key(function, reached))
-            kept += reached
-            if any(isinstance(value, jax.Array) for value in reached):
-                passing.append(function)  # the trace goes with it, so it must be this very function
-        # Such a function has one trace at a time: a cell that holds another array at every call must not pile them up.
-        by_function: Any = tuple(map(id, passing)) or tuple(keys)
-        key = (by_function, content_key(options, kept), signature, current_rules())
+        key = tuple(map(function_key, functions))
+        # One trace at a time for a function whose names change their meaning: old ones may hold arrays.
+        place = (tuple(map(_anchor, functions)), options_key(options), signature, current_rules())
         with _lock:
-            trace = _traces.get(key)
-            if trace is not None and trace.keys == keys:
-                _traces.move_to_end(key)
+            trace = _traces.get(place)
+            if trace is not None and trace.key == key and trace.captured.is_current(functions):
+                _traces.move_to_end(place)
                 return trace
-        trace = _Trace(keys, kept)
-        trace.guards = [weakref.ref(function, lambda _: _traces.pop(key, None)) for function in passing]
-    except (CanChange, TypeError):  # a TypeError: a part cannot be hashed, or referred to weakly
+        trace = _Trace(key, functools.partial(_traces.pop, place, None))
+        guarded = filter(None, map(_function_under, functions))
+        trace.guards = [weakref.ref(function, lambda _: _traces.pop(place, None)) for function in guarded]
+    except (CanChange, TypeError):  # a TypeError: a part cannot be hashed
         return None
     with _lock:
-        _traces[key] = trace
+        _traces[place] = trace
         if len(_traces) > MAX_TRACES:
             _traces.popitem(last=False)
     return trace
+
+
+def _anchor(fun: Any) -> Any:
+    """Returns the part of a function's key that never changes."""
+    function = _function_under(fun)
+    return stable_key(fun) if function is None else Same(function)
+
+
+def _function_under(fun: Any) -> types.FunctionType | None:
+    """Returns the function object that a callable runs, under partials and bound methods; None if there is none."""
+    while isinstance(fun, (functools.partial, types.MethodType)):
+        fun = fun.func if isinstance(fun, functools.partial) else fun.__func__
+    return fun if isinstance(fun, types.FunctionType) else None
 
 
 def kept_traces() -> int:

@@ -5,19 +5,24 @@ other Modules in each call, so it has to be a new function object each time, unl
 body on the same structure. Then the second call can pass JAX the object of the first, and its trace is a cache hit.
 
 Two calls *share* a trace if both are made within one run of an enclosing lifted function (the *scope*), at one trace
-level, with equal signatures, an equal body key (`body_key`), and the same values of all context variables. A body
-without a key is traced again for each call. Nothing outlives the scope, so no later call sees an old trace.
+level, with equal signatures and the same values of all context variables, if their functions are the same object whose
+names mean the same (`function_keys`), and if all weights that the trace captured are still the same arrays. Nothing
+outlives the scope, so no later call sees an old trace.
 """
 
 import contextvars
 import functools
 import threading
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
+import jax
+
 from nnx.core.trace import current_level
-from nnx.transforms.body_key import CanChange, body_key
 from nnx.transforms.call import Call
+from nnx.transforms.captured import Captured, evaluate, trace_program
+from nnx.transforms.function_keys import CanChange, function_key
 
 
 class _Scope(threading.local):
@@ -29,15 +34,28 @@ class _Scope(threading.local):
 class _Shared:
     """A function for JAX to trace, and the call to trace it with if it has to be traced for new shapes."""
 
-    __slots__ = ("function", "call", "kept")
-
-    def __init__(self, trace: Callable[..., Any], kept: list[Any]):
-        self.kept = kept  # what the key knows by identity: an object that is gone could give its id to another
+    def __init__(self, fun: Any, trace: Callable[..., Any], contexts: Any):
+        self.call: Any = None
+        self._fun = fun
+        self._contexts = contexts  # keeps alive what the key knows by identity
+        self._captured = Captured(lambda: None)
+        self._weights: list[Any] = []  # what the captured cells held
 
         def function(*args: Any) -> Any:
-            return trace(self.call, *args)
+            # Traced by itself first, because only a whole program shows what it captured.
+            program = trace_program(functools.partial(trace, self.call), *args)
+            self._captured.add((fun,), program.jaxpr)
+            self._weights = jax.tree.leaves(self._captured.values())
+            return evaluate(program, {}, args)
 
         self.function = function
+
+    def is_current(self) -> bool:
+        """Whether the body would read the same weights again."""
+        if not self._captured.is_current((self._fun,)):
+            return False
+        weights = jax.tree.leaves(self._captured.values())
+        return len(weights) == len(self._weights) and all(map(is_, weights, self._weights))
 
 
 _scope = _Scope()
@@ -61,22 +79,16 @@ def shared_body(fun: Any, call: Call, trace: Callable[..., Any]) -> Callable[...
         trace: what to do when JAX traces the result: `trace(call, *args)`.
     """
     bodies = _scope.bodies
-    kept: list[Any] = []
-    try:
-        key = None if bodies is None else (call.signature, current_level(), _context_key(kept), body_key(fun, kept))
-        shared = None if bodies is None else bodies.get(key)
-    except (CanChange, TypeError):  # a TypeError: something in the signature has no hash
-        return functools.partial(trace, call)
     if bodies is None:
         return functools.partial(trace, call)
-    if shared is None:
-        shared = bodies[key] = _Shared(trace, kept)
+    contexts = tuple(contextvars.copy_context().items())  # logical axis rules, and what users keep in theirs
+    try:
+        by_identity = tuple([(id(variable), id(value)) for variable, value in contexts])
+        key = (call.signature, current_level(), by_identity, function_key(fun))
+        shared = bodies.get(key)
+    except (CanChange, TypeError):  # a TypeError: something in the signature has no hash
+        return functools.partial(trace, call)
+    if shared is None or not shared.is_current():
+        shared = bodies[key] = _Shared(fun, trace, contexts)
     shared.call = call
     return shared.function
-
-
-def _context_key(kept: list[Any]) -> Any:
-    """Returns a key of all context variables, by identity: logical axis rules, and what users keep in theirs."""
-    items = list(contextvars.copy_context().items())
-    kept.extend(items)
-    return tuple([(id(variable), id(value)) for variable, value in items])

@@ -135,11 +135,12 @@ def test_interventions_nest_with_the_outer_hook_around_the_inner(twice):
 # Tracing
 
 
-def test_repeating_a_call_with_an_equal_hook_does_not_retrace(twice):
+def test_repeating_a_call_with_the_same_hook_does_not_retrace(twice):
     forward = nnx.jit(lambda model, x: model(x))
     noise = jnp.ones(4)
+    hook = lambda path, module, call, x: call(x) + noise  # noqa: E731
     for _ in range(3):
-        nnx.intercept(forward, lambda path, module, call, x: call(x) + noise, where="layer")(twice, X)
+        nnx.intercept(forward, hook, where="layer")(twice, X)
     assert forward.trace_count == 1
 
 

@@ -1,6 +1,5 @@
 """`nnx.jit`: closures, trace levels, bad static arguments, and Modules handed to raw JAX."""
 
-import functools
 import warnings
 
 import jax
@@ -13,46 +12,6 @@ from tests.checks import assert_unchanged, photograph
 from tests.models import Count, linear
 
 # Closures
-
-
-def test_a_function_that_closes_over_a_module_is_a_warning_that_names_it():
-    weights = linear()
-
-    def forward(x):
-        return x @ weights.kernel
-
-    with pytest.warns(UserWarning, match="weights") as record:
-        step = nnx.jit(forward)
-        y = step(jnp.ones((1, 2)))
-        step(jnp.ones((1, 2)))
-    np.testing.assert_allclose(y, jnp.ones((1, 2)) @ weights.kernel, rtol=1e-6)
-    [message] = [str(w.message) for w in record if "weights" in str(w.message)]
-    assert "constant" in message and "forward" in message
-
-
-GLOBAL_WEIGHTS = None
-
-
-def uses_a_global_module(x):
-    return x @ GLOBAL_WEIGHTS.kernel
-
-
-def test_a_function_that_names_a_global_module_is_a_warning_that_names_it(monkeypatch):
-    monkeypatch.setitem(globals(), "GLOBAL_WEIGHTS", linear())
-    with pytest.warns(UserWarning, match="GLOBAL_WEIGHTS"):
-        nnx.jit(uses_a_global_module)(jnp.ones((1, 2)))
-
-
-def test_a_partial_that_captures_a_module_is_a_warning():
-    with pytest.warns(UserWarning, match="Linear"):
-        nnx.jit(functools.partial(lambda m, x: x @ m.kernel, linear()))(jnp.ones((1, 2)))
-
-
-@pytest.mark.parametrize("container", [list, nnx.Sequence], ids=["list", "Sequence"])
-def test_closing_over_a_container_of_modules_is_a_warning_that_names_it(container):
-    experts = container([linear(0), linear(1)])
-    with pytest.warns(UserWarning, match="experts"):
-        nnx.jit(lambda x: x @ experts[0].kernel)(jnp.ones((1, 2)))
 
 
 def test_closing_over_arrays_is_no_warning():
@@ -138,7 +97,7 @@ def test_reading_a_captured_module_is_allowed_at_every_level(level):
 
 def test_a_module_captured_in_a_lifted_function_beside_a_lifted_one_is_not_confused_with_it():
     model, other = linear(0), linear(1)
-    with pytest.warns(UserWarning, match="other"), pytest.raises(nnx.TraceContextError):
+    with pytest.raises(nnx.TraceContextError):
         nnx.jit(lambda m: mutate_value(other))(model)
     assert other.count == 0 and model.count == 0
 
@@ -179,7 +138,7 @@ def test_an_outer_module_cannot_be_attached_to_an_inner_one():
         m.child = outer
 
     before = photograph(model)
-    with pytest.warns(UserWarning, match="outer"), pytest.raises(nnx.TraceContextError):
+    with pytest.raises(nnx.TraceContextError):
         f(model)
     assert_unchanged(model, before)
 

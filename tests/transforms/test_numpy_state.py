@@ -103,10 +103,16 @@ def test_in_place_changes_are_undone_by_an_exception(name):
     assert state(m) == [[0.0, 0.0]] * 4
 
 
-@pytest.mark.parametrize("change", [add, write_items])
-def test_an_in_place_change_of_what_a_scan_broadcasts_is_an_error(change):
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (add, ValueError, "the body changed 'array', which is under variable_broadcast"),
+        (write_items, TypeError, "JAX arrays are immutable"),
+    ],
+)
+def test_an_in_place_change_of_what_a_scan_broadcasts_is_an_error(change, error, message):
     m = model()
-    with pytest.raises(ValueError, match="the body changed 'array', which is under variable_broadcast"):
+    with pytest.raises(error, match=message):
         scan({"variable_broadcast": ..., "variable_carry": None})(change, m)
     assert state(m) == [[0.0, 0.0]] * 4
 

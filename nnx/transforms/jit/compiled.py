@@ -4,15 +4,18 @@ A `Compiled` serves every model of its structure. It is traced with the static v
 the *current call*: keys say that two models are alike, but the objects behind the keys belong to each model.
 """
 
+import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from nnx.core.trace import current_level
+from nnx.core.trace import current_level, is_eager
 from nnx.transforms.arguments import StaticArgument, static_arguments
 from nnx.transforms.call import Call, Signature
+from nnx.transforms.captured import Captured, evaluate, trace_program
 from nnx.transforms.effects import Effects, Outcome, finish, run
 from nnx.transforms.jit.donation import Donation
 from nnx.transforms.jit.placements import PlacedFunction, kept_shardings, placements_of
@@ -24,10 +27,22 @@ class NeedsGeneralPath(Exception):
     """Raised where the fast path cannot make a call, for instance because the function has to be traced."""
 
 
+class NeedsStaging(Exception):
+    """Raised where JAX traces a function whose captured weights have yet to be found."""
+
+
 class CurrentCall(threading.local):
-    """The call that this thread is making, with which a function is traced if it has to be."""
+    """The call that this thread is making, with which a function is traced if it has to be.
+
+    Attributes:
+        call: the call.
+        is_staging: whether the function is being traced to find out what it captures.
+        program: the function as just traced, if it captures weights.
+    """
 
     call: Call | None = None
+    is_staging: bool = False
+    program: Any = None
 
     def run(self, call: Call | None, fun: Callable[..., Any], *args: Any) -> Any:
         """Calls a function while `call` is the one being made."""
@@ -45,6 +60,10 @@ class Compiled:
     n-th set of effects it has shown. Shapes may decide what a function changes, so one signature can have several sets
     of effects. None has no leaves, so the length of the result tells them apart and costs the device nothing.
 
+    New shapes are traced in two steps, so that weights which the function captures do not become constants. *Staging*
+    traces the function. If its program captures nothing, that trace is compiled; otherwise the program is evaluated
+    with the captured cells as arguments, which follow the cells of the call in one list.
+
     Args:
         owner: the `Jit` it belongs to.
         call: the first call of this signature.
@@ -56,6 +75,10 @@ class Compiled:
         self.signature: Signature = call.signature
         self.statics = call.statics
         self.static_arguments: list[StaticArgument] = static_arguments(args, kwargs)
+        # What the function is, for finding captured weights: a static argument may hold Modules as well.
+        self.functions: list[Any] = [owner.target, *[argument.value for argument in self.static_arguments]]
+        self.captured: Captured = Captured(functools.partial(_forget, weakref.ref(self)))
+        self.cell_count: int = 0 if call.signature.key is None else len(call.signature.key.cells)
         self.effects: list[Effects | None] = []  # None: the first set, before one that can be first has shown
         self.shapes: list[str] | None = None
         self.in_shardings: InputShardings | None = None
@@ -70,6 +93,7 @@ class Compiled:
         options = dict(self.owner.options)
         if self.in_shardings is not None:
             cells, data = self.in_shardings
+            cells = [*cells, *[None] * len(self.captured.names)]
             options["in_shardings"] = (cells, data, *([None] if self.signature.contexts else []))
         return jax.jit(self.function(), **options)
 
@@ -79,10 +103,24 @@ class Compiled:
 
     def traced(self, cells: Any, data: Any, forks: Any = ()) -> tuple[Any, ...]:
         """The function JAX traces."""
-        owner = self.owner
-        call = owner.current.call
+        current = self.owner.current
+        call = current.call
         if call is None:
             raise NeedsGeneralPath
+        own = cells[: self.cell_count]
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            return self._body(call, own, data, forks)
+        if current.program is not None:
+            self._kept(call)  # the program has its constraints; this notes the placements it was traced for
+            inputs = self.captured.inputs(cells[self.cell_count :])
+            return evaluate(current.program, inputs, arguments_of(own, data, forks))
+        if not current.is_staging:
+            raise NeedsStaging
+        return self._body(call, own, data, forks)
+
+    def _body(self, call: Call, cells: Any, data: Any, forks: Any = ()) -> tuple[Any, ...]:
+        """Runs the user's function on traced values."""
+        owner = self.owner
         owner.count_trace(1)
         owner.explain_shapes(self, cells, data)
         name = f"nnx.jit({owner.name})"
@@ -117,7 +155,7 @@ class Compiled:
     def _kept(self, call: Call) -> list[Any] | None:
         """Returns how to split what is written back to each cell: as `in_shardings` says, or else as it was."""
         given = None if self.in_shardings is None else self.in_shardings.cells
-        placements = placements_of(call.cells())
+        placements = placements_of([*call.cells(), *self.captured.values()])
         if not any(placements):
             return given
         if not self.placed:
@@ -127,7 +165,7 @@ class Compiled:
                 self.donation.usual = None
             self.placed = True
         assert self.signature.key is not None
-        return kept_shardings(given, placements, self.signature.key.hooks)
+        return kept_shardings(given, placements[: self.cell_count], self.signature.key.hooks)
 
     def effects_of(self, result: tuple[Any, ...]) -> Effects:
         effects = self.effects[len(result) - 2]
@@ -139,18 +177,73 @@ class Compiled:
         return Outcome(result[0], result[1], self.effects_of(result))
 
     def execute(self, call: Call) -> Any:
-        return self.owner.current.run(call, self._execute, call)
+        return self.run(call, functools.partial(self._execute, call))
 
-    def _execute(self, call: Call) -> Any:
-        cells = call.cells()
-        if self.donation is not None and (call.flat is None or call.flat.level is current_level()):
-            return self.donation.run(cells, tuple(call.data), tuple(call.forks()))
-        # Without donation, or with a Module of another level: results that cannot be written back must not cost the
-        # Module its buffers.
-        if call.contexts:
-            return self.jitted(cells, tuple(call.data), tuple(call.forks()))
-        return self.jitted(cells, tuple(call.data))
+    def eval_shape(self, cells: list[Any], data: tuple[Any, ...], forks: tuple[Any, ...]) -> Any:
+        """Returns the shapes and dtypes of a result."""
+        return jax.eval_shape(self.jitted, *arguments_of(cells, data, forks))
+
+    def run(self, call: Call, use: Callable[[list[Any], tuple[Any, ...], tuple[Any, ...]], Any]) -> Any:
+        """Returns `use(cells, data, forks)` for the values of a call; JAX may trace the function in it."""
+        own, data, forks = call.cells(), tuple(call.data), tuple(call.forks())
+        current = self.owner.current
+        try:
+            return current.run(call, use, [*own, *self.captured.values()], data, forks)
+        except NeedsStaging:
+            pass  # done below, outside the handler: errors must not be chained to this one
+        outer = current.is_staging, current.program
+        current.is_staging, current.program = True, None
+        try:
+            current.program = current.run(call, self._stage, call, arguments_of(own, data, forks))
+            return current.run(call, use, [*own, *self.captured.values()], data, forks)
+        finally:
+            current.is_staging, current.program = outer
+
+    def _stage(self, call: Call, arguments: tuple[Any, ...]) -> Any:
+        """Traces the function and finds what it captures.
+
+        Returns:
+            The program to compile; None if JAX is to compile the trace that it already has.
+        """
+        had, is_outermost = len(self.captured.names), is_eager()
+        if had or not is_outermost:  # inside a trace, only a program shows the tracers that it captures
+            body = functools.partial(self._body, call)
+            program: Any = trace_program(standing_for(body, self.owner.target, self.owner.name), *arguments)
+        else:
+            donation = self._donation_for(call)
+            program = (self.jitted if donation is None else donation.inner).trace(*arguments)
+        self.captured.add(self.functions, program.jaxpr)
+        if len(self.captured.names) > had:
+            self.placed = False
+            self.jitted = self._make()
+            if self.donation is not None:
+                self.donation.reset()
+            self.owner.plans.clear()
+        return program if self.captured or not is_outermost else None
+
+    def _donation_for(self, call: Call) -> Donation | None:
+        # Results that cannot be written back, to a Module of another level, must not cost the Module its buffers.
+        is_writable = call.flat is None or call.flat.level is current_level()
+        return self.donation if is_writable else None
+
+    def _execute(self, call: Call, cells: list[Any], data: tuple[Any, ...], forks: tuple[Any, ...]) -> Any:
+        donation = self._donation_for(call)
+        if donation is not None:
+            return donation.run(cells, data, forks)
+        return self.jitted(*arguments_of(cells, data, forks))
 
     def finish(self, call: Call, result: tuple[Any, ...]) -> Any:
         """Writes a result into the caller's Modules, unless `stateful=False`; returns the output."""
         return finish(call, self.outcome_of(result), self.owner.stateful)
+
+
+def arguments_of(cells: Any, data: Any, forks: Any) -> tuple[Any, ...]:
+    """Returns the arguments of a traced function: those of a call without Contexts have no forks."""
+    return (cells, data, forks) if forks else (cells, data)
+
+
+def _forget(weak: "weakref.ref[Compiled]") -> None:
+    """Forgets a function whose captured Module is gone, and with it the instance dicts it refers to."""
+    compiled = weak()
+    if compiled is not None:
+        compiled.owner.forget(compiled)

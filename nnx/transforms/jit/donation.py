@@ -136,15 +136,22 @@ class Donation:
         found = self.variants.get(key)
         if found is None:
             result = inner.trace(*_arguments(cells, data, forks)).out_info
-            replaced = frozenset(self._replaced(result, len(cells)) & self.donatable)
+            replaced = frozenset(self._replaced(result, self.compiled.cell_count) & self.donatable)
             is_given = [*(i in replaced for i in range(len(cells))), *self.data]
             owner = self.compiled.owner
-            traced = standing_for(functools.partial(self.traced, inner, replaced), owner.target, owner.name)
+            traced = functools.partial(self.traced, inner, replaced, len(cells))
+            traced = standing_for(traced, owner.target, owner.name)
             jitted = jax.jit(traced, donate_argnums=0, **self.compiled.owner.options, **self._in_shardings(is_given))
             found = self.variants[key] = Variant(jitted, is_given, len(cells), self.types)
         if not self.by_avals and not self.compiled.placed:
             self.usual = found
         return found
+
+    def reset(self) -> None:
+        """Starts over, for a function that takes other cells than before."""
+        self.inner = self.make_inner()
+        self.variants.clear()
+        self.usual = None
 
     def make_inner(self) -> Any:
         """Returns the function as one that is jitted separately, inside the donating function.
@@ -160,19 +167,19 @@ class Donation:
         """Returns `in_shardings` in the order of the donating function's arguments: what is donated, then the rest."""
         if self.compiled.in_shardings is None:
             return {}
-        shardings = [*self.compiled.in_shardings.cells, *self.compiled.in_shardings.data]
+        hidden = [None] * len(self.compiled.captured.names)
+        shardings = [*self.compiled.in_shardings.cells, *hidden, *self.compiled.in_shardings.data]
         parts = [tuple([s for s, given in zip(shardings, is_given) if given is part]) for part in (True, False)]
         return {"in_shardings": (*parts, *([None] if self.compiled.signature.contexts else []))}
 
-    def traced(self, inner: Any, replaced: frozenset[int], given: Any, kept: Any, forks: Any = ()) -> Any:
+    def traced(self, inner: Any, replaced: frozenset[int], count: int, given: Any, kept: Any, forks: Any = ()) -> Any:
         """The donating function: takes what is donated and what is kept, and puts them back in order."""
         given, kept = iter(given), iter(kept)
-        count = len(self.compiled.signature.key.cells) if self.compiled.signature.key is not None else 0
         cells = [next(given) if i in replaced else next(kept) for i in range(count)]
         data = tuple([next(given) if flag else next(kept) for flag in self.data])
         result = inner(*_arguments(cells, data, forks))
         self.types.update(map(_type_of, jax.tree.leaves((cells, result[0]))))
-        if self._replaced(result, count) & self.donatable != replaced:
+        if self._replaced(result, self.compiled.cell_count) & self.donatable != replaced:
             raise OtherChangeSet
         return result
 

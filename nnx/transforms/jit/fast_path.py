@@ -35,7 +35,8 @@ class CallPlan:
     arguments: Any  # an ArgumentForm, what it reads, or an int n for the most common call: one Module, then n data
     rules: Any  # the logical axis rules in force
     compiled: Any  # a weak reference to the Compiled
-    input_dicts: list[dict[str, Any]]  # the cells: `input_dicts[i][input_names[i]]` is the value of cell i
+    captured: Any  # the Captured of the function; None if it captures nothing
+    input_dicts: list[dict[str, Any]]  # cell i, captured ones last, is `input_dicts[i][input_names[i]]`
     input_names: list[str]
     level: Any  # the trace level of the Modules
     output_dicts: list[dict[str, Any]]  # the places to write, likewise
@@ -112,8 +113,9 @@ class PlanCache:
         flat.plans[key] = flat.last_plan = CallPlan(
             *key,
             compiled=weakref.ref(compiled, forget),
-            input_dicts=flat.dicts,
-            input_names=flat.names,
+            captured=compiled.captured if compiled.captured else None,
+            input_dicts=[*flat.dicts, *compiled.captured.dicts],
+            input_names=[*flat.names, *compiled.captured.names],
             level=flat.level,
             output_dicts=places.dicts,
             output_names=places.names,
@@ -196,6 +198,8 @@ def make_function(owner: Any) -> Callable[..., Any]:
                             try:
                                 if compiled is None:  # another thread has just cleared the cache
                                     raise NeedsGeneralPath
+                                if plan.captured is not None and not plan.captured.is_current(compiled.functions):
+                                    raise NeedsGeneralPath
                                 # One C call, so no other thread can commit a step while the cells are read.
                                 cells, donation = [*map(getitem, plan.input_dicts, plan.input_names)], compiled.donation
                                 if donation is None:
@@ -254,6 +258,8 @@ def make_function(owner: Any) -> Callable[..., Any]:
                 return owner.call(args, kwargs)
             compiled, level, spread = plan.compiled(), plan.level, plan.spread
             if compiled is None or (compiled.donation is not None and level is not current_level()):
+                return owner.call(args, kwargs)
+            if plan.captured is not None and not plan.captured.is_current(compiled.functions):
                 return owner.call(args, kwargs)
             cells = [*map(getitem, plan.input_dicts, plan.input_names)]
             data = tuple([values[i] for i in positions.data])

@@ -5,6 +5,8 @@ Compiled functions are kept per *signature*: where Modules and Contexts appear i
 cells, calls the compiled function with one flat list, and writes back what changed.
 """
 
+import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack, overload
 
@@ -22,7 +24,6 @@ from nnx.transforms.call import Call, Signature, target_of
 from nnx.transforms.decorators import named_after
 from nnx.transforms.effects import discard
 from nnx.transforms.jit.argument_names import ArgumentNames
-from nnx.transforms.jit.closures import captured_modules
 from nnx.transforms.jit.compiled import Compiled, CurrentCall
 from nnx.transforms.jit.fast_path import PlanCache, make_function
 from nnx.transforms.jit.staged import Staged
@@ -40,8 +41,9 @@ TOO_MANY_COMPILED = """{name} has been compiled for {count} different structures
 The last call differed from the one before in: {reasons}. Keep what changes from call to call in a Variable, or pass \
 it as an array."""
 
-CLOSES_OVER = """{name}, given to nnx.jit, closes over a Module: {what}. Its weights are constants of the compiled \
-function: later changes are not seen, and it cannot be changed inside. Pass it as an argument."""
+EMBEDDED = """{name} is compiled again, in {seconds:.1f} s: {path} has changed, and its array is a constant inside the \
+compiled function, where jax.jit was used in the body of a loop, a branch or the like. Use nnx.jit there, or pass the \
+Module to it as an argument."""
 
 NOT_POPPED = """{name} was called with sown values that have not been popped: {paths}. Every further sow() appends to \
 them, so they grow and the function is recompiled each time. Take them out after each call: \
@@ -85,9 +87,17 @@ class Jit:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The general path: any mix of arguments."""
         call, compiled = self.prepare(args, kwargs)
+        changed = None
+        if not compiled.captured.is_current(compiled.functions):
+            changed, start = compiled.captured.changed_inside(), time.perf_counter()
+            self.forget(compiled)
+            call, compiled = self.prepare(args, kwargs)
         if call.flat is not None and call.flat.sown:
             self._warn_of_sown(call)
         result = compiled.execute(call)
+        if changed is not None:
+            seconds = time.perf_counter() - start
+            self._warn(EMBEDDED.format(name=self.name, path=changed, seconds=seconds), "embedded")
         out = compiled.finish(call, result)
         self.plans.remember(call, compiled, result, (*self.bound, *args), kwargs)
         if UNSETTLED:
@@ -106,7 +116,6 @@ class Jit:
             return call, last[1]
         compiled = self.compiled.get(key)
         if compiled is None:
-            self._warn_of_closure()
             reasons = self._explain_structure(call)
             compiled = self.compiled[key] = Compiled(self, call, args, kwargs)
             if len(self.compiled) > MAX_COMPILED:
@@ -120,6 +129,13 @@ class Jit:
         """Ends a call that was made from a plan, but whose result did not match the plan."""
         return compiled.finish(self.prepare(args, kwargs)[0], result)
 
+    def forget(self, compiled: Compiled) -> None:
+        """Forgets what is compiled for one signature."""
+        for key in [key for key, found in list(self.compiled.items()) if found is compiled]:
+            self.compiled.pop(key, None)
+        self.plans.clear()
+        self._last = None
+
     # As in jax.jit
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +148,7 @@ class Jit:
 
     def _stage(self, stage: str, args: Any, kwargs: Any) -> Any:
         call, compiled = self.prepare(args, kwargs)
-        staged = self.current.run(call, Staged.of, self, compiled, stage, call)
+        staged = compiled.run(call, functools.partial(Staged.of, self, compiled, stage))
         if UNSETTLED:
             _warn_of_rules(call)
         return staged
@@ -140,8 +156,7 @@ class Jit:
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the output's shapes and dtypes; nothing is computed and no Module changes."""
         call, compiled = self.prepare(args, kwargs)
-        forks = [tuple(call.forks())] if call.contexts else []
-        result = self.current.run(call, jax.eval_shape, compiled.jitted, call.cells(), tuple(call.data), *forks)
+        result = compiled.run(call, compiled.eval_shape)
         return discard(call, compiled.outcome_of(result))
 
     def clear_cache(self) -> None:
@@ -158,12 +173,6 @@ class Jit:
         if once not in self._warned:
             self._warned.add(once)
             warn_user(text)
-
-    def _warn_of_closure(self) -> None:
-        if "closure" not in self._warned:
-            what = captured_modules(self.target)
-            if what:
-                self._warn(CLOSES_OVER.format(name=self.name, what=", ".join(what)), "closure")
 
     def _warn_of_sown(self, call: Call) -> None:
         if "sown" not in self._warned:

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from nnx.transforms.call import Call
-from nnx.transforms.jit.compiled import Compiled
+from nnx.transforms.jit.compiled import Compiled, arguments_of
 
 OTHER_STRUCTURE = "{name} was compiled for arguments of a different structure."
 
@@ -22,10 +21,9 @@ class Staged:
         self._owner, self._compiled, self._arrange, self._stage = owner, compiled, arrange, stage
 
     @staticmethod
-    def of(owner: Any, compiled: Compiled, name: str, call: Call) -> "Staged":
-        """Traces or lowers (`name` says which) a compiled function for the values of a call."""
-        values = (call.cells(), tuple(call.data), tuple(call.forks()))
-        jitted, arrange = compiled.jitted, _arrange_undonated
+    def of(owner: Any, compiled: Compiled, name: str, *values: Any) -> "Staged":
+        """Traces or lowers (`name` says which) a compiled function for the values of a call: cells, data and forks."""
+        jitted, arrange = compiled.jitted, arguments_of
         if compiled.donation is not None:
             variant = compiled.donation.variant(*values)
             jitted, arrange = variant.jitted, variant.arrange
@@ -43,12 +41,8 @@ class Staged:
         call, compiled = self._owner.prepare(args, kwargs)
         if compiled is not self._compiled:
             raise TypeError(OTHER_STRUCTURE.format(name=self._owner.name))
-        values = (call.cells(), tuple(call.data), tuple(call.forks()))
+        values = ([*call.cells(), *compiled.captured.values()], tuple(call.data), tuple(call.forks()))
         return compiled.finish(call, self._stage(*self._arrange(*values)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
-
-
-def _arrange_undonated(cells: Any, data: Any, forks: Any) -> Any:
-    return (cells, data, forks) if forks else (cells, data)

@@ -1,0 +1,437 @@
+"""Weights that a jitted function reaches by any route other than its arguments are read fresh on every call."""
+
+import contextvars
+import functools
+import gc
+import re
+import sys
+import types
+import warnings
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nnx
+
+
+class Scale(nnx.Module):
+    def __init__(self, value=2.0):
+        self.w = nnx.Param(jnp.asarray(value))
+        self.offset = 0.0
+
+    def __call__(self, x):
+        return x * self.w + self.offset
+
+
+MODEL = Scale()
+CURRENT = contextvars.ContextVar("CURRENT")
+
+
+def by_global(x):
+    return MODEL(x)
+
+
+def by_default(x, model=None):
+    return model(x)
+
+
+class Holder:
+    model: Scale
+
+    def __call__(self, x):
+        return self.model(x)
+
+    def method(self, x):
+        return self.model(x)
+
+
+def in_closure(model):
+    return lambda x: model(x)
+
+
+def in_method_of_closure(model):
+    call = model.__call__
+    return lambda x: call(x)
+
+
+def in_default(model):
+    def forward(x, model=model):
+        return model(x)
+
+    return forward
+
+
+def in_keyword_default(model):
+    def forward(x, *, model=model):
+        return model(x)
+
+    return forward
+
+
+def in_global(model):
+    globals()["MODEL"] = model
+    return by_global
+
+
+def in_global_of_helper(model):
+    globals()["MODEL"] = model
+    return lambda x: by_global(x)
+
+
+def in_python_module(model):
+    namespace = types.ModuleType("namespace")
+    namespace.model = model
+    return lambda x: namespace.model(x)
+
+
+def in_imported_module(model):
+    sys.modules["a_module_of_this_test"] = namespace = types.ModuleType("a_module_of_this_test")
+    namespace.model = model
+
+    def forward(x):
+        import a_module_of_this_test
+
+        return a_module_of_this_test.model(x)
+
+    return forward
+
+
+def in_object(model):
+    holder = Holder()
+    holder.model = model
+    return lambda x: holder.model(x)
+
+
+def in_bound_method(model):
+    holder = Holder()
+    holder.model = model
+    return holder.method
+
+
+def in_callable_object(model):
+    holder = Holder()
+    holder.model = model
+    return holder
+
+
+def in_class_attribute(model):
+    class Settings:
+        teacher = model
+
+    return lambda x: Settings.teacher(x)
+
+
+def in_dict(model):
+    models = {"a": model}
+    return lambda x: models["a"](x)
+
+
+def in_list_of_lists(model):
+    models = [[model]]
+    return lambda x: models[0][0](x)
+
+
+def in_partial(model):
+    return functools.partial(by_default, model=model)
+
+
+def in_parent_module(model):
+    parent = nnx.Dict(child=nnx.Sequence([model]))
+    return lambda x: parent.child[0](x)
+
+
+def in_getattr(model):
+    holder = types.SimpleNamespace(model=model)
+    return lambda x: getattr(holder, "mod" + "el")(x)
+
+
+def in_context_variable(model):
+    CURRENT.set(model)
+    return lambda x: CURRENT.get()(x)
+
+
+def in_lifted_function(model):
+    lifted = nnx.remat(lambda x: model(x))
+    return lambda x: lifted(x)
+
+
+def in_scan_body(model):
+    def forward(x):
+        return jax.lax.scan(lambda x, _: (model(x), None), x, None, length=1)[0]
+
+    return forward
+
+
+def in_inner_jit(model):
+    inner = jax.jit(lambda x: model(x))
+    return lambda x: inner(x)
+
+
+def in_inner_nnx_jit(model):
+    inner = nnx.jit(lambda x: model(x))
+    return lambda x: inner(x)
+
+
+ROUTES = [value for name, value in list(globals().items()) if name.startswith("in_")]
+
+
+@pytest.fixture(autouse=True)
+def leave_no_model():
+    yield
+    globals()["MODEL"] = None
+    sys.modules.pop("a_module_of_this_test", None)
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.__name__)
+def test_every_call_sees_the_current_weights_and_nothing_is_compiled_again(route):
+    model = Scale()
+    step = nnx.jit(route(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for value in (2.0, 3.0, 5.0):
+            model.w = jnp.array(value)
+            assert step(jnp.array(1.0)) == value
+    assert step.trace_count == 1
+
+
+# jax.jit keeps the trace of its own function, here as everywhere.
+@pytest.mark.parametrize("route", [r for r in ROUTES if r is not in_inner_jit], ids=lambda route: route.__name__)
+def test_a_static_attribute_of_a_captured_module_is_seen(route):
+    model = Scale()
+    step = nnx.jit(route(model))
+    assert step(jnp.array(1.0)) == 2.0
+    model.offset = 10.0
+    assert step(jnp.array(1.0)) == 12.0
+
+
+def test_a_step_of_another_model_reads_captured_weights_on_its_fast_path():
+    student, teacher = Scale(1.0), Scale(2.0)
+
+    @nnx.jit
+    def distill(student, x):
+        loss = lambda m: (m(x) - teacher(x)) ** 2  # noqa: E731
+        grads = nnx.grad(loss)(student)
+        student.w -= 0.5 * grads["w"].value
+        return teacher(x)
+
+    for value in (2.0, 3.0, 7.0, 7.0):
+        teacher.w = jnp.array(value)
+        assert distill(student, jnp.array(1.0)) == value
+        assert student.w == value
+    assert distill.trace_count == 1
+
+
+def test_a_donated_step_reads_captured_weights_and_donates_none_of_them():
+    student, teacher = Scale(1.0), Scale(2.0)
+
+    @functools.partial(nnx.jit, donate_argnums=0)
+    def follow(student):
+        student.w = student.w * 0 + teacher.w
+
+    for value in (2.0, 3.0, 7.0):
+        teacher.w = jnp.array(value)
+        follow(student)
+        assert student.w == value
+        assert teacher.w == value
+
+
+def test_a_trainer_passed_as_a_static_argument_is_searched():
+    class Trainer:
+        def __init__(self):
+            self.model = Scale()
+
+        @functools.partial(nnx.jit, static_argnums=0)
+        def evaluate(self, x):
+            return self.model(x)
+
+    trainer = Trainer()
+    for value in (2.0, 3.0):
+        trainer.model.w = jnp.array(value)
+        assert trainer.evaluate(jnp.array(1.0)) == value
+    trainer.model = Scale(11.0)
+    assert trainer.evaluate(jnp.array(1.0)) == 11.0
+
+
+@pytest.mark.parametrize("name", ["closure", "global", "object", "dict"])
+def test_a_name_bound_to_another_module_is_followed(name):
+    a, b = Scale(2.0), Scale(30.0)
+    models, holder = {"m": a}, types.SimpleNamespace(model=a)
+    globals()["MODEL"] = a
+    model = a
+    bodies = {
+        "closure": lambda x: model(x),
+        "global": lambda x: by_global(x),
+        "object": lambda x: holder.model(x),
+        "dict": lambda x: models["m"](x),
+    }
+    step = nnx.jit(bodies[name])
+    assert step(jnp.array(1.0)) == 2.0
+    model = holder.model = models["m"] = b
+    globals()["MODEL"] = b
+    assert step(jnp.array(1.0)) == 30.0
+    b.w = jnp.array(40.0)
+    assert step(jnp.array(1.0)) == 40.0
+
+
+def test_a_replaced_submodule_of_a_captured_module_is_followed():
+    parent = nnx.Dict(child=Scale(2.0))
+    step = nnx.jit(lambda x: parent.child(x))
+    assert step(jnp.array(1.0)) == 2.0
+    parent.child = Scale(3.0)
+    assert step(jnp.array(1.0)) == 3.0
+    parent.child.w = jnp.array(4.0)
+    assert step(jnp.array(1.0)) == 4.0
+
+
+def test_another_shape_of_a_captured_weight_is_traced_again():
+    model = Scale()
+    step = nnx.jit(lambda x: model(x))
+    step(jnp.array(1.0))
+    model.w = jnp.array([1.0, 2.0])
+    assert step(jnp.array(1.0)).tolist() == [1.0, 2.0]
+    model.w = jnp.array([3.0, 4.0])
+    assert step(jnp.array(1.0)).tolist() == [3.0, 4.0]
+
+
+def test_new_shapes_of_the_arguments_capture_weights_of_their_own():
+    a, b = Scale(2.0), Scale(3.0)
+    step = nnx.jit(lambda x: a(x) if x.ndim == 0 else b(x))
+    x, xs = jnp.array(1.0), jnp.ones(2)
+    assert step(x) == 2.0 and step(xs).tolist() == [3.0, 3.0]
+    a.w, b.w = jnp.array(5.0), jnp.array(7.0)
+    assert step(x) == 5.0 and step(xs).tolist() == [7.0, 7.0]
+
+
+def test_weights_in_lists_dicts_and_numpy_are_seen():
+    held = nnx.Dict()
+    held.tree = {"b": [jnp.array(1.0)], "a": jnp.array(2.0)}
+    held.stat = np.full(2, 3.0, np.float32)
+    step = nnx.jit(lambda x: x * held.tree["b"][0] * held.tree["a"] * held.stat)
+    assert step(jnp.array(1.0)).tolist() == [6.0, 6.0]
+    held.tree["b"][0] = jnp.array(10.0)
+    assert step(jnp.array(1.0)).tolist() == [60.0, 60.0]
+    held.stat[:] = 5.0
+    assert step(jnp.array(1.0)).tolist() == [100.0, 100.0]
+
+
+def test_any_number_of_weights_is_found():
+    model = nnx.Sequence([nnx.Linear(3, 3, ctx=nnx.context(i)) for i in range(40)])
+    step, x = nnx.jit(lambda x: model(x)), jnp.ones((1, 3))
+    step(x)
+    model.update_state(jax.tree.map(lambda w: 1.1 * w, model.get_state()))
+    np.testing.assert_allclose(step(x), model(x), rtol=1e-5)
+    assert step.trace_count == 1
+
+
+def test_two_weights_that_were_one_array_are_told_apart_later():
+    online = Scale(2.0)
+    target = Scale(online.w)
+    step = nnx.jit(lambda x: target(x) + 0 * online.w)
+    assert step(jnp.array(1.0)) == 2.0
+    online.w = jnp.array(5.0)
+    assert step(jnp.array(1.0)) == 2.0
+    target.w = jnp.array(7.0)
+    assert step(jnp.array(1.0)) == 7.0
+
+
+def test_a_module_that_is_an_argument_and_captured_is_read_as_it_was_before_the_call():
+    model = Scale(1.0)
+
+    @nnx.jit
+    def step(m):
+        m.w = m.w + 1
+        return model.w
+
+    assert [float(step(model)) for _ in range(3)] == [1.0, 2.0, 3.0]
+
+
+def test_a_captured_weight_is_no_constant_of_the_program():
+    teacher = Scale(jnp.arange(1000.0))
+    step = nnx.jit(lambda m, x: m(x) + teacher(x).sum())
+    student, x = Scale(), jnp.array(1.0)
+    old = weakref.ref(teacher.w)
+    step(student, x)
+    constants = re.findall("stablehlo.constant.*", step.lower(student, x).as_text())
+    assert not [line for line in constants if "1000" in line]
+    teacher.w = teacher.w + 1
+    step(student, x)
+    gc.collect()
+    assert old() is None
+
+
+def test_no_compiled_function_keeps_a_captured_module_alive():
+    def make():
+        teacher = Scale()
+        holder = {"teacher": teacher}
+        return holder, weakref.ref(teacher), weakref.ref(teacher.w)
+
+    holder, module, array = make()
+    student = Scale()
+    step = nnx.jit(lambda m, x: m(x) + (holder["teacher"](x) if holder else 0.0))
+    step(student, jnp.array(1.0))
+    assert step(student, jnp.array(1.0)) == 4.0
+    holder.clear()
+    gc.collect()
+    assert module() is None and array() is None
+    assert step(student, jnp.array(1.0)) == 2.0
+
+
+def test_a_captured_module_cannot_be_changed():
+    model = Scale()
+
+    @nnx.jit
+    def step(x):
+        model.w = x
+
+    with pytest.raises(nnx.TraceContextError):
+        step(jnp.array(1.0))
+
+
+def test_functions_that_capture_plain_arrays_are_compiled_as_they_are():
+    table = jnp.arange(3.0)
+    step = nnx.jit(lambda m, x: m(x) + table)
+    model = Scale()
+    assert step(model, jnp.array(1.0)).tolist() == [2.0, 3.0, 4.0]
+    model.w = jnp.array(0.0)
+    assert step(model, jnp.array(1.0)).tolist() == [0.0, 1.0, 2.0]
+    assert step.trace_count == 1
+
+
+def test_a_weight_inside_a_program_that_cannot_be_opened_is_compiled_again_with_a_warning():
+    model = Scale()
+
+    @nnx.jit
+    def step(x):
+        inner = jax.jit(lambda x: model(x))
+        return jax.lax.scan(lambda x, _: (inner(x), None), x, None, length=1)[0]
+
+    assert step(jnp.array(1.0)) == 2.0
+    model.w = jnp.array(3.0)
+    with pytest.warns(UserWarning, match=r"step is compiled again, in [\d.]+ s: Scale\.w has changed"):
+        assert step(jnp.array(1.0)) == 3.0
+
+
+def test_ahead_of_time_compiled_functions_read_captured_weights():
+    model = Scale()
+    compiled = nnx.jit(lambda x: model(x)).lower(jnp.array(1.0)).compile()
+    for value in (2.0, 3.0):
+        model.w = jnp.array(value)
+        assert compiled(jnp.array(1.0)) == value
+
+
+def test_a_jitted_function_inside_a_transform_reads_the_values_of_that_transform():
+    @nnx.jit
+    def outer(model, x):
+        inner = nnx.jit(lambda x: model(x))
+        first = inner(x)
+        model.w = model.w + 1
+        return first, inner(x)
+
+    model = Scale(2.0)
+    assert [float(y) for y in outer(model, jnp.array(1.0))] == [2.0, 3.0]
+    assert [float(y) for y in outer(model, jnp.array(1.0))] == [3.0, 4.0]
+    grads = nnx.grad(lambda m: nnx.jit(lambda x: m(x))(jnp.array(3.0)))(model)
+    assert grads["w"].value == 3.0
