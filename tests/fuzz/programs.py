@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tests.fuzz import captures  # noqa: F401  (registers its transforms)
 from tests.fuzz.graphs import EVERYTHING, Builder, Features
 from tests.fuzz.operations import EDIT, READ, STACKED, STRUCTURE, WRITE, Scope, draw_lines
 from tests.fuzz.themes import with_theme
@@ -67,7 +68,13 @@ class Program:
 
     def listing(self) -> str:
         """The whole program as a script."""
-        lines = ["from tests.fuzz.transforms import *", "from tests.fuzz.vocabulary import *", "", ""]
+        lines = [
+            "from tests.fuzz.captures import *",
+            "from tests.fuzz.transforms import *",
+            "from tests.fuzz.vocabulary import *",
+            "",
+            "",
+        ]
         lines += [self.sources(), "worlds = [build(0), build(1)]"]
         for call in self.calls:
             world = f"worlds[{call.world}]"
