@@ -12,15 +12,18 @@ import jax.core
 import numpy as np
 
 from nnx.core.caches import outlives_caches
-from nnx.core.captures import find_captured_module
+from nnx.core.captures import find_array, find_captured
 from nnx.core.context import Context
 from nnx.core.errors import (
     BAD_NAME,
     CAPTURES_MODULE,
+    DUNDER_NAME,
+    HOLDS_JAX_REF,
     INCOMPATIBLE_CONTAINER,
     MODULE_INTO_VARIABLE,
     NOT_DATA,
     OWN_OF_VIEW,
+    STATIC_HOLDS_ARRAY,
     STORES_CONTEXT,
 )
 from nnx.core.hints import refuse_flax_module
@@ -144,8 +147,10 @@ def _assign_to_variable(module: Any, name: str, spec: Spec, category: int, value
 
 
 def _refuse_module(module: Any, name: str, spec: Spec, category: int, value: Any) -> None:
-    hidden = (category == _PLAIN and holds_modules(value)) or (category == _OTHER and find_module(value))
-    if category == _MODULE or hidden:
+    found = find_module(value) if category in (_PLAIN, _OTHER) else None
+    if isinstance(found, jax.Ref):
+        _refuse_jax_ref(module, name, value)
+    if category == _MODULE or found is not None or (category == _PLAIN and holds_modules(value)):
         owner, text = type(module).__name__, type(value).__name__
         raise ValueError(MODULE_INTO_VARIABLE.format(value=text, name=name, owner=owner, type=spec.type.__name__))
 
@@ -180,6 +185,7 @@ def decide(module: Any, name: str, category: int, value: Any) -> tuple[Any, Any]
     if _is_data(module, name, value):
         return TREE, value
     _refuse_captured(module, name, value)
+    _refuse_array(module, name, value)
     return STATIC, value
 
 
@@ -246,6 +252,13 @@ def static_value(module: Any, name: str, value: Any) -> Any:
     return value
 
 
+def refuse_state(module: Any, name: str, value: Any) -> None:
+    """Raises AttributeError if a value for a name of Python's own, such as `__doc__`, holds data or Modules."""
+    kind, _ = decide(module, name, _category(value), value)
+    if not is_static(kind):
+        raise AttributeError(DUNDER_NAME.format(name=name, owner=type(module).__name__, value=short(value)))
+
+
 def _refuse_bad_name(module: Any, name: str) -> None:
     segment = name[1:] if name[:1] == "/" else name  # how a Dict stores a key that is also an attribute of its class
     if not segment or "/" in segment or module._nnx_attribute_name(segment) != name:
@@ -300,13 +313,29 @@ def _is_data(module: Any, name: str, value: Any) -> bool:
 def _refuse_captured(module: Any, name: str, value: Any) -> None:
     if _category(value) == _ATOM:
         return
-    found = find_captured_module(value)
+    found = find_captured(value, (ModuleBase, jax.Ref))
     if found is not None:
         captured, route = found
+        if isinstance(captured, jax.Ref):
+            _refuse_jax_ref(module, name, value, route)
         text = CAPTURES_MODULE.format(
             name=name, owner=type(module).__name__, value=short(value), route=f"{type(captured).__name__}: {route}"
         )
         raise ValueError(text)
+
+
+def _refuse_array(module: Any, name: str, value: Any) -> None:
+    found = None if isinstance(value, types.FunctionType) else find_array(value)
+    if found is not None:
+        array, route = found
+        route = f"{short(array)} at {route.replace('it', name, 1)}"
+        text = {"name": name, "owner": type(module).__name__, "value": short(value), "route": route}
+        raise ValueError(STATIC_HOLDS_ARRAY.format(**text))
+
+
+def _refuse_jax_ref(module: Any, name: str, value: Any, route: str = "it") -> None:
+    holds = "is" if isinstance(value, jax.Ref) else "holds"
+    raise ValueError(HOLDS_JAX_REF.format(name=name, owner=type(module).__name__, holds=holds, route=route))
 
 
 def settle(module: Any) -> None:

@@ -8,12 +8,17 @@ from typing import Any
 _MADE_BY_CLASS_STATEMENT = 1 << 9  # CPython's flag for types on the heap; the built-in ones are never freed
 
 
+def made_by_class_statement(cls: type) -> bool:
+    """Whether a class comes from a `class` statement; a few types of C extensions look the same."""
+    return bool(cls.__flags__ & _MADE_BY_CLASS_STATEMENT)
+
+
 def outlives_caches(cls: type) -> bool:
     """Whether a class lives as long as the process, so that a cache may hold on to it.
 
     Classes defined in functions or in a notebook come and go; a cache that keeps them would keep all they refer to.
     """
-    if not cls.__flags__ & _MADE_BY_CLASS_STATEMENT:
+    if not made_by_class_statement(cls):
         return True
     if cls.__module__ == "__main__":
         return False

@@ -1,4 +1,4 @@
-"""Finding a Module that a static value has captured, in a closure, a partial or an attribute of any object."""
+"""Finding state that hides in a static value: in a closure, a partial or an attribute of any object."""
 
 import collections
 import functools
@@ -9,15 +9,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from nnx.core.contents import member_names
+from nnx.core.contents import content_of, member_names
 from nnx.core.module_info import ModuleBase
 
 _LEAVES = (int, float, complex, str, bytes, bool, type(None), type, types.ModuleType, jax.Array, np.ndarray, np.generic)
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 _plain: frozenset[type] = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
 
 def find_captured_module(value: Any) -> tuple[Any, str] | None:
-    """Returns the first Module that a function, partial or plain object holds, with the route to it, or None.
+    """Returns the first Module that a function, partial or plain object holds, with the route to it, or None."""
+    return find_captured(value, ModuleBase)
+
+
+def find_captured(value: Any, types: type | tuple[type, ...]) -> tuple[Any, str] | None:
+    """Returns the first object of these types that a static value holds, with the route to it, or None.
 
     Bound methods of Modules do not count at the top level or in lists, tuples and dicts, because a rebuilt graph binds
     them to its own Modules. The search covers everything the value can reach: a Module behind a thousand other objects
@@ -30,9 +36,26 @@ def find_captured_module(value: Any) -> tuple[Any, str] | None:
         if id(item) in seen or isinstance(item, _LEAVES):
             continue
         seen.add(id(item))
-        if isinstance(item, ModuleBase):
+        if isinstance(item, types):
             return item, route
         stack.extend(step for step in _holds(item, route, inside) if type(step[0]) not in _plain)
+    return None
+
+
+def find_array(value: Any) -> tuple[Any, str] | None:
+    """Returns the first array that is part of the content of a static value, with the route to it, or None."""
+    seen: set[int] = set()
+    stack: list[tuple[Any, str]] = [(value, "it")]
+    while stack:
+        item, route = stack.pop()
+        if isinstance(item, _ARRAYS):
+            return item, route
+        content = None if isinstance(item, _LEAVES) or id(item) in seen else content_of(type(item))
+        if content is not None:
+            seen.add(id(item))
+            parts = content.parts(item)
+            if not _plain.issuperset(map(type, parts)):
+                stack += [(part, route + name) for part, name in zip(parts, content.routes(item), strict=True)]
     return None
 
 
@@ -61,7 +84,7 @@ def _attributes(item: Any) -> Iterator[tuple[str, Any]]:
     yield from list(getattr(item, "__dict__", {}).items())
     for name in member_names(type(item)):
         try:
-            yield name, getattr(item, name)
+            yield name, object.__getattribute__(item, name)  # a `__getattr__` might compute the value and store it
         except AttributeError:  # a slot that was never set
             continue
 

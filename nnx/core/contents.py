@@ -6,18 +6,29 @@ container, or `object` if there are none), its `__slots__`, and whether its inst
 and written behind the class's own `__setattr__`, so frozen dataclasses and read-only classes can be copied too.
 
 A class has a Content if it is one of the built-in containers, a subclass of a built-in container or number that
-inherits its `__eq__`, a `SimpleNamespace`, or a dataclass. All other objects are compared by their own `__eq__` or by
-identity.
+inherits its `__eq__`, a `SimpleNamespace`, a dataclass, or a *config class*. All other objects are compared by their
+own `__eq__` or by identity.
+
+A config class is written in Python and defines `__eq__` but no `__hash__`, which is how Python says "a value that can
+change": `argparse.Namespace`, ml_collections, pydantic, attrs. Nobody told the library that such a class is a config,
+so its values are compared by content only while that is cheap and harmless: up to `MAX_LEAVES`, and unless the class
+defines `__del__`, which would run for every copy.
 """
 
 import collections
 import dataclasses
+import enum
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSet, Sequence, Set
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
+
+import numpy as np
+
+from nnx.core.caches import made_by_class_statement
 
 
 class Base(NamedTuple):
@@ -105,7 +116,9 @@ _UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>", "__slots__"
 class Content:
     """How values of one class are taken apart and rebuilt. It holds names only, never the class itself."""
 
-    __slots__ = ("base", "base_type", "slots", "derived", "has_dict", "is_mutable", "is_copied", "iterates_plainly")
+    __slots__ = (
+        "base", "base_type", "slots", "derived", "has_dict", "is_mutable", "is_copied", "is_config", "iterates_plainly",
+    )  # fmt: skip
 
     base: Base
     base_type: Any
@@ -114,10 +127,11 @@ class Content:
     has_dict: bool
     is_mutable: bool
     is_copied: bool
+    is_config: bool
     iterates_plainly: bool
 
-    def __init__(self, cls: Any, base_type: Any):
-        self.base, self.base_type = _BASES[base_type], base_type
+    def __init__(self, cls: Any, base_type: Any, is_config: bool):
+        self.base, self.base_type, self.is_config = _BASES[base_type], base_type, is_config
         self.iterates_plainly = base_type in (object, types.SimpleNamespace) or (
             getattr(cls, "__iter__", None) is getattr(base_type, "__iter__", None)
             and getattr(cls, "__len__", None) is getattr(base_type, "__len__", None)
@@ -143,10 +157,22 @@ class Content:
         if self.has_dict:
             found = {name: item for name, item in vars(value).items() if name not in self.derived}
         for name in (*self.slots, *self.base.settings):
-            item = getattr(value, name, _UNSET)
+            item = _read(value, name)
             if item is not _UNSET:
                 found[name] = item
         return found
+
+    def parts(self, value: Any) -> list[Any]:
+        """Returns the items and the attributes of a value; of a dict, not the keys."""
+        items = self.base.items(value)
+        held = items[len(items) // 2 :] if issubclass(self.base_type, dict) else items
+        return [*held, *self.attributes(value).values()]
+
+    def routes(self, value: Any) -> list[str]:
+        """Returns how to write each of the parts after the value's name."""
+        items = self.base.items(value)
+        names = items[: len(items) // 2] if issubclass(self.base_type, dict) else range(len(items))
+        return [*[f"[{name!r}]" for name in names], *[f".{name}" for name in self.attributes(value)]]
 
     def make(self, cls: type, items: Any, like: Any) -> Any:
         """Makes an instance with these items (none yet if the class is mutable) and no attributes."""
@@ -159,7 +185,7 @@ class Content:
         for name in (*self.slots, *self.base.settings):
             if name in rest:
                 steps.append(partial(object.__setattr__, value, name, rest.pop(name)))
-            elif getattr(value, name, _UNSET) is not _UNSET:
+            elif _read(value, name) is not _UNSET:
                 steps.append(partial(object.__delattr__, value, name))
         if self.has_dict:
             held = vars(value)
@@ -179,7 +205,7 @@ class Content:
             found.append((held.keys(), held.values()))
         names = (*self.slots, *self.base.settings)
         if names:
-            found.append((None, _Items(value, lambda owner: [getattr(owner, name, _UNSET) for name in names])))
+            found.append((None, _Slots(value, names)))
         return found
 
 
@@ -196,6 +222,33 @@ class _Items:
 
     def __iter__(self) -> Any:
         return iter(self.read(self.owner))
+
+
+class _Slots:
+    """What an object holds under some names outside its `__dict__`, read again at each iteration."""
+
+    __slots__ = ("owner", "names")
+
+    def __init__(self, owner: Any, names: Sequence[str]):
+        self.owner, self.names = owner, names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Any:
+        try:
+            # In C, because every call of a jitted function reads them; it fails if one is not set.
+            return iter([*map(object.__getattribute__, repeat(self.owner), self.names)])
+        except AttributeError:
+            return iter([_read(self.owner, name) for name in self.names])
+
+
+def _read(value: Any, name: str) -> Any:
+    """Returns what a slot holds, or `_UNSET`. A `__getattr__` of the class is not asked: it may compute and store."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return _UNSET
 
 
 _members: "weakref.WeakKeyDictionary[type, tuple[str, ...]]" = weakref.WeakKeyDictionary()
@@ -234,14 +287,64 @@ def content_of(cls: type) -> Content | None:
         return content
 
 
+MAX_LEAVES = 1_000
+"""How many values an instance of a config class may hold and still be compared by content."""
+
+_SCALARS = (int, float, complex, str, bytes, enum.Enum, np.generic)
+
+
+def content_for(value: Any) -> Content | None:
+    """Returns the Content of a value, or None if the value is not compared by content."""
+    content = content_of(type(value))
+    return content if content is None or not content.is_config or has_few_leaves(value) else None
+
+
+def has_few_leaves(value: Any) -> bool:
+    """Whether a value holds at most `MAX_LEAVES` others that are not taken apart any further."""
+    count, seen, stack = 0, set(), [value]
+    while stack:
+        item = stack.pop()
+        content = None if isinstance(item, _SCALARS) else content_of(type(item))
+        if content is None:
+            count += 1
+        elif id(item) not in seen:
+            seen.add(id(item))
+            stack += content.parts(item)
+        if count > MAX_LEAVES:
+            return False
+    return True
+
+
 def _find_content(cls: type) -> Content | None:
     base = next(parent for parent in cls.__mro__ if parent in _BASES)
-    if not dataclasses.is_dataclass(cls):
-        if base is object or (cls is not base and cls.__eq__ is not base.__eq__):
-            return None
+    is_value = dataclasses.is_dataclass(cls) or (base is not object and (cls is base or cls.__eq__ is base.__eq__))
+    is_config = not is_value and is_config_class(cls) and not hasattr(cls, "__del__")
+    if not is_value and not is_config:
+        return None
     if base is object:
         try:
             object.__new__(cls)
-        except TypeError:  # a dataclass derived from a type that keeps data in C, e.g. an exception
+        except TypeError:  # a class derived from a type that keeps data in C, e.g. an exception
             return None
-    return Content(cls, base)
+    return Content(cls, base, is_config)
+
+
+def is_config_class(cls: type) -> bool:
+    """Whether a class says that its instances are values that can change: it defines `__eq__` and no `__hash__`."""
+    if cls.__hash__ is not None or is_omegaconf(cls):
+        return False
+    if cls.__eq__ in (Mapping.__eq__, Set.__eq__) and not issubclass(cls, (MutableMapping, MutableSet)):
+        return False  # not what the author says: a read-only interface implies this `__eq__`
+    base = next(parent for parent in cls.__mro__ if parent in _BASES)
+    own = [parent for parent in cls.__mro__ if parent not in base.__mro__]
+    return cls.__eq__ is not base.__eq__ and all(map(_is_written_in_python, own))
+
+
+def is_omegaconf(cls: type) -> bool:
+    """Whether a class is a config of OmegaConf. Taking one apart costs microseconds per entry, in every call."""
+    return any(parent.__module__ == "omegaconf.base" and parent.__name__ == "Node" for parent in cls.__mro__)
+
+
+def _is_written_in_python(cls: type) -> bool:
+    """Whether `__dict__` and `__slots__` are all that a class adds to its instances."""
+    return made_by_class_statement(cls) and not isinstance(vars(cls).get("__new__"), types.BuiltinFunctionType)

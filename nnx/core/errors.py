@@ -49,6 +49,9 @@ it by hand: `state, moduledef = module.partition()`, pass `state`, and `modulede
 RESERVED_NAME = """Cannot assign attribute {name!r} of {owner}: it is the name of a method of nnx.Module, which it \
 would hide. Choose another name (or keep the value in an nnx.Dict, where any key is an item)."""
 
+DUNDER_NAME = """Cannot assign {value} to attribute {name!r} of {owner}: names with two underscores at both ends \
+belong to Python, and the library does not look at them, so no transform would see the value. Choose another name."""
+
 DICT_REPLACED = """Cannot assign `__dict__` of {owner}: the library records the kind of every attribute outside \
 `__dict__`, and the two would no longer match. Set the attributes one by one, or replace the state \
 with update_state()."""
@@ -89,6 +92,28 @@ the Module it is a view of, and only static values (flags, numbers, strings, fun
 NOTHING_TO_VIEW = """{owner}.view() sets static attributes of the Module and its submodules, and none of them has \
 {names}. The static attributes are: {known}."""
 
+STATIC_HOLDS_ARRAY = """Cannot assign attribute {name!r} of {owner}: the value, {value}, holds an array ({route}).
+The value is static, so the array would be frozen into compiled functions as a constant, and partition, updates and \
+gradients would not reach it. Make the array an attribute of its own: nnx.Param(x) or nnx.Variable(x), or the bare \
+array. If no array in the value ever changes, wrap it: nnx.Static({name})."""
+
+HOLDS_JAX_REF = """Cannot assign attribute {name!r} of {owner}: the value {holds} a jax.Ref ({route}).
+A jax.Ref is a mutable array of JAX's own: it would be missing from the State, shared by clones, and lost by save. An \
+attribute can be assigned to, and the lifted transforms write its changes back, so make it a variable: \
+`self.{name} = nnx.Variable(ref[...])`. A jax.Ref that is no attribute can be an argument of a transform, or be \
+captured by one."""
+
+BY_IDENTITY_LARGE = """A static value of type {type} holds more than {limit:,} values, so it is compared by identity, \
+not by content: a compiled function will not notice when it is changed in place. To change it, assign a new object."""
+
+BY_IDENTITY_FINALIZER = """A static value of type {type} is compared by identity, not by content, because its class \
+defines `__del__`, which would run for the copies that transforms make: a compiled function will not notice when the \
+value is changed in place. To change it, assign a new object."""
+
+BY_IDENTITY_OMEGACONF = """A static value of type {type} is compared by identity, not by content, because comparing \
+the nodes of OmegaConf in every call would be slow: a compiled function will not notice when the config is changed in \
+place. Assign `OmegaConf.to_object(config)` instead, which makes plain dicts, lists and dataclasses of it."""
+
 NOT_DATA = """Cannot assign attribute {name!r} of {owner}: the {type} holds arrays, so it is data, but the leaf at \
 {route} is {leaf}, which JAX does not accept.
 Keep that part in a separate attribute (as a static value), or wrap the whole in nnx.Static if no array in it ever \
@@ -96,6 +121,11 @@ changes."""
 
 BAD_NAME = """Cannot assign attribute {name!r} of {owner}: attribute names are segments of paths such as \
 'encoder/kernel', so they must not be empty or contain '/'. Choose another name, or nest nnx.Dicts."""
+
+JAX_REF_IN_CONTAINER = """{type} cannot hold a jax.Ref, a mutable array of JAX's own: it would be missing from the \
+State, shared by clones, and lost by save.
+Hold its value: {type}(ref[...]). The attribute can be assigned to, and the lifted transforms write its changes back. \
+A jax.Ref that is no attribute can be an argument of a transform, or be captured by one."""
 
 MODULE_IN_CONTAINER = """{type} cannot hold {what}: a container holds an array or a pytree of arrays, and partition, \
 updates and gradients would not reach a Module in it.

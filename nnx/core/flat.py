@@ -13,6 +13,7 @@ from typing import Any
 from nnx.core.module_info import cached_flat, info_of
 from nnx.core.refs import Ref
 from nnx.core.state import Layout, State
+from nnx.core.static_keys import settle
 from nnx.core.statics import Statics
 from nnx.core.structure import GraphKey
 from nnx.core.ties import NO_TIES, Ties, alias_groups, mutable_tree_cells
@@ -20,7 +21,7 @@ from nnx.core.trees import fresh, leaf_types
 from nnx.core.variables import box_all
 from nnx.core.versions import STRUCTURE, Revision, Version
 from nnx.core.walk import Traversal, traverse
-from nnx.core.watches import comparison
+from nnx.core.watches import Watch, comparison, watched_unchanged
 
 _revision = attrgetter("revision")
 
@@ -35,7 +36,7 @@ class Flat:
     __slots__ = (
         "key", "statics", "mutables", "dicts", "names", "refs", "ties", "modules", "level", "sown", "writers", "plans",
         "last_plan", "ready", "unchanged", "versions", "revisions", "has_mutable_trees",
-        "_indices", "__weakref__",
+        "_unchanged_once_settled", "_indices", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, walk: Traversal):
@@ -72,7 +73,8 @@ class Flat:
         self.last_plan: Any = None  # the one used last, which is usually the next one, too
         # What a call checks, in this order. `ready` is the stamp at which the revisions were last compared: while it is
         # the global one, they are the same. `unchanged` asks what no stamp tells: whether watched static values still
-        # hold what they held, and whether the same cells share a container. It is None if there are none of either.
+        # hold what they held, whether the same cells share a container, and whether functions whose keys are open are
+        # unchanged. It is None if there are none of these.
         self.ready: Any = stamp
         watches = [watch for watches in walk.watches for watch in watches]
         self.unchanged: Callable[[], bool] | None = comparison(watches) if watches else None
@@ -80,6 +82,10 @@ class Flat:
             # Not a method: a form that refers to itself would not be freed together with its Module.
             cells = trees, [self.dicts[i] for i in trees], [self.names[i] for i in trees]
             self.unchanged = functools.partial(_is_unchanged, *cells, aliases, self.unchanged)
+        self._unchanged_once_settled = self.unchanged
+        watches = [watch for function in walk.functions for watch in function.watches]
+        if watches:
+            self.unchanged = functools.partial(_are_unchanged, watches, self.unchanged)
         self._indices: dict[Layout, list[int]] = {}
 
     def is_valid(self) -> bool:
@@ -91,6 +97,12 @@ class Flat:
             self.ready = stamp
         unchanged = self.unchanged
         return unchanged is None or unchanged()
+
+    def settle_functions(self) -> None:
+        """Settles the keys of the functions among the static values: a call with this form is about to be compiled."""
+        if self.unchanged is not self._unchanged_once_settled:
+            settle(self.statics.functions)
+            self.unchanged = self._unchanged_once_settled
 
     def may_come_back(self) -> bool:
         """Whether this form is valid, or would be after some plain variables were added or removed again."""
@@ -143,6 +155,11 @@ def _is_unchanged(
     if alias_groups(cells, map(getitem, dicts, names)) != aliases:
         return False
     return statics_unchanged is None or statics_unchanged()
+
+
+def _are_unchanged(function_watches: Sequence[Watch], others_unchanged: Callable[[], bool] | None) -> bool:
+    """Whether functions whose keys are open are unchanged, and everything else is."""
+    return watched_unchanged(function_watches) and (others_unchanged is None or others_unchanged())
 
 
 def flat_of(module: Any) -> Flat:

@@ -14,10 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from nnx.core.contents import content_of
+from nnx.core.contents import content_for, content_of
 from nnx.core.errors import STATE_IN_STATIC_VALUE
 from nnx.core.module_info import ModuleBase
-from nnx.core.static_keys import ATOMS, BoundMethod, ForeignMethod, Freezer, HoldsState, in_no_graph
+from nnx.core.static_keys import (
+    ATOMS,
+    BoundMethod,
+    ForeignMethod,
+    Freezer,
+    HoldsState,
+    OpenFunction,
+    in_no_graph,
+    settle,
+)
 from nnx.core.watches import watched_unchanged
 
 _SHARED_AS_IS = ATOMS | {float, complex, range, slice, types.FunctionType, types.BuiltinFunctionType, type, np.dtype}
@@ -41,7 +50,7 @@ class Copier:
         cls = type(value)
         if cls in _SHARED_AS_IS:
             return value
-        content = None if isinstance(value, (enum.Enum, np.generic)) else content_of(cls)
+        content = None if isinstance(value, (enum.Enum, np.generic)) else content_for(value)
         if content is None or not content.is_copied:
             return self._copy_method(value) if cls is types.MethodType else self.leaf(value)
         found = self.made.get(id(value))
@@ -80,18 +89,36 @@ class Copier:
 class Statics:
     """The static values of a graph, detached from it: copies that nobody else holds, and that nobody changes.
 
-    `values` has one entry per static attribute; `mutables` has the mutable values among and inside them, by number.
+    `values` has one entry per static attribute; `mutables` has the mutable values among and inside them, by number;
+    `functions` has the functions whose keys were open when the keys of the values were made.
     """
 
-    __slots__ = ("values", "mutables", "_own")
+    __slots__ = ("values", "mutables", "functions", "_own")
 
     values: tuple[Any, ...]
     mutables: tuple[Any, ...]
+    functions: tuple[OpenFunction, ...]
 
-    def __init__(self, values: tuple[Any, ...], mutables: tuple[Any, ...], own: tuple[bool, ...]):
+    def __init__(
+        self,
+        values: tuple[Any, ...],
+        mutables: tuple[Any, ...],
+        own: tuple[bool, ...],
+        functions: tuple[OpenFunction, ...] = (),
+    ):
         self.values = values
         self.mutables = mutables
+        self.functions = functions
         self._own = own  # per value: whether a rebuilt Module needs its own copy
+
+    def __getstate__(self) -> Any:
+        # Without the open functions: their keys hold identities of this process.
+        return None, {"values": self.values, "mutables": self.mutables, "_own": self._own}
+
+    def __setstate__(self, state: Any) -> None:
+        for name, value in state[1].items():
+            setattr(self, name, value)
+        self.functions = ()
 
     @property
     def can_change(self) -> bool:
@@ -132,12 +159,18 @@ class Statics:
 NO_STATICS = Statics((), (), ())
 
 
-def detach(values: Sequence[Any], mutables: Sequence[Any], index_of: Callable[[Any], int | None]) -> Statics:
-    """Returns the Statics of a graph, from its static values and the mutable ones that its Freezer has met."""
+def detach(
+    values: Sequence[Any],
+    mutables: Sequence[Any],
+    functions: Iterable[OpenFunction],
+    index_of: Callable[[Any], int | None],
+) -> Statics:
+    """Returns the Statics of a graph, from its static values and what its Freezer has met among them."""
     copier = Copier(functools.partial(_detached, index_of))
     copies = [copier.copy(value) for value in values]
     own = tuple([copy is not value for copy, value in zip(copies, values, strict=True)])
-    return Statics(tuple(copies), tuple([copier.made.get(id(mutable), mutable) for mutable in mutables]), own)
+    detached = tuple([copier.made.get(id(mutable), mutable) for mutable in mutables])
+    return Statics(tuple(copies), detached, own, tuple(functions))
 
 
 def _detached(index_of: Callable[[Any], int | None], value: Any) -> Any:
@@ -178,6 +211,7 @@ class Frozen:
             is_method = isinstance(found, ForeignMethod)
             what = f"a bound method of a Module ({found.what})" if is_method else found.what
             raise ValueError(STATE_IN_STATIC_VALUE.format(route=found.route, what=what)) from None
+        settle(freezer.functions.values())  # JAX compiles for auxiliary data like this, and there is no later moment
         self._watch = [watch for watches in freezer.watches for watch in watches]
 
     def _key(self, freezer: Freezer, value: Any, name: str) -> Any:

@@ -13,7 +13,7 @@ from nnx.core.kinds import ABSENT, NODE, STATIC, SUBMODULE, TREE, Absent, is_cel
 from nnx.core.module_info import class_of, info_of, is_view, values_of
 from nnx.core.paths import join
 from nnx.core.refs import Ref
-from nnx.core.static_keys import ForeignMethod, Freezer, HoldsState
+from nnx.core.static_keys import ForeignMethod, Freezer, HoldsState, OpenFunction
 from nnx.core.statics import Statics, detach
 from nnx.core.structure import ROOT, GraphKey, Parent, make_parent, module_path
 from nnx.core.variables import spec_of
@@ -81,7 +81,7 @@ def depth_first(parents: Sequence[Parent]) -> Iterator[int]:
 class Traversal:
     """One walk over the graph that starts at some roots. Short-lived: it holds the Modules."""
 
-    __slots__ = ("modules", "parents", "index", "key", "refs", "twins", "statics", "mutables", "watches")
+    __slots__ = ("modules", "parents", "index", "key", "refs", "twins", "statics", "mutables", "watches", "functions")
 
     modules: list[Any]
     parents: list[Parent]
@@ -92,6 +92,7 @@ class Traversal:
     statics: list[Any]  # the live values of the static attributes
     mutables: list[Any]  # the values among and inside them that can change, by number
     watches: list[list[Any]]  # how to notice a change of each of them
+    functions: list[OpenFunction]  # the functions among and inside the static values whose keys are open
 
     def path(self, module: int) -> str:
         """Returns the canonical path of a Module."""
@@ -103,11 +104,15 @@ class Traversal:
 
     def detached(self) -> Statics:
         """Returns the static values as they are now, detached from the graph."""
-        return detach(self.statics, self.mutables, self.index_of)
+        return detach(self.statics, self.mutables, self.functions, self.index_of)
 
 
-def traverse(roots: Sequence[Any]) -> Traversal:
+def traverse(roots: Sequence[Any], functions: Iterable[OpenFunction] = ()) -> Traversal:
     """Walks the graph and writes down its structure.
+
+    Args:
+        roots: where to start.
+        functions: functions whose keys are open, with the keys to use for them.
 
     Raises:
         ValueError: a static value has come to hold a Module or array.
@@ -120,7 +125,7 @@ def traverse(roots: Sequence[Any]) -> Traversal:
     walk.refs = refs = []
     walk.twins = _twins(modules)
     elder = {younger: group[0] for group in walk.twins for younger in group[1:]}  # the twin that is numbered first
-    statics = _freeze_statics(walk, static_attributes)
+    statics = _freeze_statics(walk, static_attributes, functions)
     plain_kinds = set() if elder else data_kinds  # with twins, attributes have to be looked at one by one
     attributes: list[list[Any]] = [[] for _ in modules]  # plain tuples with the fields of the records
     shared_cells: dict[Any, int] = {}  # by the id of the Ref, or by Module and name for a Module that has twins
@@ -192,14 +197,14 @@ def refuse_pytree(module: Any) -> None:
 
 
 def _freeze_statics(
-    walk: Traversal, attributes: Iterable[tuple[int, str, Any]]
+    walk: Traversal, attributes: Iterable[tuple[int, str, Any]], functions: Iterable[OpenFunction]
 ) -> dict[tuple[int, str], tuple[Any, ...]]:
     """Returns every static attribute, as a StaticAttribute in plain tuples, by Module and name.
 
     Modules are taken in the order of their numbers, which unlike the depth-first order is the same for every choice
     of roots: a body that changes nothing must find mutable values under the numbers they had when it was entered.
     """
-    freezer = Freezer(walk.index_of)
+    freezer = Freezer(walk.index_of, functions=functions)
     walk.statics = []
     found: dict[tuple[int, str], tuple[Any, ...]] = {}
     for number, name, kind in attributes:
@@ -208,7 +213,7 @@ def _freeze_statics(
         key = _static_key(freezer, walk, number, name, value)
         found[number, name] = (name, kind, key, len(walk.statics))
         walk.statics.append(value)
-    walk.mutables, walk.watches = freezer.mutables, freezer.watches
+    walk.mutables, walk.watches, walk.functions = freezer.mutables, freezer.watches, list(freezer.functions.values())
     return found
 
 

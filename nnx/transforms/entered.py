@@ -15,6 +15,7 @@ import numpy as np
 from nnx.core.build import Graph, build
 from nnx.core.module_info import info_of
 from nnx.core.refs import Ref
+from nnx.core.static_keys import OpenFunction
 from nnx.core.statics import Statics
 from nnx.core.structure import GraphKey
 from nnx.core.ties import NO_TIES, Ties, alias_groups, mutable_tree_cells, own_values
@@ -25,7 +26,7 @@ from nnx.core.walk import traverse
 class Entered:
     """The Modules of a call, rebuilt at the current trace level, and what their cells held on entry."""
 
-    __slots__ = ("key", "graph", "ties", "refs", "before", "trees", "arrays", "baseline")
+    __slots__ = ("key", "graph", "ties", "refs", "before", "trees", "arrays", "functions", "baseline")
 
     key: GraphKey | None
     graph: Graph
@@ -34,6 +35,8 @@ class Entered:
     before: list[Any]
     trees: dict[int, tuple[list[Any], Any]]  # leaves and treedef of the cells that hold pytrees
     arrays: dict[int, list[tuple[int, np.ndarray]]]  # copies of the numpy arrays in a cell, each with its leaf's number
+    # Those whose keys were open outside. One that changes its own closure in the body is still the same function.
+    functions: tuple[OpenFunction, ...]
     baseline: Any  # the walk over the Modules on entry, if a static value could be changed in place
 
     @property
@@ -67,7 +70,7 @@ class Entered:
         if self.baseline is None:
             return False
         # No version counts a static value that was changed in place, so the structure is compared with what it was.
-        walk = traverse(modules)
+        walk = traverse(modules, self.functions)
         return walk.key is not self.baseline.key or not all(map(is_, walk.mutables, self.baseline.mutables))
 
     def regrouped(self, origins: Sequence[int], values: Sequence[Any]) -> tuple[Any, list[int]]:
@@ -102,7 +105,7 @@ class Entered:
 def enter(key: GraphKey | None, statics: Statics, cells: Sequence[Any], ties: Ties = NO_TIES) -> Entered:
     """Builds the Modules of a graph around the given values, with copies of those that can change in place."""
     entered = Entered()
-    entered.key, entered.ties = key, ties
+    entered.key, entered.ties, entered.functions = key, ties, statics.functions
     entered.before, entered.trees, entered.arrays, entered.refs = [], {}, {}, {}
     if key is None:
         entered.graph, entered.baseline = Graph([], [], {}, []), None
@@ -116,7 +119,7 @@ def enter(key: GraphKey | None, statics: Statics, cells: Sequence[Any], ties: Ti
     for i, value in enumerate(entered.before):
         if can_change(value):
             _remember(entered, i, value)
-    entered.baseline = traverse(entered.graph.modules) if statics.can_change else None
+    entered.baseline = traverse(entered.graph.modules, entered.functions) if statics.can_change else None
     return entered
 
 

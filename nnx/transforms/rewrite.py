@@ -351,7 +351,7 @@ class Found(NamedTuple):
 def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
     """Finds the Rewrite from the structure a graph was entered with to the one it has now."""
     old_modules = entered.graph.modules
-    walk = traverse([*old_modules, *returned])
+    walk = traverse([*old_modules, *returned], entered.functions)
     numbers = {id(ref): cell for cell, ref in entered.refs.items()}
     places = {} if entered.key is None else entered.key.cell_numbers
     current = [walk.modules[at].__dict__[name] for at, name, _ in walk.key.cells]

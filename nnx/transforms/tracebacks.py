@@ -11,19 +11,16 @@ for its own frames at its own boundaries, so what remains is the user's code. `J
 """
 
 import functools
-import os
 import sys
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import jax
 
-F = TypeVar("F", bound=Callable[..., Any])
+from nnx.core.user_warnings import PACKAGE
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LIBRARIES = (PACKAGE, os.path.dirname(os.path.abspath(jax.__file__)) + os.sep)
+F = TypeVar("F", bound=Callable[..., Any])
 
 FRAMES_REMOVED = """--------------------
 For simplicity, NNX has removed its internal frames from the traceback of the following exception. Set \
@@ -75,14 +72,6 @@ def hide_frames(error: BaseException) -> None:
             _attach_complete(error, traceback)
     else:
         _note_removal(error)
-
-
-def warn_user(text: str) -> None:
-    """Warns, with the line of the user's code that the running call was made from."""
-    level, frame = 1, sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, UserWarning, stacklevel=level + 1)
 
 
 def _note_removal(error: BaseException) -> None:

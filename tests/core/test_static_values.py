@@ -1,5 +1,8 @@
 """Static values: when two are equal, what is noticed when it changes, and what they must not capture."""
 
+import argparse
+import collections
+import collections.abc
 import dataclasses
 import functools
 import types
@@ -144,16 +147,164 @@ def test_objects_without_equality_are_equal_by_identity():
     assert same([one], [one])
 
 
-def test_objects_with_equality_but_no_hash_are_equal_by_identity():
-    class Unhashable:
-        def __eq__(self, other):
-            return isinstance(other, Unhashable)
+class Config:
+    """Says that its instances are values that can change, as attrs, pydantic and ml_collections do: no `__hash__`."""
 
-        __hash__ = None
+    def __init__(self, **options):
+        self.__dict__.update(options)
 
-    one = Unhashable()
-    assert same(one, one)
-    assert not same(Unhashable(), Unhashable())
+    def __eq__(self, other):
+        return isinstance(other, Config)
+
+
+class SlottedConfig:
+    __slots__ = ("width", "total")
+
+    def __init__(self, width):
+        self.width = width
+
+    def __getattr__(self, name):  # a cached property of attrs: computed and stored on the first read
+        if name != "total":
+            raise AttributeError(name)
+        self.total = 2 * self.width
+        return self.total
+
+    def __eq__(self, other):
+        return True
+
+
+class ConfigDict(dict):
+    def __eq__(self, other):
+        return True
+
+
+class Finalized(Config):
+    def __del__(self):
+        finalized.append(1)
+
+
+class ReadOnly(collections.abc.Mapping):
+    """Counts its reads; the `__eq__` of a Mapping is not its author's word that it can change."""
+
+    def __init__(self, items):
+        self.items_, self.reads = items, 0
+
+    def __getitem__(self, key):
+        self.reads += 1
+        return self.items_[key]
+
+    def __len__(self):
+        return len(self.items_)
+
+    def __iter__(self):
+        return iter(self.items_)
+
+
+finalized: list[int] = []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: Config(width=n, inner=Config(sizes=[n])),
+        lambda n: argparse.Namespace(width=n),
+        lambda n: collections.UserDict(width=n),
+        SlottedConfig,
+        lambda n: ConfigDict(width=n),
+        lambda n: ConfigDict(inner=Config(width=n)),
+    ],
+)
+def test_values_with_equality_but_no_hash_are_compared_by_all_they_hold(make):
+    assert same(make(1), make(1))
+    assert not same(make(1), make(2))
+    assert not same(make(1), make(1.0))
+
+
+def test_comparing_a_slotted_value_computes_nothing():
+    one = SlottedConfig(1)
+    m = Box(config=one)
+    assert m.clone().config is not one
+    assert "total" not in [name for name in SlottedConfig.__slots__ if has_slot(one, name)]
+    before = m.get_module_def()
+    assert one.total == 2 and has_slot(one, "total")
+    assert m.get_module_def() != before  # it holds more than before
+
+
+def has_slot(value, name):
+    try:
+        object.__getattribute__(value, name)
+    except AttributeError:
+        return False
+    return True
+
+
+def test_a_config_of_up_to_a_thousand_values_is_compared_by_content():
+    assert same(Config(table=list(range(1_000))), Config(table=list(range(1_000))))
+    assert same(*[Config(a=Config(b={i: "x" for i in range(500)}), c=(1,) * 500) for _ in range(2)])
+
+
+def test_a_larger_config_is_compared_by_identity_with_a_note_once():
+    class Large(collections.UserDict):
+        pass
+
+    config = Large({i: str(i) for i in range(50_000)})
+    m = Box(config=config, other=[config])
+    with pytest.warns(UserWarning, match="Large holds more than 1,000 values, so it is compared by identity"):
+        before = m.get_module_def()
+    config["new"] = 1
+    assert m.get_module_def() == before
+    assert m.clone().config is config and m.clone().other[0] is config
+    assert not same(Large(config), Large(config))  # and no further note: warnings are errors here
+    assert same(Large(a=1), Large(a=1))
+
+
+def test_a_config_with_a_finalizer_is_compared_by_identity_with_a_note_once():
+    config = Finalized(width=1)
+    m = Box(config=config)
+    with pytest.warns(UserWarning, match="because its class defines `__del__`"):
+        m.get_module_def()
+    assert m.clone().config is config
+    assert not finalized
+
+
+def test_a_config_of_omegaconf_is_compared_by_identity_and_the_note_says_what_to_assign():
+    node = type("Node", (), {"__module__": "omegaconf.base"})
+    hashes = {"__hash__": lambda self: hash(str(vars(self))), "__eq__": lambda self, other: vars(self) == vars(other)}
+    config = type("DictConfig", (node,), hashes)()
+    m = Box(config=config)
+    with pytest.warns(UserWarning, match=r"Assign `OmegaConf.to_object\(config\)` instead"):
+        before = m.get_module_def()
+    config.width = 1
+    assert m.get_module_def() == before
+
+
+def test_a_read_only_mapping_is_compared_by_identity():
+    config = ReadOnly({"width": 2.0})
+    m = Box(config=config, w=nnx.Param(jnp.ones(2)))
+    f = nnx.jit(lambda m: m.w * m.config["width"])
+    assert [float(f(m)[0]) for _ in range(3)] == [2.0] * 3
+    assert f.trace_count == 1 and config.reads == 1  # the library itself reads nothing
+    nnx.scan(lambda m, c, _: (c * m.config["width"], None), length=2)(m, 1.0, None)
+    assert not same(ReadOnly({}), ReadOnly({}))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: Config(mean=x),
+        lambda x: argparse.Namespace(inner=[Config(mean=x)]),
+        lambda x: collections.UserDict({i: x for i in range(1_001)}),
+        lambda x: [1, Config(mean=x)],
+        lambda x: types.SimpleNamespace(mean=x),
+    ],
+)
+def test_a_config_that_holds_an_array_is_refused_at_assignment(make):
+    m = nnx.Dict()
+    with pytest.raises(ValueError, match="Cannot assign attribute 'config' of Dict: .* holds an array") as error:
+        m.config = make(jnp.ones(2))
+    assert "nnx.Static(config)" in str(error.value)
+    assert "config" not in m
+    m.config = nnx.Static(make(jnp.ones(2)))
 
 
 def test_dataclass_instances_are_equal_structurally():

@@ -1,5 +1,6 @@
 """Static values in compiled functions: complete keys, nobody else's objects, changes in place, sharing."""
 
+import argparse
 import collections
 import dataclasses
 import enum
@@ -49,6 +50,35 @@ class Frozen:
     scale: float
 
 
+class Attrs:
+    """As attrs makes it: slots, an `__eq__`, and no hash."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __eq__(self, other):
+        return type(other) is Attrs and self.scale == other.scale
+
+
+class Model:
+    """As pydantic makes it: fields in `__dict__`, the rest in slots, and no hash."""
+
+    __slots__ = ("__dict__", "__fields_set__")
+
+    def __init__(self, scale):
+        object.__setattr__(self, "__fields_set__", set())
+        self.scale = scale
+
+    def __setattr__(self, name, value):
+        self.__dict__[name] = value
+        self.__fields_set__.add(name)
+
+    def __eq__(self, other):
+        return type(other) is Model and vars(self) == vars(other)
+
+
 class Scales(list):
     pass
 
@@ -88,6 +118,7 @@ MAKERS = {
     "InitVar and __post_init__": (Derived, lambda v: v.scale),
     "slots": (Slotted, lambda v: v.scale),
     "frozen dataclass": (Frozen, lambda v: v.scale),
+    "argparse": (lambda s: argparse.Namespace(scale=s), lambda v: v.scale),
     "namespace": (lambda s: types.SimpleNamespace(scale=s), lambda v: v.scale),
     "attribute of a list": (lambda s: with_attribute(Scales([1]), s), lambda v: v.scale),
     "attribute of a dict": (lambda s: with_attribute(Table(a=1), s), lambda v: v.scale),
@@ -172,6 +203,9 @@ MUTATIONS = {
     "dataclass": (lambda: Config(1.0), lambda v: setattr(v, "scale", 7.0), lambda v: v.scale),
     "slots": (lambda: Slotted(1.0), lambda v: setattr(v, "scale", 7.0), lambda v: v.scale),
     "namespace": (lambda: types.SimpleNamespace(scale=1.0), lambda v: setattr(v, "scale", 7.0), lambda v: v.scale),
+    "argparse": (lambda: argparse.Namespace(scale=1.0), lambda v: setattr(v, "scale", 7.0), lambda v: v.scale),
+    "attrs": (lambda: Attrs(1.0), lambda v: setattr(v, "scale", 7.0), lambda v: v.scale),
+    "pydantic": (lambda: Model(1.0), lambda v: setattr(v, "scale", 7.0), lambda v: v.scale),
     "list": (lambda: [1.0], lambda v: v.append(7.0), lambda v: v[-1]),
     "dict": (lambda: {"scale": 1.0}, lambda v: v.update(scale=7.0), lambda v: v["scale"]),
     "a dict's key": (lambda: {1: 7.0}, lambda v: v.update({2: v.pop(1)}), lambda v: v.get(2, 1.0)),
@@ -456,6 +490,85 @@ def test_a_schedule_that_changes_its_own_closure_is_traced_once():
     optimizer.model.train()
     step(optimizer)
     assert step.trace_count == 1
+
+
+def closure_over_a_list():
+    scale = [1.0]
+    return lambda: scale[0], lambda value: scale.__setitem__(0, value)
+
+
+def closure_over_a_name():
+    scale = 1.0
+
+    def change(value):
+        nonlocal scale
+        scale = value
+
+    return lambda: scale, change
+
+
+def partial_of_a_config():
+    config = Config(1.0)
+    return functools.partial(getattr, config, "scale"), lambda value: setattr(config, "scale", value)
+
+
+def function_with_an_attribute():
+    def read():
+        return read.scale
+
+    read.scale = 1.0
+    return read, lambda value: setattr(read, "scale", value)
+
+
+def function_in_a_config():
+    read, change = closure_over_a_list()
+    config = Config(lambda: read())
+    return config.scale, change
+
+
+FUNCTIONS = [
+    closure_over_a_list,
+    closure_over_a_name,
+    partial_of_a_config,
+    function_with_an_attribute,
+    function_in_a_config,
+]
+
+
+@pytest.mark.parametrize("make", FUNCTIONS)
+def test_functions_that_differ_when_they_are_first_traced_share_no_trace(make):
+    (read, _), (other, change) = make(), make()
+    a, b = Configured(read), Configured(other)
+    assert a.get_module_def() == b.get_module_def()  # equal at first, and asked already
+    change(50.0)
+    assert a.get_module_def() != b.get_module_def()
+    f = nnx.jit(lambda net: net.config() * net.w)
+    raw = jax.jit(lambda pure: (net := pure.merge()).config() * net.w)
+    for net, scale in [(a, 1.0), (b, 50.0)] * 2:
+        assert raw(net.partition())[0] == f(net)[0] == scale
+    assert f.trace_count == 2
+
+
+def test_a_function_that_changes_its_own_closure_is_traced_once_even_where_a_config_is_watched():
+    def make():
+        calls = []
+
+        def count(x):
+            calls.append(1)
+            return x * 2.0
+
+        return count
+
+    net = Configured([1])
+    net.child = Configured(make())
+    scanned = nnx.scan(lambda net, carry, _: (net.child.config(carry), None), length=2)
+    assert scanned(net, 1.0, None)[0] == 4.0  # no change of structure
+    f = nnx.jit(lambda net: net.child.config(net.w))
+    twin = Configured([1])
+    twin.child = Configured(make())
+    for one in (net, twin, net, twin):
+        assert f(one)[0] == 2.0
+    assert f.trace_count == 2  # the first had run before
 
 
 def test_a_jitted_function_can_be_an_attribute_in_every_transform():

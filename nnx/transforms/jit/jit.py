@@ -16,6 +16,7 @@ from nnx.core.module_info import info_of
 from nnx.core.moduledef import ModuleDef
 from nnx.core.paths import join
 from nnx.core.trace import is_eager
+from nnx.core.user_warnings import warn_user
 from nnx.sharding.rules import get_logical_axis_rules
 from nnx.sharding.unmatched import UNSETTLED, note_shardings, settle
 from nnx.transforms.annotations import JitDecorator, JitOptions, JitWrapped, P, R
@@ -28,7 +29,6 @@ from nnx.transforms.jit.compiled import Compiled, CurrentCall
 from nnx.transforms.jit.fast_path import PlanCache, make_function
 from nnx.transforms.jit.staged import Staged
 from nnx.transforms.observed import OBSERVERS
-from nnx.transforms.tracebacks import warn_user
 
 RETRACES_BEFORE_WARNING = 10
 MAX_COMPILED = 256  # signatures per function; a program that needs more has a value that never repeats
@@ -110,6 +110,8 @@ class Jit:
         if self.static:
             args, kwargs = make_static(self.static, args, kwargs, self.name)
         call = Call(args, kwargs)
+        if call.flat is not None:
+            call.flat.settle_functions()
         key = (call.signature, get_logical_axis_rules())
         last = self._last
         if last is not None and key == last[0]:  # cheaper than a hash, and nearly always true
