@@ -74,15 +74,18 @@ def own(value: Any, copies: dict[int, Any], buffers: bool = False) -> Any:
 
 
 def holds_state(value: Any) -> bool:
-    """Whether a value is a Module, Ref or nnx container: something that must not hide in another value."""
-    return getattr(type(value), "_nnx_holds_state", False)
+    """Whether a value is a Module, Ref, nnx container or `jax.Ref`: something that must not hide in another value."""
+    return getattr(type(value), "_nnx_holds_state", False) or isinstance(value, jax.Ref)
 
 
 def find_module(tree: Any) -> Any:
-    """Returns the first Module or Ref that is a leaf of a pytree, or None."""
+    """Returns the first Module, Ref or `jax.Ref` that is a leaf of a pytree, or None."""
     if isinstance(tree, (list, dict, tuple)) and contains_itself(tree):
         return None
-    return next(filter(holds_state, jax.tree.leaves(tree)), None)
+    try:
+        return next(filter(holds_state, jax.tree.leaves(tree)), None)
+    except (TypeError, ValueError):  # a dict whose keys cannot be sorted is not a pytree
+        return None
 
 
 def contains_itself(value: Any) -> bool:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.collection_names import register_collection, snake_case
-from nnx.core.errors import INCOMPATIBLE_CONTAINER, MODULE_IN_CONTAINER
+from nnx.core.errors import INCOMPATIBLE_CONTAINER, JAX_REF_IN_CONTAINER, MODULE_IN_CONTAINER
 from nnx.core.hints import refuse_axis_names
 from nnx.core.module_info import ModuleBase
 from nnx.core.repr import short
@@ -267,10 +267,12 @@ def _rebox(spec: Spec, value: Any) -> Any:
 
 
 def refuse_modules(cls: type[Container[Any]], value: Any) -> None:
-    """Raises ValueError if a value for this type of container is or holds a Module or a Ref."""
+    """Raises ValueError if a value for this type of container is or holds a Module, a Ref or a `jax.Ref`."""
     if leaf_types.get(type(value)) or issubclass(cls, Static):
         return
     found = find_module(value)
+    if isinstance(found, jax.Ref):
+        raise ValueError(JAX_REF_IN_CONTAINER.format(type=cls.__name__))
     if found is not None:
         what = f"a Module ({type(found).__name__})" if isinstance(found, ModuleBase) else short(found)
         raise ValueError(MODULE_IN_CONTAINER.format(type=cls.__name__, what=what))
