@@ -10,7 +10,7 @@ from nnx.core.attributes import assign, holds_modules, place, wrappers
 from nnx.core.errors import BAD_KEY, HOLE_IN_SEQUENCE, MISSING_ITEM
 from nnx.core.module import Module
 from nnx.core.module_info import info_of
-from nnx.core.paths import segment_of
+from nnx.core.paths import is_dunder, segment_of
 from nnx.core.refs import Ref
 from nnx.core.updates import check_level, remove
 from nnx.core.variables import Spec
@@ -70,7 +70,7 @@ class Dict(Module, MutableMapping[str, Any]):
     def _nnx_attribute_name(cls, segment: Any) -> str:
         if not isinstance(segment, str) or not segment or "/" in segment:
             raise ValueError(BAD_KEY.format(key=segment))
-        return f"/{segment}" if hasattr(cls, segment) else segment
+        return f"/{segment}" if hasattr(cls, segment) or is_dunder(segment) else segment
 
     @classmethod
     def _nnx_reserves(cls, name: str) -> bool:

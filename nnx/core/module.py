@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, overload
 
-from nnx.core.attributes import assign, settle, variable_of
+from nnx.core.attributes import assign, refuse_state, settle, variable_of
 from nnx.core.build import build
 from nnx.core.copying import deep_copy, shallow_copy
 from nnx.core.errors import CLASS_OF_VIEW, DICT_REPLACED, MODULE_TO_RAW_JAX, NOT_A_MODULE_CLASS, RESERVED_NAME
@@ -29,7 +29,7 @@ from nnx.core.module_repr import module_repr
 from nnx.core.module_str import module_str
 from nnx.core.moduledef import ModuleDef
 from nnx.core.mutable_leaf import MutableLeaf
-from nnx.core.paths import join, segment_of
+from nnx.core.paths import is_dunder, join, segment_of
 from nnx.core.proxies import Access
 from nnx.core.pure import Pure
 from nnx.core.refs import Ref
@@ -149,7 +149,9 @@ class Module(ModuleBase, metaclass=ModuleType):
                 if name in ("__class__", "__dict__"):
                     self._nnx_become(name, value)
                     return
-                if name[:2] == "__" or hasattr(type(on_class), "__set__"):
+                if is_dunder(name):
+                    refuse_state(self, name, value)
+                if is_dunder(name) or hasattr(type(on_class), "__set__"):
                     object.__setattr__(self, name, value)
                     return
             if name in cls._nnx_fields:

@@ -1,7 +1,8 @@
 """Paths: how attribute names become the segments of a path, and how paths are sorted, joined and listed.
 
 The name in `__dict__` and the segment of a path are the same, with one exception: an item of a `Dict` whose key is also
-the name of something on the class is stored under "/key", where attribute access does not find it.
+the name of something on the class, or looks like a name of Python's own, is stored under "/key", where attribute access
+does not find it.
 """
 
 import functools
@@ -11,6 +12,11 @@ from collections.abc import Iterable
 def segment_of(name: str) -> str:
     """Returns the path segment of the attribute stored under `name`."""
     return name[1:] if name[0] == "/" else name
+
+
+def is_dunder(name: str) -> bool:
+    """Whether a name has two underscores at both ends, as the names that Python gives a meaning have."""
+    return name[:2] == "__" and name[-2:] == "__"
 
 
 @functools.lru_cache(maxsize=4096)  # the same few names appear again and again

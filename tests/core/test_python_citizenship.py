@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import nnx
+from tests.models import Box
 
 T = TypeVar("T")
 
@@ -260,6 +261,37 @@ def test_private_names_are_mangled_as_usual():
     assert m.read() == 1.0
     assert m.clone().read() == 1.0
     assert list(m.get_state()) == ["_Hides__w", "_plain"]
+
+
+def test_a_private_name_set_from_outside_is_an_attribute_like_any_other():
+    m = Box()
+    setattr(m, "__w", nnx.Param(jnp.ones(2)))
+    m.__n = 3  # outside a class, Python mangles nothing
+    assert list(m.get_state()) == ["__w"]
+    assert m.clone().__n == 3
+    nnx.jit(lambda m: setattr(m, "__w", 2 * m.__w))(m)
+    assert m.__w.tolist() == [2.0, 2.0]
+    del m.__w
+    assert list(m.get_state()) == []
+
+
+@pytest.mark.parametrize("value", [nnx.Param(1.0), jnp.ones(2), nnx.Dict(), [nnx.Dict()], nnx.Ref(nnx.Param(1.0))])
+def test_a_name_that_belongs_to_python_refuses_state(value):
+    m = Box()
+    with pytest.raises(
+        AttributeError, match="'__w__' of Box: names with two underscores at both ends belong to Python"
+    ):
+        m.__w__ = value
+    assert "__w__" not in vars(m)
+    m.__doc__ = "A box."  # what Python and its libraries set, such as `__orig_class__`, is theirs
+    assert m.__doc__ == "A box." and len(m.get_state()) == 0
+
+
+def test_a_name_that_belongs_to_python_is_an_item_of_a_dict_like_any_other():
+    d = nnx.Dict({"__w__": nnx.Param(1.0), "__version__": 2})
+    assert d["__w__"] == 1.0 and d["__version__"] == 2 and sorted(d) == ["__version__", "__w__"]
+    assert list(d.get_state()) == ["__w__"]
+    assert d.clone()["__version__"] == 2
 
 
 def test_a_custom_new_works():
