@@ -12,7 +12,7 @@ from nnx.core.kinds import Absent, box
 from nnx.core.load_report import LoadReport
 from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.paths import join, path_order
-from nnx.core.placing import converted, describe_value, fits
+from nnx.core.placing import converted, describe_value, described_misfit, fits
 from nnx.core.repr import short
 from nnx.core.state import State
 from nnx.core.updates import update
@@ -57,8 +57,8 @@ def load_state(root: Any, mapping: Any, strict: bool, cast: bool) -> LoadReport:
             continue
         leaf = _leaf(flat, cell)
         value = _fitting(given[name], leaf, cast)
-        if value is None:
-            report.mismatched[path] = short(given[name]), short(leaf)
+        if isinstance(value, str):
+            report.mismatched[path] = value, short(leaf)
         else:
             values[path] = value[0]
     report.missing = sorted({*flat.key.layout.paths, *absent} - names.keys(), key=path_order)
@@ -101,19 +101,21 @@ def _flattened(mapping: Mapping[Any, Any], flat: Flat) -> dict[str, Any]:
     return leaves
 
 
-def _fitting(new: Any, leaf: Any, cast: bool) -> tuple[Any] | None:
-    """Returns the value to store, in a tuple, if what was given fits a leaf of the Module; else None."""
+def _fitting(new: Any, leaf: Any, cast: bool) -> tuple[Any] | str:
+    """Returns the value to store, in a tuple, if what was given fits a leaf of the Module; else what was given."""
     if isinstance(new, Container) and isinstance(leaf, Container) and type(new) is not type(leaf):
-        return None
+        return short(new)
     new_leaves, new_tree = jax.tree.flatten(_raw(new))
     old_leaves, old_tree = jax.tree.flatten(_raw(leaf))
     if new_tree != old_tree:
-        return None
+        return short(new)
     new_leaves = [_as_array(value) for value in new_leaves]
     for value, old in zip(new_leaves, old_leaves, strict=True):
         have, want = describe_value(value), describe_value(old)
-        if have is None or want is None or isinstance(value, jax.ShapeDtypeStruct) or not fits(have, want, cast):
-            return None
+        if have is None or want is None or isinstance(value, jax.ShapeDtypeStruct):
+            return short(new)
+        if not fits(have, want, cast):
+            return described_misfit(short(new), have, want)
     return (jax.tree.unflatten(old_tree, map(converted, new_leaves, old_leaves)),)
 
 

@@ -286,7 +286,7 @@ class Module(ModuleBase, metaclass=ModuleType):
             mapping: a State, or a flat or nested mapping from paths to arrays.
             strict: whether everything must fit: all paths known, every variable given, shapes and dtypes the same. If
                 False, what fits is loaded, and the rest of the Module stays as it is.
-            cast: whether to convert values to the dtypes of the Module.
+            cast: whether to convert values to the dtypes of the Module. A complex value never fits a real variable.
 
         Returns:
             A report of what did not fit; it is false if everything did.

@@ -7,6 +7,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+LOSES_IMAGINARY_PART = ", whose imaginary part would be lost (if that is meant, load its `.real`),"
+
 
 class Described(Protocol):
     """What `fits` compares: the kind ("array", "key", "number" or "text"), dtype and shape of a value."""
@@ -38,18 +40,40 @@ def describe_value(value: Any) -> Description | None:
 
 
 def fits(have: Described, want: Described, cast: bool) -> bool:
-    """Whether a loaded value can take the place of another one; with `cast`, dtypes may differ."""
+    """Whether a loaded value can take the place of another one; with `cast`, dtypes may differ.
+
+    Nothing complex fits a real place, not even with `cast`: its imaginary part would be lost.
+    """
     kinds = have.kind, want.kind
+    if have.shape != want.shape or loses_imaginary_part(have, want):
+        return False
     if "text" in kinds or "key" in kinds:
-        return kinds[0] == kinds[1] and have.shape == want.shape and have.dtype == want.dtype
+        return kinds[0] == kinds[1] and have.dtype == want.dtype
     if "number" in kinds:  # a Python number, or the scalar array that a compiled step made from it
-        return have.shape == want.shape and (cast or _sort(have) == _sort(want))
-    return have.shape == want.shape and (cast or have.dtype == want.dtype)
+        return cast or sort_of_number(have.dtype) == sort_of_number(want.dtype)
+    return cast or have.dtype == want.dtype
 
 
-def _sort(described: Described) -> Any:
-    dtype = jnp.dtype(described.dtype)
-    return next(sort for sort in (jnp.bool_, jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, sort))
+def loses_imaginary_part(have: Described, want: Described) -> bool:
+    """Whether a complex value would take the place of a real one."""
+    numbers = {"array", "number"}
+    return {have.kind, want.kind} <= numbers and _is_complex(have) and not _is_complex(want)
+
+
+def described_misfit(text: str, have: Described, want: Described) -> str:
+    """Returns the text of a value that does not fit, with the reason where `cast=True` would not help."""
+    return text + LOSES_IMAGINARY_PART if loses_imaginary_part(have, want) else text
+
+
+def sort_of_number(dtype: Any) -> Any:
+    """Returns the sort of number that a dtype stores, whatever its width; None if it stores something else."""
+    sorts = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return next((sort for sort in sorts if jnp.issubdtype(dtype, sort)), None)
+
+
+def _is_complex(described: Described) -> bool:
+    # Not `jnp.dtype(name)`, which refuses structured dtypes. NumPy's name of a foreign byte order is ">c8".
+    return described.dtype.lstrip("<>").startswith("c")
 
 
 def bound_sharding(old: Any) -> Any:

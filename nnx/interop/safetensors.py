@@ -172,7 +172,8 @@ def load_safetensors(
             abstract, and is not changed.
         strict: whether names, shapes and dtypes must agree. If False, the State has the entries that fit, and the
             others are reported.
-        cast: whether to convert values of a different dtype, including 64-bit ones if JAX has no 64-bit types.
+        cast: whether to convert values of a different dtype, including 64-bit ones if JAX has no 64-bit types. A
+            complex value never fits a real one.
         report: a LoadReport to fill with the entries that do not fit, instead of a warning.
         rename: new paths for those in the file, e.g. `{"old/**": "new/**"}`; `*` matches text within a segment,
             `**` any number of segments.

@@ -14,7 +14,7 @@ import numpy as np
 
 from nnx.core.aligned_memory import aligned_copy
 from nnx.core.load_report import LoadReport
-from nnx.core.placing import bound_sharding
+from nnx.core.placing import Description, bound_sharding, describe_value, described_misfit, fits
 from nnx.interop.safetensors_file import TensorFile
 from nnx.interop.safetensors_header import INVALID, Tensor
 from nnx.training.entries import Entries, resolve_alias
@@ -167,22 +167,16 @@ def _is_same(source: Source, a: str, b: str) -> bool:
 
 def _problem(kind: str, dtype: Any, shape: tuple[int, ...], value: Any, cast: bool) -> str | None:
     """Describes a tensor if it cannot replace a value; None if it can."""
-    if not hasattr(value, "shape"):  # a Python number has no width to compare
-        fits = (kind, shape) == ("array", ()) and (cast or _sort(dtype) == _sort(jnp.asarray(value).dtype))
-    else:
-        wants_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-        fits = shape == value.shape and (dtype == value.dtype or (cast and kind == "array" and not wants_key))
-        if fits and not cast and kind == "array" and not isinstance(value, (np.ndarray, np.generic)):
-            narrow = jax.dtypes.canonicalize_dtype(dtype)
-            if narrow != dtype:
-                return NEEDS_X64.format(dtype=dtype, shape=",".join(map(str, shape)), narrow=narrow)
-    return None if fits else f"{dtype}[{','.join(map(str, shape))}]"
-
-
-def _sort(dtype: Any) -> Any:
-    """Returns the sort of number that a dtype stores, regardless of its width."""
-    sorts = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-    return next(sort for sort in sorts if jnp.issubdtype(dtype, sort))
+    have, want = Description(kind, str(dtype), shape), describe_value(value)
+    sizes = ",".join(map(str, shape))
+    if want is None or not fits(have, want, cast):
+        text = f"{dtype}[{sizes}]"
+        return text if want is None else described_misfit(text, have, want)
+    if kind == "array" and want.kind == "array" and not cast and not isinstance(value, (np.ndarray, np.generic)):
+        narrow = jax.dtypes.canonicalize_dtype(dtype)
+        if narrow != dtype:
+            return NEEDS_X64.format(dtype=dtype, shape=sizes, narrow=narrow)
+    return None
 
 
 def _text_of_value(value: Any) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.flat import Flat, flat_of
@@ -12,6 +11,7 @@ from nnx.core.load_report import LoadReport
 from nnx.core.module import Module
 from nnx.core.module_info import info_of, values_of
 from nnx.core.paths import join, listing, path_order
+from nnx.core.placing import sort_of_number
 from nnx.core.repr import short
 from nnx.core.variables import BatchStat, Container, Param
 from nnx.interop.torch_layers import Mismatch, Part, Rule, dotted, layer_rule, unchanged
@@ -152,14 +152,21 @@ def _canonical(flat: Flat, path: str) -> str:
 def _value(leaf: Any) -> Any:
     """Returns the array of a leaf of a State; None if it holds a pytree."""
     value = leaf.value if isinstance(leaf, Container) else leaf
-    return value if hasattr(value, "shape") else np.asarray(value) if isinstance(value, (bool, int, float)) else None
+    return (
+        value
+        if hasattr(value, "shape")
+        else np.asarray(value)
+        if isinstance(value, (bool, int, float, complex))
+        else None
+    )
 
 
 def _converted(part: Part, leaf: Any, mapping: Mapping[str, Any]) -> np.ndarray:
     """Returns the array of a part, after checking the tensors that it is made from."""
     tensors = {name: _as_numpy(name, mapping[name]) for name in part.tensors}
-    have = {name: (_sort(tensor), tensor.shape) for name, tensor in tensors.items()}
-    want = {name: (_sort(_value(leaf)), shape) for name, shape in part.tensors.items()}
+    # The width of a number may differ, its sort may not.
+    have = {name: (sort_of_number(tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
+    want = {name: (sort_of_number(_value(leaf).dtype), shape) for name, shape in part.tensors.items()}
     if have != want:
         shown = " and ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors.values())
         dtype = np.dtype(_value(leaf).dtype).name
@@ -170,12 +177,6 @@ def _converted(part: Part, leaf: Any, mapping: Mapping[str, Any]) -> np.ndarray:
 
 def _listed(part: Part) -> str:
     return listing(part.tensors)
-
-
-def _sort(array: Any) -> Any:
-    """Returns what must agree about dtypes; the width may differ."""
-    sorts = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-    return next((sort for sort in sorts if jnp.issubdtype(array.dtype, sort)), array.dtype)
 
 
 def _as_numpy(name: str, value: Any) -> np.ndarray:

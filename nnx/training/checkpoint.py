@@ -144,7 +144,8 @@ def load(
             and values is returned, nested by the segments of their paths.
         strict: whether everything must fit. If False, the values that fit are loaded, and the others are reported and
             left unchanged; optimizer state is then also found if a transformation was added to the chain or removed.
-        cast: whether to convert values of a different dtype to that of the target.
+        cast: whether to convert values of a different dtype to that of the target. A complex value never fits a real
+            one.
         verify: whether to verify the checksums of the data that are read.
         rename: new names for paths of the checkpoint, e.g. `{"old/**": "new/**"}`; the first pattern that matches is
             used.

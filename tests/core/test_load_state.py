@@ -218,3 +218,37 @@ def test_checkpoints_and_mappings_agree_on_what_fits():
     assert fits(array, Record("array", "float16", (2,)), cast=True)
     assert fits(number, Record("array", "int32", ()), cast=False)
     assert not fits(number, Record("array", "float32", ()), cast=False)
+
+
+COMPLEX = {"number": 1 + 2j, "array": np.array([1 + 2j], np.complex64), "scalar": np.complex64(1 + 2j)}
+REAL_PLACES = {
+    "number": [1.0, jnp.zeros(()), np.zeros((), np.float32), 1, True],
+    "array": [jnp.zeros(1), np.zeros(1, np.float32), jnp.zeros(1, int)],
+    "scalar": [1.0, jnp.zeros(()), np.zeros(()), np.float32(0)],
+}
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_nothing_complex_is_loaded_into_a_real_place(tmp_path, cast):
+    for sort, value in COMPLEX.items():
+        nnx.save(tmp_path / sort, {"w": value})
+        nnx.save_safetensors(tmp_path / f"{sort}.safetensors", nnx.State({"w": nnx.Variable(value)}))
+        for place in REAL_PLACES[sort]:
+            model, target = nnx.Dict(w=nnx.Variable(place)), {"w": place}
+            with pytest.raises(ValueError, match="whose imaginary part would be lost"):
+                model.load_state({"w": value}, cast=cast)
+            with pytest.raises(nnx.CheckpointError, match="whose imaginary part would be lost"):
+                nnx.load(tmp_path / sort, target, cast=cast)
+            with pytest.raises(nnx.CheckpointError, match="whose imaginary part would be lost"):
+                nnx.load_safetensors(tmp_path / f"{sort}.safetensors", model, cast=cast)
+            assert model.w is place and target["w"] is place
+
+
+def test_real_and_complex_values_are_loaded_into_complex_places():
+    model = nnx.Dict(number=nnx.Variable(0j), array=nnx.Param(jnp.zeros(1, jnp.complex64)))
+    model.load_state({"number": 1 + 2j, "array": np.array([1j], ">c8")}, cast=True)
+    assert model.number == 1 + 2j and model.array.tolist() == [1j]
+    model.load_state({"number": 2.0, "array": np.ones(1, np.float32)}, cast=True)
+    assert type(model.number) is complex and model.array.tolist() == [1]
+    with pytest.raises(ValueError, match="whose imaginary part would be lost"):
+        nnx.Dict(w=nnx.Param(jnp.zeros(1))).load_state({"w": np.array([1j], ">c8")}, cast=True)

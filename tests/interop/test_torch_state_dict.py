@@ -198,8 +198,10 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_reported():
     assert same(values(model), values(complete) | {"gain": np.zeros(4, np.float32)})
 
 
-def test_integers_do_not_become_weights_and_weights_no_integers():
+def test_integers_and_complex_numbers_do_not_become_weights_and_weights_no_integers():
     model = nnx.Linear(3, 4, use_bias=False, ctx=CTX)
+    with pytest.raises(ValueError, match=r"complex64\[4, 3\].*float32\[4, 3\]"):
+        nnx.load_torch_state_dict(model, {"weight": np.ones((4, 3), np.complex64)})
     with pytest.raises(ValueError, match=r"int64\[4, 3\].*float32\[4, 3\]"):
         nnx.load_torch_state_dict(model, {"weight": np.ones((4, 3), np.int64)})
     nnx.quantize(model)
