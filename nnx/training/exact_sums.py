@@ -49,14 +49,19 @@ def value(pair: Pair) -> jax.Array:
 
 
 @jax.jit  # outside a compiled step, `reduce` would trace its function again at every call
-def exact_sum(x: Any, where: jax.Array | None = None) -> Pair:
+def exact_sum(x: Any, where: jax.Array | None = None, weights: jax.Array | None = None) -> Pair:
     """Sums all elements of an array into a pair.
 
     Args:
         x: an array of numbers or booleans. Integers are exact as long as the sum is below 2**48.
         where: a mask; elements where it is False are left out.
+        weights: an array of the shape of `x`; each element is multiplied by its weight, and left out if that is 0.
     """
     x = jnp.asarray(x)
+    if weights is not None:
+        counts = weights != 0 if where is None else where & (weights != 0)
+        factors = (jnp.where(counts, factor, jnp.zeros((), factor.dtype)) for factor in (x, weights))
+        return _reduced(*_product(*map(_split, factors)))
     if where is not None:
         x = jnp.where(where, x, jnp.zeros((), x.dtype))
     if x.dtype == bool and x.size < 2**31:  # an integer sum is exact, and the fastest way
@@ -93,6 +98,24 @@ def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
     rest = total - a
     error = (a - (total - rest)) + (b - rest)
     return total, jnp.where(jnp.isfinite(total), error, 0)  # the error of an infinite sum would be NaN
+
+
+def _product(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Returns the product of two pairs of arrays, as a pair of arrays."""
+    (a_high, a_low), (b_high, b_low) = _halves(a[0]), _halves(b[0])
+    rounded = a[0] * b[0]
+    # Each product of halves is exact, so it makes no difference whether the compiler fuses it with the addition.
+    middle, middle_error = _two_sum(a_high * b_low, a_low * b_high)
+    high, error = _two_sum(a_high * b_high, middle)
+    rest = error + (middle_error + a_low * b_low) + (a[0] * b[1] + a[1] * b[0])
+    # Halves of numbers near the end of the range can become infinite on their own.
+    return _two_sum(jnp.where(jnp.isfinite(high), high, rounded), jnp.where(jnp.isfinite(rest), rest, 0))
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns two float32 arrays of 12 significant bits that add up to `x`."""
+    high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=11)
+    return high, x - high
 
 
 def _add(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -4,6 +4,8 @@ A metric is *updated* with a batch, *computes* its result, and is *reset*. Under
 already are those of the whole batch. Where each device holds its own metric (inside `shard_map`, `pmap`, `vmap` with an
 axis name), `metric.reduce(axis_name)` combines them on every device; `metric.merge(other)` adds the batches of another
 metric, e.g. from another process. Sums and counts are pairs of float32 numbers (`exact_sums`).
+
+A *mask* says which values count. *Weights* say how much: a value of weight 2 counts like two equal values.
 """
 
 import abc
@@ -21,6 +23,9 @@ T = TypeVar("T")
 
 NO_VALUE = """{metric}.update expected the keyword argument {name!r}, got {given}. Its name is chosen where the metric \
 is made: nnx.{metric}({name!r})."""
+RESERVED_NAME = """{metric}({name!r}): `update` takes {name!r} for what counts, so the values need another name."""
+NOT_A_MASK = """{metric}.update expected a boolean mask, got {dtype}{shape}. If these say how much each value counts, \
+write {metric}.update(..., weights=...) instead; if they are zeros and ones, write mask=mask.astype(bool)."""
 NO_CLASS_AXIS = """Accuracy expected logits with one axis more than labels, got logits of shape {logits} and labels of \
 shape {labels}. For binary labels write nnx.Accuracy(threshold=0.5)."""
 NOT_BINARY = """Accuracy(threshold=...) expected logits and labels of one shape, got logits of shape {logits} and \
@@ -103,6 +108,10 @@ class Average(Metric):
     >>> loss.update(loss=6.0)
     >>> float(loss.compute())
     3.0
+    >>> loss.reset()
+    >>> loss.update(loss=jnp.array([1.0, 2.0]), weights=jnp.array([3, 1]))
+    >>> float(loss.compute())
+    1.25
     """
 
     argname: str
@@ -110,29 +119,40 @@ class Average(Metric):
     count_pair: exact_sums.Pair
 
     def __init__(self, argname: str = "values"):
-        self.argname = argname
+        self.argname = _checked_name(self, argname)
         self.total_pair = MetricState(exact_sums.zero())
         self.count_pair = MetricState(exact_sums.zero())
 
     @property
     def total(self) -> jax.Array:
-        """The sum of the values so far, rounded to float32."""
+        """The weighted sum of the values so far, rounded to float32."""
         return exact_sums.value(self.total_pair)
 
     @property
     def count(self) -> jax.Array:
-        """The number of values so far, rounded to float32."""
+        """The number of values so far, or the sum of their weights, rounded to float32."""
         return exact_sums.value(self.count_pair)
 
-    def update(self, *, mask: Any = None, **values: Any) -> None:
-        """Adds values; those where `mask` is False do not count."""
-        self._add(_argument(self, values), mask)
+    def update(self, *, mask: Any = None, weights: Any = None, **values: Any) -> None:
+        """Adds values.
 
-    def _add(self, values: Any, mask: Any) -> None:
+        Args:
+            mask: a boolean mask of the shape of the values, or broadcast to it; values where it is False do not count.
+            weights: how much each value counts, 0 or more, of the shape of the values or broadcast to it. A value of
+                weight 2 counts like two equal values, also toward the standard error of `Welford`.
+            **values: the values, under the name `argname`. Others are ignored.
+
+        Raises:
+            TypeError: the values are missing.
+            ValueError: the mask is not boolean.
+        """
+        self._add(_argument(self, values), mask, weights)
+
+    def _add(self, values: Any, mask: Any, weights: Any) -> None:
         values = jnp.asarray(values)
-        mask = _mask(mask, values.shape)
-        self.total_pair = exact_sums.add(self.total_pair, exact_sums.exact_sum(values, mask))
-        self.count_pair = exact_sums.add(self.count_pair, _counted(values.size, mask))
+        mask, weights = _mask(self, mask, values.shape), _weights(weights, values.shape)
+        self.total_pair = exact_sums.add(self.total_pair, exact_sums.exact_sum(values, mask, weights))
+        self.count_pair = exact_sums.add(self.count_pair, _counted(values.size, mask, weights))
 
     def compute(self) -> jax.Array:
         """Returns the mean."""
@@ -170,16 +190,18 @@ class Accuracy(Average):
         super().__init__()
         self.threshold = threshold
 
-    def update(self, *, logits: Any, labels: Any, mask: Any = None, **_: Any) -> None:
+    def update(self, *, logits: Any, labels: Any, mask: Any = None, weights: Any = None, **_: Any) -> None:
         """Adds predictions.
 
         Args:
             logits: the logits, `(..., classes)`; with a threshold, of the shape of `labels`.
             labels: the correct classes, as integers.
-            mask: a mask of the shape of `labels`, or broadcast to it; predictions where it is False do not count.
+            mask: a boolean mask of the shape of `labels`, or broadcast to it; predictions where it is False do not
+                count.
+            weights: how much each prediction counts, 0 or more, of the shape of `labels` or broadcast to it.
 
         Raises:
-            ValueError: the shapes do not match, or the labels are not integers.
+            ValueError: the shapes do not match, the labels are not integers, or the mask is not boolean.
         """
         logits, labels = jnp.asarray(logits), jnp.asarray(labels)
         if not (jnp.issubdtype(labels.dtype, jnp.integer) or labels.dtype == bool):
@@ -192,7 +214,7 @@ class Accuracy(Average):
             if logits.shape != labels.shape:
                 raise ValueError(NOT_BINARY.format(logits=logits.shape, labels=labels.shape))
             right = (logits > self.threshold) == labels.astype(bool)
-        self._add(right, mask)
+        self._add(right, mask, weights)
 
 
 class Statistics(NamedTuple):
@@ -230,22 +252,22 @@ class Welford(Metric):
     m2_pair: exact_sums.Pair
 
     def __init__(self, argname: str = "values"):
-        self.argname = argname
+        self.argname = _checked_name(self, argname)
         self.count_pair = MetricState(exact_sums.zero())
         self.mean_pair = MetricState(exact_sums.zero())
         self.m2_pair = MetricState(exact_sums.zero())  # the sum of squared distances from the mean
 
     @property
     def count(self) -> jax.Array:
-        """The number of values so far, rounded to float32."""
+        """The number of values so far, or the sum of their weights, rounded to float32."""
         return exact_sums.value(self.count_pair)
 
-    def update(self, *, mask: Any = None, **values: Any) -> None:
-        """Adds values; those where `mask` is False do not count."""
+    def update(self, *, mask: Any = None, weights: Any = None, **values: Any) -> None:
+        """Adds values; the arguments are those of `Average.update`."""
         x = jnp.asarray(_argument(self, values), jnp.float32)
-        mask = _mask(mask, x.shape)
-        count_pair = _counted(x.size, mask)
-        self._take(count_pair, *_moments(x, mask, count_pair))
+        mask, weights = _mask(self, mask, x.shape), _weights(weights, x.shape)
+        count_pair = _counted(x.size, mask, weights)
+        self._take(count_pair, *_moments(x, mask, weights, count_pair))
 
     def _take(self, count_pair: jax.Array, mean_pair: jax.Array, m2_pair: jax.Array) -> None:
         own, other = (self.count_pair, self.mean_pair, self.m2_pair), (count_pair, mean_pair, m2_pair)
@@ -271,7 +293,7 @@ class Welford(Metric):
         """Adds the values that the other members of a mapped axis have seen."""
         count = self.count
         count_pair = exact_sums.sum_members(self.count_pair, axis_name)
-        share = count / jnp.maximum(exact_sums.value(count_pair), 1)
+        share = count / _divisor(count_pair)
         # As in `_moments`: first the rounded mean, then its error from the distances.
         center = jax.lax.psum(share * exact_sums.value(self.mean_pair), axis_name)
         distance = exact_sums.value(exact_sums.subtract(self.mean_pair, exact_sums.from_float(center)))
@@ -284,13 +306,15 @@ class Welford(Metric):
 
 
 @jax.jit
-def _moments(x: jax.Array, mask: jax.Array | None, count_pair: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _moments(
+    x: jax.Array, mask: jax.Array | None, weights: jax.Array | None, count_pair: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns the mean of a batch, and the sum of squared distances from it."""
-    count = jnp.maximum(exact_sums.value(count_pair), 1)
+    count = _divisor(count_pair)
     # First the rounded mean, then its error from the distances, which are small and therefore precise.
-    center = exact_sums.value(exact_sums.exact_sum(x, mask)) / count
-    correction = exact_sums.value(exact_sums.exact_sum(x - center, mask)) / count
-    squares = exact_sums.exact_sum((x - center - correction) ** 2, mask)
+    center = exact_sums.value(exact_sums.exact_sum(x, mask, weights)) / count
+    correction = exact_sums.value(exact_sums.exact_sum(x - center, mask, weights)) / count
+    squares = exact_sums.exact_sum((x - center - correction) ** 2, mask, weights)
     return exact_sums.from_float(center, correction), squares
 
 
@@ -299,7 +323,7 @@ def _combined(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.A
     """Returns count, mean and squared distances of two sets of values together."""
     count_pair = exact_sums.add(a[0], b[0])
     delta = exact_sums.value(exact_sums.subtract(b[1], a[1]))
-    share = exact_sums.value(b[0]) / jnp.maximum(exact_sums.value(count_pair), 1)
+    share = exact_sums.value(b[0]) / _divisor(count_pair)
     # Not `delta**2`, which would overflow for a large first value and then meet a count of zero.
     between = exact_sums.from_float(delta * (delta * exact_sums.value(a[0]) * share))
     mean_pair = exact_sums.add(a[1], exact_sums.from_float(delta * share))
@@ -355,12 +379,35 @@ class MultiMetric(Metric):
             metric.reduce(axis_name)
 
 
-def _mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
-    return None if mask is None else jnp.broadcast_to(jnp.asarray(mask, bool), shape)
+def _checked_name(metric: Any, argname: str) -> str:
+    if argname in ("mask", "weights"):
+        raise ValueError(RESERVED_NAME.format(metric=type(metric).__name__, name=argname))
+    return argname
 
 
-def _counted(size: int, mask: jax.Array | None) -> jax.Array:
+def _mask(metric: Any, mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
+    if mask is None:
+        return None
+    mask = jnp.asarray(mask)
+    if mask.dtype != bool:
+        raise ValueError(NOT_A_MASK.format(metric=type(metric).__name__, dtype=mask.dtype, shape=list(mask.shape)))
+    return jnp.broadcast_to(mask, shape)
+
+
+def _weights(weights: Any, shape: tuple[int, ...]) -> jax.Array | None:
+    return None if weights is None else jnp.broadcast_to(jnp.asarray(weights), shape)
+
+
+def _counted(size: int, mask: jax.Array | None, weights: jax.Array | None) -> jax.Array:
+    if weights is not None:
+        return exact_sums.exact_sum(weights, mask)
     return exact_sums.from_int(size) if mask is None else exact_sums.exact_sum(mask)
+
+
+def _divisor(count_pair: jax.Array) -> jax.Array:
+    """Returns the count to divide by; 1 before the first value. A sum of weights can be less than 1."""
+    count = exact_sums.value(count_pair)
+    return jnp.where(count == 0, 1, count)
 
 
 def _argument(metric: Any, values: dict[str, Any]) -> Any:

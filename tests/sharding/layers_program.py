@@ -107,6 +107,22 @@ def split_logits() -> list[float]:
     return found
 
 
+def weighted_metrics() -> list[float]:
+    """The relative errors of a weighted sum and of a sum of weights in a compiled step, over a split batch."""
+    random = np.random.default_rng(0)
+    values, weights = (random.random(128).astype(np.float32) for _ in range(2))
+    step = nnx.jit(lambda metric, values, weights: metric.update(values=values, weights=weights))
+    found = []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh, metric = mesh_of(("data", 8), type=kind), nnx.Average()
+        with jax.set_mesh(mesh):
+            step(metric, *jax.device_put((values, weights), NamedSharding(mesh, P("data"))))
+        pairs = [np.asarray(pair, np.float64).sum() for pair in (metric.total_pair, metric.count_pair)]
+        exact = [(values.astype(np.float64) * weights).sum(), weights.sum(dtype=np.float64)]
+        found += [float(abs(pair / sum - 1)) for pair, sum in zip(pairs, exact, strict=True)]
+    return found
+
+
 def same_numbers() -> dict[str, bool]:
     """Whether a model built in parts has exactly the numbers of the one that its constructor makes."""
     builds = {
@@ -224,5 +240,6 @@ def guide() -> int:
 
 
 if __name__ == "__main__":
-    checks = (tensor_parallel_collectives, explicit_layers, split_logits, same_numbers, restoring, warned, plans, guide)
+    checks = (tensor_parallel_collectives, explicit_layers, split_logits, weighted_metrics, same_numbers, restoring)
+    checks += (warned, plans, guide)
     print(json.dumps({check.__name__: check() for check in checks}))

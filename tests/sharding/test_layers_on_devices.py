@@ -44,6 +44,10 @@ def test_cross_entropy_takes_logits_that_are_split_over_the_vocabulary(seen):
     np.testing.assert_allclose(others, one_device, rtol=1e-5)
 
 
+def test_weighted_metrics_are_exact_over_a_split_batch(seen):
+    assert len(seen["weighted_metrics"]) == 4 and max(seen["weighted_metrics"]) < 1e-13
+
+
 def test_a_model_built_in_parts_has_exactly_the_numbers_of_its_constructor(seen):
     assert len(seen["same_numbers"]) == 4
     assert {name for name, same in seen["same_numbers"].items() if not same} == set()

@@ -1,5 +1,7 @@
 """Metrics, against numpy."""
 
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,10 +29,72 @@ def test_average_is_the_mean_of_all_values():
 
 def test_masked_values_do_not_count_even_if_they_are_nan():
     metric = nnx.Average("loss")
-    metric.update(loss=jnp.array([[1.0, jnp.nan], [3.0, 8.0]]), mask=jnp.array([[1, 0], [1, 0]]))
+    metric.update(loss=jnp.array([[1.0, jnp.nan], [3.0, 8.0]]), mask=jnp.array([[True, False], [True, False]]))
     assert metric.compute() == 2.0 and metric.count == 2
     metric.update(loss=jnp.array([[1.0, 2.0], [3.0, 100.0]]), mask=jnp.array([True, False]))  # broadcast
     assert metric.compute() == 2.0 and metric.count == 4
+
+
+UPDATES = {
+    "Average": (nnx.Average, {"values": jnp.ones(2)}),
+    "Accuracy": (nnx.Accuracy, {"logits": jnp.zeros((2, 3)), "labels": jnp.zeros(2, int)}),
+    "Welford": (nnx.Welford, {"values": jnp.ones(2)}),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_mask_that_is_not_boolean_is_refused_and_weights_are_shown(name):
+    make, batch = UPDATES[name]
+    for mask in (jnp.array([1.0, 0.5]), np.array([1, 0]), 1):
+        with pytest.raises(ValueError, match=rf"{name}.update expected a boolean mask.*weights=(.|\n)*mask.astype"):
+            make().update(**batch, mask=mask)
+
+
+def test_values_cannot_be_named_like_other_arguments_of_update():
+    for name in ("mask", "weights"):
+        with pytest.raises(ValueError, match=rf"Average\('{name}'\): `update` takes '{name}' for what counts"):
+            nnx.Average(name)
+
+
+def weighted(values, weights):
+    """The sum of the weights, the weighted sum and the standard deviation, with Python's exact fractions."""
+    values, weights = ([Fraction(float(v)) for v in array] for array in (values, weights))
+    count, total = sum(weights), sum(v * w for v, w in zip(values, weights))
+    var = sum((v - total / count) ** 2 * w for v, w in zip(values, weights)) / count
+    return count, total, float(var) ** 0.5
+
+
+def share(pair, exact):
+    """A pair of float32 numbers over the exact sum."""
+    return float(sum(map(Fraction, pair.tolist())) / exact)
+
+
+@pytest.mark.parametrize("scale", [1, 1e-4])
+def test_weighted_metrics_agree_with_exact_fractions(scale):
+    values = rng.normal(100, 1, 40).astype(np.float32)
+    weights, mask = (scale * rng.random(40)).astype(np.float32), rng.random(40) < 0.7
+    count, total, deviation = weighted(values[mask], weights[mask])
+    metrics = nnx.MultiMetric(average=nnx.Average(), spread=nnx.Welford())
+    values = np.where(mask, values, np.nan)
+    for part in (slice(0, 20), slice(20, 40)):
+        metrics.update(values=values[part], weights=weights[part], mask=mask[part])
+    assert share(metrics.average.total_pair, total) == pytest.approx(1, rel=1e-13)
+    assert share(metrics.average.count_pair, count) == pytest.approx(1, rel=1e-13)
+    mean, _, spread = metrics.spread.compute()
+    for found in (mean, metrics.average.compute()):
+        assert float(found) == pytest.approx(float(total / count), rel=2e-7)
+    assert float(spread) == pytest.approx(deviation, rel=1e-5)
+
+
+def test_a_value_of_weight_two_counts_like_two_values_and_one_of_weight_zero_not_at_all():
+    logits, labels = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]), np.array([0, 0, 1])
+    once, twice = nnx.Accuracy(), nnx.Accuracy()
+    once.update(logits=logits, labels=labels, weights=np.array([2, 1, 0]))
+    twice.update(logits=logits[[0, 0, 1]], labels=labels[[0, 0, 1]])
+    assert once.compute() == twice.compute() == np.float32(2 / 3)
+    spread = nnx.Welford()
+    spread.update(values=jnp.array([1.0, 4.0, jnp.nan]), weights=jnp.array([2.0, 1.0, 0.0]))
+    assert spread.compute() == nnx.Statistics(2.0, np.sqrt(np.float32(2 / 3)), np.sqrt(np.float32(2)))
 
 
 def test_average_names_the_argument_it_misses():
@@ -256,6 +320,34 @@ def test_one_large_batch_is_summed_far_beyond_the_precision_of_float32():
     np.testing.assert_allclose(metric.compute(), exact / values.size, rtol=1e-7)
 
 
+def test_weighted_sums_are_exact_after_a_billion_values():
+    values, weights = np.full(1000, 0.1, np.float32), np.full(1000, 0.3, np.float32)
+    values[0], weights[0] = 7.0, 1e-3
+    metric = nnx.Average()
+    metric.update(values=values, weights=weights)
+    doubled(metric, 20)
+    metric.update(values=7.0, weights=1e-3)  # far below the precision of a float32 sum
+    count, total, _ = weighted(values, weights)
+    one = Fraction(float(np.float32(1e-3)))
+    assert share(metric.count_pair, count * 2**20 + one) == pytest.approx(1, rel=1e-12)
+    assert share(metric.total_pair, total * 2**20 + 7 * one) == pytest.approx(1, rel=1e-12)
+
+
+def test_weighted_integers_are_summed_exactly():
+    values, weights = rng.integers(0, 2**31, 100), rng.integers(0, 100, 100)
+    metric = nnx.Average()
+    metric.update(values=values.astype(np.int32), weights=weights.astype(np.int32))
+    assert share(metric.total_pair, int((values * weights).sum())) == 1
+
+
+def test_weighted_values_may_be_as_large_as_float32_allows():
+    metric = nnx.Average()
+    metric.update(values=np.array([3.4028e38, 1], np.float32), weights=np.array([0.5, 0.5], np.float32))
+    assert float(metric.compute()) == pytest.approx(1.7014e38)
+    metric.update(values=np.inf, weights=0.5)
+    assert metric.compute() == np.inf
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.bool_])
 def test_integers_are_summed_exactly(dtype):
     largest = True if dtype is np.bool_ else np.iinfo(dtype).max
@@ -274,15 +366,19 @@ def test_infinite_values_are_not_turned_into_nan():
 def test_members_with_very_different_counts_reduce_to_one():
     def member(i):
         metrics = nnx.MultiMetric(average=nnx.Average(), spread=nnx.Welford())
-        metrics.update(values=1000.0 + jnp.arange(6.0), mask=jnp.arange(6) < i)  # the first member has seen nothing
+        seen = jnp.arange(6) < i  # the first member has seen nothing
+        metrics.update(values=1000.0 + jnp.arange(6.0), mask=seen, weights=0.1 * (i + 1))
         metrics.reduce("members")
         return metrics.compute()
 
     out = jax.vmap(member, axis_name="members")(jnp.array([0, 1, 6, 2]))
     values = 1000 + np.concatenate([np.arange(n) for n in (0, 1, 6, 2)])
-    np.testing.assert_allclose(out["average"], np.full(4, values.mean()), rtol=1e-7)
-    np.testing.assert_allclose(out["spread"].mean, np.full(4, values.mean()), rtol=1e-7)
-    np.testing.assert_allclose(out["spread"].standard_deviation, np.full(4, values.std()), rtol=1e-5)
+    weights = np.repeat([1, 2, 7, 3], (0, 1, 6, 2))
+    mean = np.average(values, weights=weights)
+    deviation = np.sqrt(np.average((values - mean) ** 2, weights=weights))
+    np.testing.assert_allclose(out["average"], np.full(4, mean), rtol=2e-7)
+    np.testing.assert_allclose(out["spread"].mean, np.full(4, mean), rtol=2e-7)
+    np.testing.assert_allclose(out["spread"].standard_deviation, np.full(4, deviation), rtol=1e-5)
 
 
 def test_welford_survives_a_large_first_value():
