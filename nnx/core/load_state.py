@@ -12,7 +12,7 @@ from nnx.core.kinds import Absent, box
 from nnx.core.load_report import LoadReport
 from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.paths import join, path_order
-from nnx.core.placing import converted, describe_value, described_misfit, fits
+from nnx.core.placing import converted, describe_value, described_misfit, fits, was_narrower
 from nnx.core.repr import short
 from nnx.core.state import State
 from nnx.core.updates import update
@@ -114,7 +114,7 @@ def _fitting(new: Any, leaf: Any, cast: bool) -> tuple[Any] | str:
         have, want = describe_value(value), describe_value(old)
         if have is None or want is None or isinstance(value, jax.ShapeDtypeStruct):
             return short(new)
-        if not fits(have, want, cast):
+        if not fits(have, want, cast or was_narrower(have, want, type(leaf).__name__)):
             return described_misfit(short(new), have, want)
     return (jax.tree.unflatten(old_tree, map(converted, new_leaves, old_leaves)),)
 

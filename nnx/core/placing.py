@@ -54,6 +54,14 @@ def fits(have: Described, want: Described, cast: bool) -> bool:
     return cast or have.dtype == want.dtype
 
 
+def was_narrower(have: Described, want: Described, type_name: str) -> bool:
+    """Whether earlier versions stored a value of this Variable type in a narrower dtype, which loading widens exactly.
+
+    They are the scales of quantized float16 weights, which had their weight's dtype.
+    """
+    return type_name == "QuantizedParam" and (have.dtype, want.dtype) == ("float16", "float32")
+
+
 def loses_imaginary_part(have: Described, want: Described) -> bool:
     """Whether a complex value would take the place of a real one."""
     numbers = {"array", "number"}

@@ -14,10 +14,10 @@ import numpy as np
 
 from nnx.core.aligned_memory import aligned_copy
 from nnx.core.load_report import LoadReport
-from nnx.core.placing import Description, bound_sharding, describe_value, described_misfit, fits
+from nnx.core.placing import Description, bound_sharding, describe_value, described_misfit, fits, was_narrower
 from nnx.interop.safetensors_file import TensorFile
 from nnx.interop.safetensors_header import INVALID, Tensor
-from nnx.training.entries import Entries, resolve_alias
+from nnx.training.entries import Entries, Entry, resolve_alias
 from nnx.training.manifest import CheckpointError
 from nnx.training.renaming import renamed
 
@@ -138,7 +138,7 @@ def match(
         by_path.setdefault(resolve_alias(name, aliases), []).append(name)
     known: set[str] = set()
     present = set(source.names)
-    for path, (value, _) in entries.leaves.items():
+    for path, entry in entries.leaves.items():
         names = by_path.get(path) or [n for n in (resolve_alias(path, source.notes.aliases),) if n in present]
         if not names:
             report.missing.append(path)
@@ -147,11 +147,11 @@ def match(
         name = path if path in names else names[0]
         other = next((other for other in names if not _is_same(source, other, name)), None)
         problem = None if other is None else TWO_VALUES.format(path=name, alias=other)
-        problem = problem or _problem(*source.describe(name), value, cast)
+        problem = problem or _problem(*source.describe(name), entry, cast)
         if problem is None:
             found[path] = name
         else:
-            report.mismatched[path] = (problem, _text_of_value(value))
+            report.mismatched[path] = (problem, _text_of_value(entry.value))
     report.unexpected = [name for name in source.names if name not in known]
     return found, report
 
@@ -165,13 +165,15 @@ def _is_same(source: Source, a: str, b: str) -> bool:
     return source.read(a, verify=False).tobytes() == source.read(b, verify=False).tobytes()
 
 
-def _problem(kind: str, dtype: Any, shape: tuple[int, ...], value: Any, cast: bool) -> str | None:
-    """Describes a tensor if it cannot replace a value; None if it can."""
+def _problem(kind: str, dtype: Any, shape: tuple[int, ...], entry: Entry, cast: bool) -> str | None:
+    """Describes a tensor if it cannot replace the value of an entry; None if it can."""
+    value, type_name = entry
     have, want = Description(kind, str(dtype), shape), describe_value(value)
     sizes = ",".join(map(str, shape))
-    if want is None or not fits(have, want, cast):
-        text = f"{dtype}[{sizes}]"
-        return text if want is None else described_misfit(text, have, want)
+    if want is None:
+        return f"{dtype}[{sizes}]"
+    if not fits(have, want, cast or was_narrower(have, want, type_name)):
+        return described_misfit(f"{dtype}[{sizes}]", have, want)
     if kind == "array" and want.kind == "array" and not cast and not isinstance(value, (np.ndarray, np.generic)):
         narrow = jax.dtypes.canonicalize_dtype(dtype)
         if narrow != dtype:

@@ -30,6 +30,7 @@ from nnx.nn.mlp import MLP, GatedMLP
 from nnx.nn.moe import MoE
 from nnx.nn.norm import LayerNorm, RMSNorm
 from nnx.nn.parameters import AxisNames
+from nnx.nn.quantized import weight_dtype
 from nnx.nn.rotary import RotaryEmbedding
 from nnx.nn.rotary_scaling import DynamicNTKScaling, LongRoPEScaling
 from nnx.nn.settings import as_dtype, as_optional_dtype
@@ -293,7 +294,7 @@ class Decoder(Module):
         config = self.config
         if dtype is None:
             table, scale = self.embed.embedding, self.embed.embedding_scale
-            stored = table.dtype if scale is None else scale.dtype
+            stored: DTypeLike = table.dtype if scale is None else weight_dtype(scale, self.embed.param_dtype)
             dtype = stored if self.dtype is None else self.dtype
         heads = [(config.num_kv_heads, config.head_dim)] * config.num_layers
         return DecoderCache.empty(batch, length, heads, dtype=dtype)

@@ -13,6 +13,7 @@ from nnx.core.refs import Ref
 from nnx.core.selectors import ModuleSelector, select_modules
 from nnx.core.updates import check_levels
 from nnx.core.variables import BatchStat, Cache, Intermediate, Loss, spec_of
+from nnx.nn.quantized import QuantizedParam, scale_dtype
 from nnx.nn.settings import as_dtype, statistics_dtype
 
 NOT_A_MODEL = "nnx.set_dtypes takes a Module, got {model}."
@@ -106,6 +107,8 @@ def _cast_variables(holder: Any, dtype: Any, has_statistics: bool) -> None:
             if not has_statistics:
                 continue
             target = statistics_dtype(dtype)
+        elif issubclass(spec.type, QuantizedParam):
+            target = scale_dtype(dtype)
         value = vars(holder)[name]
         if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != target:
             is_abstract = isinstance(value, jax.ShapeDtypeStruct)

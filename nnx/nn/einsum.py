@@ -24,7 +24,7 @@ from nnx.nn.parameters import (
     kernel_init_for,
     make_param,
 )
-from nnx.nn.quantized import as_operand
+from nnx.nn.quantized import as_operand, weight_dtype
 from nnx.nn.quantized_product import multiply_few_rows
 from nnx.nn.settings import (
     PromoteDtype,
@@ -153,6 +153,7 @@ def _einsum(
     *,
     equation: Equation,
     dtype: Any,
+    param_dtype: Any,
     precision: PrecisionLike,
     preferred_element_type: Any,
     out_sharding: Any,
@@ -162,7 +163,7 @@ def _einsum(
     if scale is None:
         x, kernel, bias = promote((x, kernel, bias), dtype=dtype)
     else:
-        x, _, bias = promote((x, scale, bias), dtype=dtype)
+        x, _, bias = promote((x, cast(scale, weight_dtype(scale, param_dtype)), bias), dtype=dtype)
         summed, is_replaced = equation.kernel_axes()[0], einsum_op is not jnp.einsum
         is_plain = precision is None and out_sharding is None and not is_replaced
         if is_plain and equation.is_matrix_product:
@@ -278,6 +279,7 @@ class Einsum(Module):
             self.kernel_scale,
             equation=equation,
             dtype=self.dtype,
+            param_dtype=self.param_dtype,
             precision=self.precision,
             preferred_element_type=self.preferred_element_type,
             out_sharding=out_sharding,

@@ -19,7 +19,7 @@ from nnx.core.module import Module
 from nnx.nn.checks import check_last_axis, shape_of
 from nnx.nn.initializers import normal, variance_scaling
 from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, compiled_initializer, make_param
-from nnx.nn.quantized import as_operand, to_weight
+from nnx.nn.quantized import as_operand, to_weight, weight_dtype
 from nnx.nn.quantized_product import multiply_few_rows
 from nnx.nn.settings import (
     PromoteDtype,
@@ -115,7 +115,7 @@ class Embed(Module):
         if self.embedding_scale is not None:
             # The integers of a token outside the table are wrong, but its scale is NaN.
             scales = _looked_up(self, self.embedding_scale, inputs)
-            vectors = to_weight(vectors, scales, (vectors.ndim - 1,), scales.dtype)
+            vectors = to_weight(vectors, scales, (vectors.ndim - 1,), weight_dtype(scales, self.param_dtype))
         (vectors,) = self.promote_dtype((vectors,), dtype=self.dtype)
         return vectors
 
@@ -134,7 +134,7 @@ class Embed(Module):
         if scale is None:
             query, table = self.promote_dtype((query, table), dtype=self.dtype)
         else:
-            query, _ = self.promote_dtype((query, scale), dtype=self.dtype)
+            query, _ = self.promote_dtype((query, cast(scale, weight_dtype(scale, self.param_dtype))), dtype=self.dtype)
             if out_sharding is None:
                 logits = multiply_few_rows(query, table, scale, transposed=True)
                 if logits is not None:

@@ -26,7 +26,7 @@ from nnx.nn.parameters import (
     make_param,
     one_per_entry,
 )
-from nnx.nn.quantized import as_operand
+from nnx.nn.quantized import as_operand, weight_dtype
 from nnx.nn.quantized_product import multiply_few_rows
 from nnx.nn.settings import (
     PromoteDtype,
@@ -63,6 +63,7 @@ def _contract(
     axes: tuple[int, ...],
     batch_axes: tuple[int, ...],
     dtype: Any,
+    param_dtype: Any,
     precision: PrecisionLike,
     preferred_element_type: Any,
     out_sharding: Any,
@@ -75,7 +76,7 @@ def _contract(
     if scale is None:
         x, kernel, bias = promote((x, kernel, bias), dtype=dtype)
     else:
-        x, _, bias = promote((x, scale, bias), dtype=dtype)
+        x, _, bias = promote((x, cast(scale, weight_dtype(scale, param_dtype)), bias), dtype=dtype)
         is_replaced = dot_general is not lax.dot_general
         is_plain = precision is None and out_sharding is None and not is_replaced
         if is_plain and not batches and axes == tuple(range(x.ndim - len(axes), x.ndim)):
@@ -118,6 +119,7 @@ def _apply_kernel(
         axes=axes,
         batch_axes=batch_axes,
         dtype=layer.dtype,
+        param_dtype=layer.param_dtype,
         precision=layer.precision,
         preferred_element_type=layer.preferred_element_type,
         out_sharding=out_sharding,

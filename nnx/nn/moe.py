@@ -46,6 +46,7 @@ from nnx.nn.parameters import (
     default_kernel_init,
     make_param,
 )
+from nnx.nn.quantized import weight_dtype
 from nnx.nn.settings import (
     as_dtype,
     as_optional_dtype,
@@ -188,6 +189,7 @@ def _mixture(
     scores: Scores,
     normalize: bool,
     dtype: Any,
+    param_dtype: Any,
     precision: PrecisionLike,
     implementation: Implementation | None,
     axis: str | None,
@@ -200,7 +202,7 @@ def _mixture(
     With an `axis`, this runs on each of its devices, with the tokens and experts that the device has.
     """
     routing, losses = _route(x, router, router_bias, num_selected, scores, normalize, axis)
-    x = cast(x, infer_dtype((x, *_floats(kernels, scales, biases)), dtype))
+    x = cast(x, infer_dtype((x, *_floats(kernels, scales, biases, param_dtype)), dtype))
     rows, choices = jnp.repeat(x, num_selected, axis=0), routing.experts.reshape(-1)  # [tokens * num_selected, …]
     run = partial(
         _experts,
@@ -220,9 +222,13 @@ def _mixture(
     return checkpoint_name(jnp.einsum("tko,tk->to", out, cast(routing.weights, out.dtype)), "mlp_out"), losses
 
 
-def _floats(kernels: Kernels, scales: Kernels, biases: Kernels) -> tuple[Any, ...]:
+def _floats(kernels: Kernels, scales: Kernels, biases: Kernels, param_dtype: Any) -> tuple[Any, ...]:
     """Returns the arrays that decide the dtype of the computation: kernels (or their scales), and biases."""
-    return *(kernel if scale is None else scale for kernel, scale in zip(kernels, scales, strict=True)), *biases
+    weights = (
+        kernel if scale is None else cast(scale, weight_dtype(scale, param_dtype))
+        for kernel, scale in zip(kernels, scales, strict=True)
+    )
+    return *weights, *biases
 
 
 class MoE(Module):
@@ -417,7 +423,8 @@ class MoE(Module):
         tokens = x.reshape(-1, self.in_features)
         if tokens.shape[0] == 0:
             return jnp.zeros(
-                (*x.shape[:-1], self.out_features), infer_dtype((x, *_floats(*self._weights())), self.dtype)
+                (*x.shape[:-1], self.out_features),
+                infer_dtype((x, *_floats(*self._weights(), self.param_dtype)), self.dtype),
             )
         out, losses = self._routed(tokens)
         if update:
@@ -440,6 +447,7 @@ class MoE(Module):
             scores=self.scores,
             normalize=self.normalize,
             dtype=self.dtype,
+            param_dtype=self.param_dtype,
             precision=self.precision,
             implementation=self.implementation,
             axis=axis if distributed else None,

@@ -93,9 +93,10 @@ def quantize(
     """Stores the matrices of linear layers and embeddings as integers with scales, in place.
 
     The layers remain the same objects with the same paths, and compute as before, up to rounding. The weight becomes
-    integers, and a scale appears next to it (`kernel_scale`, or `embedding_scale`); both are `QuantizedParam`s, so
-    training with `wrt=nnx.Param` or `wrt=nnx.LoRAParam` leaves them alone. The experts of an `nnx.MoE` are three such
-    weights (`gate`, `up` and `down`). Biases, norms, convolutions and routers are not changed.
+    integers, and a scale appears next to it (`kernel_scale`, or `embedding_scale`) in the dtype of the weight, or in
+    float32 for a float16 weight. Both are `QuantizedParam`s, so training with `wrt=nnx.Param` or `wrt=nnx.LoRAParam`
+    leaves them alone. The experts of an `nnx.MoE` are three such weights (`gate`, `up` and `down`). Biases, norms,
+    convolutions and routers are not changed.
 
     Args:
         model: the model. An abstract one gets the shapes and dtypes of the result, for example to load it into.

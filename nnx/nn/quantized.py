@@ -9,7 +9,8 @@ axes without the summed ones. With groups, it also has one axis of groups, in th
     Embed             embedding [vocab, features]  scale [vocab] or [vocab, groups]
 
 Layers keep the integers in the place of the weight, and the scale next to it (`kernel_scale`, `embedding_scale`). Both
-are `QuantizedParam`s. `quantize` turns the weights of a model into them.
+are `QuantizedParam`s. `quantize` turns the weights of a model into them. The scale has the dtype of the weight, except
+that a float16 weight has float32 scales: a fraction of its small values is below the range of float16.
 """
 
 from collections.abc import Sequence
@@ -51,6 +52,23 @@ class QuantizedParam(Variable[Any]):
     collection = "quantized_params"
 
 
+# Dtypes
+
+
+def scale_dtype(dtype: Any) -> Any:
+    """Returns the dtype of the scales of a weight: its own, or float32 if it has a narrower range of exponents."""
+    return dtype if jnp.finfo(dtype).minexp <= jnp.finfo(jnp.float32).minexp else jnp.dtype(jnp.float32)
+
+
+def weight_dtype(scale: Any, param_dtype: Any) -> Any:
+    """Returns the dtype of the weight that a scale belongs to, which takes part in deciding how its layer computes.
+
+    That is the layer's `param_dtype` if its scales have this dtype. Otherwise the scale was cast on its own, or comes
+    from an earlier version, in which it always had the dtype of the weight.
+    """
+    return param_dtype if scale.dtype == scale_dtype(param_dtype) else scale.dtype
+
+
 # Making and undoing
 
 
@@ -73,10 +91,11 @@ def to_integers(weight: jax.Array, summed: Sequence[int], bits: int, group_size:
     low, high = jnp.min(grouped, axis, keepdims=True), jnp.max(grouped, axis, keepdims=True)
     extreme = jnp.where(-low >= high, low, high)
     # Rounded to the dtype in which it is stored, so that the integers make up for what rounding changes.
-    scale = (extreme / -largest).astype(weight.dtype).astype(jnp.float32)
+    stored = scale_dtype(weight.dtype)
+    scale = (extreme / -largest).astype(stored).astype(jnp.float32)
     steps = jnp.round(grouped / jnp.where(scale == 0, 1, scale))
     integers = jnp.clip(steps, -largest, largest - 1).astype(INTEGERS[bits])
-    scale = jnp.squeeze(scale.astype(weight.dtype), axis)
+    scale = jnp.squeeze(scale.astype(stored), axis)
     if group_size is None:
         scale = jnp.squeeze(scale, summed[0])
     return _from_groups(integers, weight.shape, summed), scale

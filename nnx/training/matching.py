@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.load_report import LoadReport
-from nnx.core.placing import described_misfit, fits
+from nnx.core.placing import described_misfit, fits, was_narrower
 from nnx.training.entries import Entries, resolve_alias
 from nnx.training.hyperparameters import changes
 from nnx.training.manifest import Manifest
@@ -83,6 +83,7 @@ def _candidates(manifest: Manifest, entries: Entries, by_name: Mapping[str, str]
 
 def _misfit(have: Record, want: Record, place: Place, cast: bool) -> tuple[str, str] | None:
     """Returns both sides as text if a saved value does not fit its place, else None."""
+    cast = cast or was_narrower(have, want, want.type)
     if not fits(have, want, cast) or not _in_range(have, want):
         return described_misfit(str(have), have, want), str(want)
     if have.kind == "array" and not cast and place.kind in ("number", "jax"):

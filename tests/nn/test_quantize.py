@@ -152,20 +152,72 @@ def test_half_precision_experts_compute_in_half_precision():
     layer, x = experts(param_dtype=jnp.float16), normal(3, 256).astype(jnp.float16)
     expected = layer(x)
     nnx.quantize(layer)
-    assert layer.gate_scale.dtype == layer(x).dtype == layer(x[:0]).dtype == jnp.float16
+    assert layer(x).dtype == layer(x[:0]).dtype == jnp.float16
     assert error(layer(x), expected) < 0.02
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_half_precision_layers_store_half_precision_scales_and_do_not_overflow(dtype):
-    layer = nnx.Linear(256, 6, dtype=dtype, param_dtype=dtype, ctx=nnx.context(0))
+@pytest.mark.parametrize(("dtype", "scales"), [(jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float32)])
+def test_half_precision_layers_compute_in_half_precision_and_do_not_overflow(dtype, scales):
+    layer = nnx.Linear(256, 6, param_dtype=dtype, ctx=nnx.context(0))
     x = (20 * normal(3, 256)).astype(dtype)
     expected = layer(x)
     nnx.quantize(layer)
-    assert layer.kernel_scale.dtype == dtype and layer(x).dtype == dtype
+    assert layer.kernel_scale.dtype == scales and layer(x).dtype == dtype
     assert error(layer(x), expected) < 0.02
     large = jnp.full((1, 256), 100.0, dtype) * jnp.sign(layer.kernel[:, 0]).astype(dtype)
     assert jnp.isfinite(layer(large)).all()  # the sum with integers, about 10 ** 6, is beyond float16
+
+
+@pytest.mark.parametrize("magnitude", [1, 1e-5, 1e-6])
+@pytest.mark.parametrize(("bits", "group_size", "bound"), [(8, None, 0.005), (8, 32, 0.005), (4, 32, 0.1)])
+def test_small_float16_weights_are_as_precise_as_large_ones(magnitude, bits, group_size, bound):
+    """Float16 has few numbers below 6e-5 and none below 6e-8, and a scale is a fraction of the weights."""
+    layer = nnx.Linear(64, 6, use_bias=False, param_dtype=jnp.float16, ctx=nnx.context(0))
+    layer.kernel = kernel = jnp.asarray(magnitude * np.linspace(-1, 0.9, 384).reshape(64, 6), jnp.float16)
+    nnx.quantize(layer, bits, group_size)
+    assert error(layer(jnp.eye(64)), kernel) < bound
+    assert layer(jnp.eye(64, dtype=jnp.float16)).dtype == jnp.float16
+    nnx.dequantize(layer)
+    assert layer.kernel.dtype == jnp.float16 and error(layer.kernel, kernel) < bound
+
+
+def test_every_quantized_layer_with_float16_weights_computes_in_float16():
+    x = normal(2, 16, 16).astype(jnp.float16)
+    options = {"param_dtype": jnp.float16, "ctx": nnx.context(0)}
+    embed, tokens = nnx.Embed(20, 16, **options), jnp.array([3])
+    layers = [nnx.Einsum("...x,xy->...y", (16, 4), **options), nnx.LinearGeneral(16, 4, **options), embed]
+    for layer in layers:
+        nnx.quantize(layer)
+    assert [layer(x).dtype for layer in layers[:2]] == [jnp.float16] * 2
+    assert embed(tokens).dtype == embed.attend(x).dtype == jnp.float16
+    model = tiny_model()
+    nnx.set_dtypes(model, param_dtype=jnp.float16)
+    nnx.quantize(model)
+    cache = model.init_cache(1, 4)
+    assert cache.layers[0].key.dtype == model.decode(tokens[None], cache)[0].dtype == jnp.float16
+
+
+def test_scales_of_float16_weights_that_were_saved_in_float16_are_loaded_and_used(tmp_path):
+    def build():
+        return nnx.Linear(64, 6, param_dtype=jnp.float16, ctx=nnx.context(0))
+
+    before, x = build(), normal(2, 64).astype(jnp.float16)
+    nnx.quantize(before)
+    before.kernel_scale = before.kernel_scale.astype(jnp.float16)  # as in an earlier version
+    assert before.kernel_scale.dtype == before(x).dtype == jnp.float16
+    nnx.save(tmp_path / "model", before)
+    nnx.save_safetensors(tmp_path / "model.safetensors", before)
+    for load in (
+        lambda model: nnx.load(tmp_path / "model", model),
+        lambda model: model.update_state(nnx.load_safetensors(tmp_path / "model.safetensors", model)),
+        lambda model: model.load_state(before.get_state()),
+    ):
+        model = build()
+        nnx.quantize(model)
+        model.kernel_scale = 0 * model.kernel_scale
+        load(model)
+        assert model.kernel_scale.dtype == jnp.float32 and (model.kernel_scale == before.kernel_scale).all()
+        assert model(x).dtype == jnp.float16 and error(model(x), before(x)) < 1e-3
 
 
 def test_computation_dtype_and_hooks_are_those_of_the_layer():
@@ -242,8 +294,10 @@ def test_set_dtypes_changes_scales_and_leaves_integers():
     nnx.set_dtypes(model, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     assert model.layers[0].kernel.dtype == jnp.int8 and model.layers[0].kernel_scale.dtype == jnp.bfloat16
     assert model(normal(3, 64)).dtype == jnp.bfloat16
+    nnx.set_dtypes(model, dtype=jnp.float16, param_dtype=jnp.float16)
+    assert model.layers[0].kernel_scale.dtype == jnp.float32 and model(normal(3, 64)).dtype == jnp.float16
     nnx.dequantize(model)
-    assert model.layers[0].kernel.dtype == jnp.bfloat16
+    assert model.layers[0].kernel.dtype == jnp.float16
 
 
 def test_only_what_is_not_quantized_is_trained():
