@@ -12,7 +12,11 @@ written. Inside `jit`, `scan` and the like, the index is not known while tracing
 *poisoned*: its new values become NaN, so every output of that row is NaN from then on, and its index stays above
 `max_length`, which `overflowed` shows and `check` raises on. Old tokens are never silently overwritten. (A chunk longer
 than the whole cache raises `ValueError` even while tracing.) `seq_lengths` below zero or above the number of given
-tokens are refused in the same two ways.
+tokens, and an index below zero, are refused in the same two ways.
+
+A poisoned row stays one. The NaN takes the last slot, where a token of the text may have been, so setting the index
+back cannot bring all of the text back. A key of zeros goes with the NaN and marks it, so the row counts as overflowed
+until it is reset, or until a token is written to its last slot again.
 """
 
 import dataclasses
@@ -43,6 +47,14 @@ IMPOSSIBLE_LENGTHS = (
     "{cache}: expected seq_lengths from 0 to {length}, the number of tokens in each row of the keys, got {got}. "
     "Nothing was written."
 )
+BELOW_ZERO = (
+    "{cache}: expected {name} of 0 or more, the number of tokens in each row, got {got}. Nothing was written. To go "
+    "back to the start of a text, use 0."
+)
+POISONED = (
+    "{cache}: row {row} got more tokens than max_length={max_length} inside a transform, and the NaN that marks it is "
+    "still in its last slot. Start again with a {longer}cache of enough room."
+)
 WRONG_LENGTHS = "{cache}: expected {name} of shape {expected}, one per row, got {got}."
 
 
@@ -61,7 +73,8 @@ class KVCache(Module):
         max_length: the number of tokens a row can hold.
         key: the keys, a `Cache` Variable `[batch..., max_length, num_heads, head_dim]`.
         value: the values, a `Cache` Variable `[batch..., max_length, num_heads, value_dim]`.
-        index: the number of tokens in each row, a `Cache` Variable, int32 `[batch...]`. Set it to go back in a text.
+        index: the number of tokens in each row, a `Cache` Variable, int32 `[batch...]`. Set it to go back in a text,
+            unless the row has overflowed: then the text is lost, and only `reset` helps.
 
     >>> cache = nnx.KVCache(2, max_length=8, num_heads=4, head_dim=16)
     >>> prompt = jnp.ones((2, 5, 4, 16))
@@ -123,8 +136,8 @@ class KVCache(Module):
             All keys and all values, `[batch..., max_length, num_heads, …]`; hide unwritten slots with `mask`.
 
         Raises:
-            ValueError: if shapes do not fit, a row would overflow, or `seq_lengths` are impossible. While tracing, the
-                last two poison the row instead: its outputs become NaN, and `check` raises later.
+            ValueError: if shapes do not fit, a row would overflow, or its index or `seq_lengths` are impossible. While
+                tracing, all but the first poison the row instead: its outputs become NaN, and `check` raises later.
         """
         _check_append("KVCache", self.key, self.value, self.index, key, value, seq_lengths)
         self.key, self.value, self.index = _append(self.key, self.value, self.index, key, value, seq_lengths)
@@ -144,12 +157,16 @@ class KVCache(Module):
 
     @property
     def overflowed(self) -> jax.Array:
-        """The rows that got more tokens than they can hold, boolean `[batch...]`."""
-        return self.index > self.max_length
+        """The rows that got more tokens than they can hold, boolean `[batch...]`; setting `index` back changes nothing.
+
+        After an overflow, the row's last slot holds NaN instead of its token. The row counts as overflowed as long as
+        that is so: until `reset`, or until a token is written there again.
+        """
+        return (self.index > self.max_length) | _poisoned(self.key, self.value)
 
     def check(self) -> None:
         """Raises `ValueError` if a row has overflowed inside a transform; call it outside of transforms."""
-        _check_room("KVCache", self.max_length, self.index, 0, None)
+        _check_rows("KVCache", self.key, self.value, self.index)
 
     def reset(self) -> None:
         """Empties every row."""
@@ -217,8 +234,8 @@ class LayerCache:
                 kept.
 
         Raises:
-            ValueError: if shapes do not fit, a row would overflow, or `seq_lengths` are impossible. While tracing, the
-                last two poison the row instead: its outputs become NaN.
+            ValueError: if shapes do not fit, a row would overflow, or `lengths` or `seq_lengths` are impossible. While
+                tracing, all but the first poison the row instead: its outputs become NaN.
         """
         _check_append("LayerCache", self.key, self.value, lengths, key, value, seq_lengths)
         aligned = self.aligned and seq_lengths is None
@@ -272,14 +289,14 @@ class DecoderCache:
 
     def check(self) -> None:
         """Raises `ValueError` if a row has overflowed inside a transform; call it outside of transforms."""
-        _check_room("DecoderCache", self.max_length, self.lengths, 0, None)
+        _check_rows("DecoderCache", self.layers[0].key, self.layers[0].value, self.lengths)
 
 
 def causal_options(positions: jax.Array, max_length: int, window: int | None) -> dict[str, Any]:
     """Returns the options of `dot_product_attention` with which tokens at `positions` see the slots up to their own."""
     # For a single token, the number of filled slots is enough, and a fused kernel skips the others.
     if positions.shape[-1] == 1 and (window is None or window >= max_length):
-        return {"key_value_seq_lengths": jnp.minimum(positions[..., 0] + 1, max_length)}
+        return {"key_value_seq_lengths": _last_visible(positions[..., 0], max_length) + 1}
     return {"mask": visible_slots(positions, max_length, window)}
 
 
@@ -288,7 +305,7 @@ def visible_part(cache: LayerCache, positions: jax.Array, window: int | None) ->
     # Cutting the window out of each row moves its slots three times: read, write, read. A mask reads every slot.
     if positions.shape[-1] != 1 or window is None or 3 * window > cache.max_length:
         return cache, causal_options(positions, cache.max_length, window)
-    end = jnp.minimum(positions[..., 0] + 1, cache.max_length)
+    end = _last_visible(positions[..., 0], cache.max_length) + 1
 
     def cut(held: jax.Array, start: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(held, start, window)
@@ -303,10 +320,15 @@ def visible_part(cache: LayerCache, positions: jax.Array, window: int | None) ->
 def visible_slots(positions: jax.Array, max_length: int, window: int | None) -> jax.Array:
     """Returns which slots the tokens at `positions` see, as a mask `[batch..., 1, length, max_length]`."""
     slots = jnp.arange(max_length, dtype=jnp.int32)
-    # The query of an overflowing row sees the last slot even through a window, because the NaN is there. If it saw
-    # nothing, its output would be zeros, and the overflow would go unnoticed.
-    positions = jnp.minimum(positions, max_length - 1)
+    positions = _last_visible(positions, max_length)
     return positions_visible(positions[..., None, :, None], slots, causal=True, window=window)
+
+
+def _last_visible(positions: jax.Array, max_length: int) -> jax.Array:
+    """Returns the last slot that the tokens at `positions` see: their own, or the last one for those that have none."""
+    # The query of a poisoned row sees the last slot, even through a window, because the NaN is there. If it saw
+    # nothing, its output would be zeros, and the overflow would go unnoticed.
+    return jnp.where((positions < 0) | (positions >= max_length), max_length - 1, positions)
 
 
 def _check_settings(cache: str, max_length: int, dtype: DTypeLike) -> None:
@@ -342,7 +364,30 @@ def _check_append(
         given = np.asarray(seq_lengths)
         if ((given < 0) | (given > length)).any():
             raise ValueError(IMPOSSIBLE_LENGTHS.format(cache=cache, length=length, got=given.tolist()))
+    _check_known_lengths(cache, index)
     _check_room(cache, keys.shape[-3], index, length, seq_lengths)
+
+
+def _check_rows(cache: str, keys: jax.Array, values: jax.Array, index: jax.Array) -> None:
+    """Raises `ValueError` if a row has overflowed, as far as is known."""
+    max_length = keys.shape[-3]
+    _check_known_lengths(cache, index)
+    _check_room(cache, max_length, index, 0, None)
+    if _is_known(keys) and _is_known(values) and (poisoned := np.asarray(_poisoned(keys, values))).any():
+        row = ", ".join(map(str, np.argwhere(poisoned)[0]))
+        longer = "reset or a longer " if cache == "KVCache" else "new "
+        raise ValueError(POISONED.format(cache=cache, row=row, max_length=max_length, longer=longer))
+
+
+def _check_known_lengths(cache: str, index: jax.Array) -> None:
+    if _is_known(index) and (np.asarray(index) < 0).any():
+        name = "an index" if cache == "KVCache" else "lengths"
+        raise ValueError(BELOW_ZERO.format(cache=cache, name=name, got=np.asarray(index).tolist()))
+
+
+def _poisoned(keys: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns which rows have the mark of an overflow in their last slot: a value of NaN with a key of zeros."""
+    return jnp.isnan(values[..., -1, :, :]).all((-2, -1)) & (keys[..., -1, :, :] == 0).all((-2, -1))
 
 
 def _check_room(cache: str, max_length: int, index: jax.Array, length: int, seq_lengths: jax.Array | None) -> None:
@@ -387,17 +432,18 @@ def _append(
     length, max_length = key.shape[-3], keys.shape[-3]
     tokens = jnp.arange(length, dtype=jnp.int32)
     added: Any = length if seq_lengths is None else seq_lengths.astype(jnp.int32)
-    new_index = index + added
+    impossible = index < 0
     slots = index[..., None] + tokens  # [batch..., length]
     if seq_lengths is not None:
-        impossible = (added < 0) | (added > length)
-        new_index = jnp.where(impossible, max_length + 1, new_index)
+        impossible |= (added < 0) | (added > length)
         real = (tokens < added[..., None]) | impossible[..., None]  # a poisoned row is poisoned at all its tokens
         slots = jnp.where(real, slots, max_length)  # out of range: not written
+    new_index = jnp.where(impossible, max_length + 1, index + added)
     full = (new_index > max_length)[..., None]  # [batch..., 1]
-    # A row that overflows must not fail silently: a NaN goes into its last slot, which every later query sees. Without
-    # the clamp, all its tokens could be out of range and be dropped.
-    slots = jnp.where(full, jnp.minimum(slots, max_length - 1), slots)
+    # A row that overflows must not fail silently: a NaN goes into its last slot, which every later query sees. All of
+    # its tokens could be out of range and be dropped; one below zero would count slots from the end.
+    slots = jnp.where(full, _last_visible(slots, max_length), slots)
+    key = jnp.where(full[..., None, None], 0, key)  # the mark that tells this NaN from one that the model computed
     value = jnp.where(full[..., None, None], jnp.nan, value)
     if aligned and length == 1 and index.size:
         # One slot for all rows; that of full rows is within range by now.

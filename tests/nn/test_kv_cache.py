@@ -1,5 +1,6 @@
 """The key-value cache: decoding equals the full forward pass, and a full cache refuses."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -250,6 +251,62 @@ class TestOverflow:
         held.check()
         assert held.index.tolist() == [0, 0]
         assert np.isfinite(held.append(tokens(1), tokens(1))[1]).all()
+
+    def test_going_back_after_an_overflow_does_not_hide_it(self):
+        held = cache()
+        append = nnx.jit(lambda held, token: held.append(token, token))
+        for _ in range(5):
+            append(held, tokens(1))
+        held.index = jnp.array([4, 2])  # row 0 would need the token in the last slot, which is lost
+        assert held.overflowed.tolist() == [True, True]
+        with pytest.raises(ValueError, match="row 0 got more tokens than max_length=4.*reset or a longer cache"):
+            held.check()
+        held.index = jnp.array([2, 2])
+        append(held, tokens(1))
+        assert held.overflowed.tolist() == [True, True]
+        _, values = append(held, tokens(1))  # into the last slot
+        assert held.overflowed.tolist() == [False, False] and np.isfinite(values).all()
+        held.check()
+
+    def test_a_nan_that_the_model_computed_is_not_an_overflow(self):
+        held = cache()
+        held.append(jnp.nan * tokens(4), jnp.nan * tokens(4))
+        assert not held.overflowed.any()
+
+
+class TestIndexBelowZero:
+    @pytest.mark.parametrize("lengths", [None, [1, 1]])
+    def test_it_is_an_error_and_nothing_is_written(self, lengths):
+        held, lengths = cache(), None if lengths is None else jnp.array(lengths)
+        held.index = jnp.array([1, -1])
+        before = held.key
+        with pytest.raises(ValueError, match=r"KVCache: expected an index of 0 or more.*got \[1, -1\]. Nothing was"):
+            held.append(tokens(1), tokens(1), lengths)
+        with pytest.raises(ValueError, match="index of 0 or more"):
+            held.check()
+        assert held.key is before
+        with pytest.raises(ValueError, match=r"LayerCache: expected lengths of 0 or more"):
+            nnx.LayerCache.empty(2, 8, 1, 2).append(tokens(1), tokens(1), jnp.array([1, -1]))
+
+    @pytest.mark.parametrize("window", [None, 2], ids=["all", "window"])
+    def test_while_tracing_it_poisons_the_row_and_overwrites_no_token(self, window):
+        layer = attention(sliding_window=window)
+        decoded(layer, numpy_normal(2, 6, FEATURES), [6])
+        before = np.asarray(layer.cache.value[:, :6])
+        step = nnx.jit(lambda m, x: m(x, decode=True))
+        for length in (1, 2):
+            layer.cache.index = jnp.array([-2, 5])
+            out = step(layer, numpy_normal(2, length, FEATURES))
+            assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+            np.testing.assert_array_equal(layer.cache.value[0, :6], before[0])
+            assert layer.cache.overflowed.tolist() == [True, False]
+
+    def test_a_layer_cache_poisons_the_row_too(self):
+        layer, x = attention(), numpy_normal(2, 1, FEATURES)
+        for aligned in (False, True):
+            held = dataclasses.replace(layer.make_cache(2, MAX_LENGTH), aligned=aligned)
+            out, _ = nnx.jit(lambda m, *args: m.decode_step(*args))(layer, x, held, jnp.array([-1, -1]))
+            assert np.isnan(out).all()
 
 
 class TestShapes:
