@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from nnx.nn.checks import shape_of
 
 LARGEST_KERNEL_SIZE = 2**31  # the kernel counts entries in int32
 
@@ -61,10 +64,21 @@ def cross_entropy(
         weights = mask / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1)
     if implementation is None:
         implementation = "triton" if _kernel_pays(logits) else "xla"
-    return _weighted_sum(logits, targets.astype(jnp.int32), weights, implementation)
+    return _weighted_sum(logits, _narrow(targets, logits.shape[-1]), weights, implementation)
+
+
+def _narrow(targets: jax.Array, classes: int) -> jax.Array:
+    """Returns the targets as int32; those outside of the classes, which int32 may not be able to hold, as -1."""
+    if targets.dtype.itemsize > 4:
+        # With NumPy if they are NumPy's: unless 64 bits are enabled, JAX would narrow them before they are compared.
+        where: Any = np.where if isinstance(targets, np.ndarray | np.generic) else jnp.where
+        targets = where((targets >= 0) & (targets < classes), targets, -1)
+    return targets.astype(jnp.int32)
 
 
 def _check(logits: jax.Array, targets: jax.Array, mask: jax.Array | None) -> None:
+    for given in (logits, targets) if mask is None else (logits, targets, mask):
+        shape_of("nnx.cross_entropy", given)
     if logits.ndim == 0 or logits.shape[-1] == 0 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(NO_CLASSES.format(dtype=logits.dtype, got=logits.shape))
     if targets.shape != logits.shape[:-1]:

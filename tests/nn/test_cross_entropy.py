@@ -72,6 +72,24 @@ def test_a_target_outside_of_the_classes_is_nan(implementation, target):
 
 
 @implementations
+def test_a_target_beyond_the_range_of_int32_is_nan(implementation):
+    logits, wide = jnp.zeros((2, 5)), np.array([0, 2**32 + 1])
+    assert jnp.isnan(nnx.cross_entropy(logits, wide, implementation=implementation))
+    with jax.enable_x64(True):
+        for targets in (jnp.array(wide), jnp.array([0, 2**64 - 1], jnp.uint64)):
+            assert jnp.isnan(nnx.cross_entropy(logits, targets, implementation=implementation))
+            masked = nnx.cross_entropy(logits, targets, mask=targets == 0, implementation=implementation)
+            np.testing.assert_allclose(masked, np.log(5), rtol=1e-6)
+
+
+def test_lists_are_refused():
+    logits, targets, mask = jnp.zeros((2, 3)), jnp.zeros(2, int), jnp.ones(2, bool)
+    for given in (([[0.0] * 3] * 2, targets, mask), (logits, [0, 1], mask), (logits, targets, [True, False])):
+        with pytest.raises(TypeError, match="nnx.cross_entropy expected an array.*got list"):
+            nnx.cross_entropy(*given[:2], mask=given[2])
+
+
+@implementations
 def test_the_cotangent_scales_the_gradient(implementation):
     logits, targets = batch(3, classes=50)
     options = {"implementation": implementation}
