@@ -3,6 +3,10 @@
 *Moments* (mean and variance) are computed in at least float32 over the *reduction axes*. *Scale* and *bias* are learned
 along the *feature axes*. A *mask* is nonzero where an entry counts. It has as many axes as the input, each of its size
 or 1.
+
+The square of 1e20 is beyond float32, so what is squared is first divided by a large *unit* (`_unit_for`), which costs
+one product per entry and no pass over the data. A variance that overflows all the same makes the result NaN, never
+zeros (`_inverse_root`).
 """
 
 import math
@@ -45,7 +49,7 @@ class Moments(NamedTuple):
 
     Attributes:
         mean: the mean, or `None` if the values are not centered.
-        var: the variance; the mean square if the values are not centered.
+        var: the variance; the mean square if the values are not centered. It is measured in squares of the unit.
         known: whether there are valid entries; an array if there is a mask.
     """
 
@@ -54,12 +58,56 @@ class Moments(NamedTuple):
     known: bool | jax.Array
 
 
-def _squared(x: jax.Array) -> jax.Array:
-    """Returns `|x|²`, which is real for complex `x`."""
-    return lax.square(x.real) + lax.square(x.imag) if jnp.iscomplexobj(x) else lax.square(x)
+def _unit_for(epsilon: float) -> float:
+    """Returns what to divide by before squaring: the power of two whose square is about `2**60 * epsilon`.
+
+    For an epsilon of 1e-6, entries of up to about 1e25 can then be squared. Squares that become too small for float32
+    are far below epsilon. A larger unit would make the derivative of the inverse deviation overflow in its turn, since
+    that reaches `(epsilon / unit**2) ** -1.5`. A power of two changes no digit.
+    """
+    return 2.0 ** max(0, (60 + math.log2(epsilon)) // 2) if epsilon > 0 else 1.0
 
 
-def _shifted_moments(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _square(x: jax.Array, unit: float) -> jax.Array:
+    return lax.square(x * (1 / unit))
+
+
+@_square.defjvp
+def _square_jvp(unit: float, primals: Any, tangents: Any) -> Any:
+    (x,), (tangent,) = primals, tangents
+    # JAX's own rule would keep the quotient for the backward pass, in addition to `x`.
+    return _square(x, unit), x * (tangent * (2 / unit**2))
+
+
+@jax.custom_jvp
+def _inverse_root(x: jax.Array) -> jax.Array:
+    """Returns `1 / sqrt(x)`, and NaN, not 0, for an infinite `x`."""
+    # Subtracting the smallest number changes nothing but 0, and the root of a negative number is NaN. A comparison
+    # would use a value twice, and XLA recognizes the form of `_fused` only if every value of a row is used once.
+    root = lax.rsqrt(x) - jnp.finfo(x.dtype).tiny
+    return lax.square(lax.sqrt(root))
+
+
+@_inverse_root.defjvp
+def _inverse_root_jvp(primals: Any, tangents: Any) -> Any:
+    (x,), (tangent,) = primals, tangents
+    inverse = _inverse_root(x)
+    # In this order: `x**-1.5`, the product of the factors, can be too small for float32 where the result is not.
+    return inverse, -0.5 * inverse * (tangent / x)
+
+
+def _inverse_deviation(var: jax.Array, epsilon: float, unit: float) -> jax.Array:
+    """Returns `1 / sqrt(var + epsilon)` for a variance in squares of the unit."""
+    return _inverse_root(var + epsilon / unit**2) * (1 / unit)
+
+
+def _squared(x: jax.Array, unit: float) -> jax.Array:
+    """Returns `|x|²` in squares of the unit; it is real for complex `x`."""
+    return _square(x.real, unit) + _square(x.imag, unit) if jnp.iscomplexobj(x) else _square(x, unit)
+
+
+def _shifted_moments(x: jax.Array, axes: tuple[int, ...], unit: float) -> tuple[jax.Array, jax.Array]:
     """Returns mean and variance over `axes` in one pass: on a GPU, a second one would be a kernel more for each norm.
 
     E[x²] - E[x]² cancels when the mean is large. Of the distances from one of the values it does not: for a value k
@@ -68,7 +116,7 @@ def _shifted_moments(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, ja
     origin = lax.stop_gradient(x[tuple(slice(0, 1) if axis in axes else slice(None) for axis in range(x.ndim))])
     distance = x - origin
     offset = jnp.mean(distance, axes, keepdims=True)
-    var = jnp.mean(_squared(distance), axes, keepdims=True) - _squared(offset)
+    var = jnp.mean(_squared(distance, unit), axes, keepdims=True) - _squared(offset, unit)
     return origin + offset, jnp.where(var < 0, 0, var)
 
 
@@ -80,6 +128,7 @@ def moments(
     center: bool,
     axis_name: Any,
     axis_index_groups: Any,
+    unit: float = 1.0,
 ) -> Moments:
     """Returns the moments of the valid entries over `axes`, which stay with size 1."""
     valid = None if mask is None else jnp.broadcast_to(jnp.asarray(mask, bool), x.shape)
@@ -98,9 +147,9 @@ def moments(
 
     kept = x if valid is None else jnp.where(valid, x, 0)
     if not center:
-        mean, var = None, average(_squared(kept))
+        mean, var = None, average(_squared(kept, unit))
     elif valid is None and axis_name is None and count:
-        mean, var = _shifted_moments(x, axes)
+        mean, var = _shifted_moments(x, axes, unit)
     else:
         # The corrected two-pass variance. The second term is zero, yet it carries the derivative with respect to the
         # mean, at all orders; with the mean held fixed, the first term needs no reduction for it.
@@ -108,10 +157,10 @@ def moments(
         fixed_mean = lax.stop_gradient(mean)
         distance = x - fixed_mean
         distance = distance if valid is None else jnp.where(valid, distance, 0)
-        var = average(_squared(distance)) - _squared(mean - fixed_mean)
+        var = average(_squared(distance, unit)) - _squared(mean - fixed_mean, unit)
     if valid is None:
         return Moments(mean, var if count else jnp.ones_like(var), count > 0)
-    return Moments(mean, jnp.where(count > 0, var, 1), count > 0)
+    return Moments(mean, jnp.where(count > 0, var, unit**-2), count > 0)
 
 
 def _feature_layout(shape: tuple[int, ...], feature_axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -128,11 +177,12 @@ def rescale(
     bias: jax.Array | None,
     feature_axes: tuple[int, ...],
     epsilon: float,
+    unit: float = 1.0,
 ) -> jax.Array:
     """Computes `(x - mean) / sqrt(var + epsilon) * scale + bias` in the statistics dtype."""
     layout = _feature_layout(x.shape, feature_axes)
     # Scale and inverse deviation are multiplied first: both are small, so the input is multiplied only once.
-    factor = lax.rsqrt(var + epsilon)
+    factor = _inverse_deviation(var, epsilon, unit)
     if scale is not None:
         factor = factor * jnp.reshape(scale, layout)
     y = (x if mean is None else x - mean) * factor
@@ -158,9 +208,10 @@ def _fused(
 
     A derivative needs the moments themselves, so its rule computes them, in one pass.
     """
+    unit = _unit_for(epsilon)
     if center:
         x = x - jnp.mean(x, axes, keepdims=True)
-    y = x * lax.rsqrt(jnp.mean(lax.square(x), axes, keepdims=True) + epsilon)
+    y = x * _inverse_deviation(jnp.mean(_square(x, unit), axes, keepdims=True), epsilon, unit)
     layout = _feature_layout(x.shape, feature_axes)
     y = y if scale is None else y * jnp.reshape(scale, layout)
     return y if bias is None else y + jnp.reshape(bias, layout)
@@ -170,9 +221,13 @@ def _fused(
 def _fused_jvp(
     axes: tuple[int, ...], feature_axes: tuple[int, ...], epsilon: float, center: bool, primals: Any, tangents: Any
 ) -> Any:
+    unit = _unit_for(epsilon)
+
     def normalized(x: Any, scale: Any, bias: Any) -> jax.Array:
-        mean, var = _shifted_moments(x, axes) if center else (None, jnp.mean(_squared(x), axes, keepdims=True))
-        return rescale(x, mean, var, scale, bias, feature_axes, epsilon)
+        mean, var = (
+            _shifted_moments(x, axes, unit) if center else (None, jnp.mean(_square(x, unit), axes, keepdims=True))
+        )
+        return rescale(x, mean, var, scale, bias, feature_axes, epsilon, unit)
 
     return jax.jvp(normalized, primals, tangents)
 
@@ -205,7 +260,9 @@ def _normalize(
     axes = tuple(axis % x.ndim for axis in reduction_axes)
     if mask is None and groups is None and axis_name is None and x.size and not jnp.iscomplexobj(x):
         return cast(_fused(x, scale, bias, axes, feature_axes, epsilon, center), out_dtype)
+    unit = _unit_for(epsilon)
     options: dict[str, Any] = {"center": center, "axis_name": axis_name, "axis_index_groups": axis_index_groups}
+    options["unit"] = unit
     if groups is None:
         mean, var, _ = moments(x, mask, axes, **options)
     else:
@@ -217,7 +274,7 @@ def _normalize(
         mean, var, _ = moments(grouped, mask, axes, **options)
         var = jnp.repeat(jnp.squeeze(var, -1), shape[-1] // groups, axis=-1)
         mean = None if mean is None else jnp.repeat(jnp.squeeze(mean, -1), shape[-1] // groups, axis=-1)
-    return cast(rescale(x, mean, var, scale, bias, feature_axes, epsilon), out_dtype)
+    return cast(rescale(x, mean, var, scale, bias, feature_axes, epsilon, unit), out_dtype)
 
 
 class NormBase(Module):

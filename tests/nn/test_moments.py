@@ -52,6 +52,49 @@ def test_a_constant_row_has_variance_zero():
     assert jnp.isfinite(y).all()
 
 
+@pytest.mark.parametrize("name", sorted(set(NORMS) - {"BatchNorm"}))
+@pytest.mark.parametrize("masked", [False, True])
+def test_values_whose_squares_are_beyond_float32_are_normalized(name, masked):
+    norm, mask = NORMS[name][0](), jnp.ones((2, 6, 1), bool) if masked else None
+    x, weights = normal(2, 6, 8), np.cos(np.arange(96)).reshape(2, 6, 8).astype(np.float32)
+
+    def value_and_gradient(x):
+        y, pullback = jax.vjp(lambda x: norm(x, mask=mask), x)
+        return norm(x, mask=mask), y, pullback(weights)[0]
+
+    y, differentiated, gradient = value_and_gradient(2.0**66 * x)
+    *expected, expected_gradient = value_and_gradient(2.0**16 * x)  # for which epsilon is negligible as well
+    np.testing.assert_allclose([y, differentiated], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(2.0**50 * gradient, expected_gradient, rtol=1e-4, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_a_variance_that_overflows_is_nan_in_its_row(name):
+    norm, x = NORMS[name][0](), normal(2, 8).at[1].multiply(1e32)
+    for y in (norm(x), jax.vjp(norm, x)[0]):
+        assert jnp.isfinite(y[0]).all() and jnp.isnan(y[1]).all()
+
+
+def test_batch_norm_keeps_its_variance_and_is_nan_where_that_overflows():
+    layer, x = nnx.BatchNorm(8, use_running_average=False), normal(4, 8).at[:, 1].multiply(1e20)
+    for y in (layer(x), layer(x, use_running_average=True)):
+        assert jnp.isnan(y[:, 1]).all() and jnp.isfinite(y[:, 2:]).all()
+
+
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-12, 1.2e-38])
+def test_small_rows_have_the_gradients_of_the_formula(epsilon):
+    x = np.array([0, 1e-14, 1e-8, 1e-4])[:, None] * numpy_normal(4, 8).astype(np.float64)
+    weights = np.cos(np.arange(32)).reshape(4, 8)
+    factor = 1 / np.sqrt(np.mean(x**2, -1, keepdims=True) + epsilon)
+    y = x * factor
+    expected = factor * (weights - y * np.mean(weights * y, -1, keepdims=True))
+    found, pullback = jax.vjp(nnx.RMSNorm(8, epsilon=epsilon), jnp.asarray(x, jnp.float32))
+    (gradient,) = pullback(jnp.asarray(weights, jnp.float32))
+    np.testing.assert_allclose(found, y, rtol=1e-5)
+    largest = np.abs(expected).max(-1, keepdims=True)
+    np.testing.assert_allclose(gradient / largest, expected / largest, atol=1e-5)
+
+
 def test_second_derivatives_of_a_norm_are_those_of_its_formula():
     layer, x = nnx.LayerNorm(4, use_scale=False, use_bias=False), normal(4)
 
