@@ -68,8 +68,9 @@ class Place(NamedTuple):
 
 
 class Captured:
-    """The cells that a function reads besides its arguments. It holds no Module; a plan that holds their instance dicts
-    is told when one of them is gone.
+    """The cells that a function reads besides its arguments.
+
+    It holds instance dicts but no Module. When one is gone, `when_gone` is called, to drop all that refers to its dict.
 
     Attributes:
         dicts, names: the cells: `dicts[i][names[i]]` is the value of cell i.

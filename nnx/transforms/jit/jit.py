@@ -87,17 +87,14 @@ class Jit:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The general path: any mix of arguments."""
         call, compiled = self.prepare(args, kwargs)
-        changed = None
-        if not compiled.captured.is_current(compiled.functions):
-            changed, start = compiled.captured.changed_inside(), time.perf_counter()
-            self.forget(compiled)
-            call, compiled = self.prepare(args, kwargs)
         if call.flat is not None and call.flat.sown:
             self._warn_of_sown(call)
+        start = time.perf_counter()
         result = compiled.execute(call)
-        if changed is not None:
-            seconds = time.perf_counter() - start
-            self._warn(EMBEDDED.format(name=self.name, path=changed, seconds=seconds), "embedded")
+        if compiled.outdated_path is not None:
+            text = {"path": compiled.outdated_path, "seconds": time.perf_counter() - start}
+            self._warn(EMBEDDED.format(name=self.name, **text), "embedded")
+            compiled.outdated_path = None
         out = compiled.finish(call, result)
         self.plans.remember(call, compiled, result, (*self.bound, *args), kwargs)
         if UNSETTLED:
@@ -113,13 +110,17 @@ class Jit:
         if call.flat is not None:
             call.flat.settle_functions()
         key = (call.signature, get_logical_axis_rules())
-        last = self._last
-        if last is not None and key == last[0]:  # cheaper than a hash, and nearly always true
-            return call, last[1]
-        compiled = self.compiled.get(key)
+        last, outdated_path = self._last, None
+        # Comparing with the last key is cheaper than a hash, and nearly always enough.
+        compiled = last[1] if last is not None and key == last[0] else self.compiled.get(key)
+        if compiled is not None and not compiled.captured.is_current(compiled.functions):
+            outdated_path = compiled.captured.changed_inside()
+            self.forget(compiled)
+            compiled = None
         if compiled is None:
             reasons = self._explain_structure(call)
             compiled = self.compiled[key] = Compiled(self, call, args, kwargs)
+            compiled.outdated_path = outdated_path
             if len(self.compiled) > MAX_COMPILED:
                 self._drop_oldest(reasons)
         self._last = (key, compiled)
