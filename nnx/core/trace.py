@@ -1,4 +1,5 @@
-"""Everything that uses private parts of JAX: a cheap token for the running trace, and the store shared by processes.
+"""Everything that uses private parts of JAX: a cheap token for the running trace, the mesh of a `with mesh:` block, and
+the store shared by processes.
 
 The *level* of an object is the trace it was made in. A Module or Context of one level must not be changed at another,
 or tracers would leak out of a transformed function, or stale values into it. This is the only file that imports JAX's
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.core
+from jax.sharding import Mesh
 
 try:
     from jax._src.core import EvalTrace as _EvalTrace
@@ -20,6 +22,11 @@ try:
 except (ImportError, AttributeError):  # pragma: no cover - only on a JAX that moved it
     _trace_state = None
     _EvalTrace = None
+
+try:
+    from jax._src.mesh import thread_resources as _mesh_blocks
+except ImportError:  # pragma: no cover - only on a JAX without such blocks
+    _mesh_blocks = None
 
 
 def _level_by_equality() -> Any:
@@ -56,6 +63,15 @@ def is_of_this_trace(value: Any) -> bool:
 def is_tracer(value: Any) -> bool:
     """Whether a value is a tracer: a placeholder for a value that a running transform computes."""
     return isinstance(value, jax.core.Tracer)
+
+
+def block_mesh() -> Mesh | None:
+    """Returns the mesh of the innermost `with mesh:` block; None if there is none, or if JAX no longer has such blocks.
+
+    The public functions know only the mesh of `jax.set_mesh`.
+    """
+    mesh = getattr(getattr(_mesh_blocks, "env", None), "physical_mesh", None)
+    return None if mesh is None or mesh.empty else mesh
 
 
 def distributed_client() -> Any:

@@ -100,7 +100,7 @@ def from_pretrained(
         dtype: the dtype of parameters and computation; by default, that of the first parameter in the file, such as the
             embedding. Weights in 8-bit floats (`"quant_method": "fp8"`) and 4-bit floats (`"mxfp4"`) with scales are
             converted as well.
-        mesh: the mesh to place the parameters on; by default, that of `jax.set_mesh`, if any.
+        mesh: the mesh to place the parameters on; by default that of `jax.set_mesh` or of a `with mesh:` block.
         rules: the rules from logical axis names to mesh axes; by default, those of `nnx.logical_axis_rules`.
         scan_layers, remat: as in `Decoder`; other models do not have these options.
         abstract: whether to return the model with `jax.ShapeDtypeStruct`s, which have the shardings, instead of arrays.
@@ -140,7 +140,7 @@ def from_pretrained(
         known = architecture.links(config, targets, found)
         _check(path, architecture, config, known, targets, found)
         inside_trace = is_tracer(jnp.zeros(()))
-        if mesh is not None or not inside_trace:  # the mesh of `jax.set_mesh` is out of reach inside a trace
+        if mesh is not None or not inside_trace:  # the current mesh is out of reach inside a trace
             shard(model, mesh, rules)
         if not abstract:
             reader = opened.enter_context(Reader())

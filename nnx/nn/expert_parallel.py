@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
+from nnx.sharding.meshes import current_mesh
+
 
 class Destinations(NamedTuple):
     """The rows of a device, sorted by destination.
@@ -32,8 +34,8 @@ class Destinations(NamedTuple):
 
 def manual_axis(axis: str | None) -> tuple[int, bool]:
     """Returns the size of an axis of the current mesh (1 if there is none), and whether we are inside its shard_map."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if axis is None or mesh.empty or axis not in mesh.axis_names:
+    mesh = current_mesh()
+    if axis is None or mesh is None or axis not in mesh.axis_names:
         return 1, False
     kind = mesh.axis_types[mesh.axis_names.index(axis)]
     return mesh.shape[axis], kind == AxisType.Manual

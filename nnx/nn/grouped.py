@@ -23,6 +23,7 @@ from jax.sharding import AxisType
 
 from nnx.nn.quantized import as_operand
 from nnx.nn.settings import cast, statistics_dtype
+from nnx.sharding.meshes import current_mesh
 
 PADDING = 0.12
 """The limit of the places that may stay empty, as a fraction of the rows."""
@@ -96,7 +97,8 @@ def _has_one_gpu() -> bool:
     if jax.default_backend() not in ("gpu", "cuda") or jax.device_count() != 1:
         return False
     # On axes that are not automatic (a mesh can have one device), JAX wants to know how the output is distributed.
-    if any(kind != AxisType.Auto for kind in jax.sharding.get_abstract_mesh().axis_types):
+    mesh = current_mesh()
+    if mesh is not None and any(kind != AxisType.Auto for kind in mesh.axis_types):
         return False
     return getattr(jax.devices()[0], "compute_capability", None) in _CAPABLE
 

@@ -56,6 +56,7 @@ from nnx.nn.settings import (
     resolve_mode,
     statistics_dtype,
 )
+from nnx.sharding.meshes import current_mesh
 
 Scores = Literal["softmax", "sigmoid"]
 
@@ -458,7 +459,8 @@ class MoE(Module):
         if distributed and not is_manual:
             whole, split = P(), P(axis)
             specs = (split, whole, whole, split, split, split)
-            body = jax.shard_map(body, in_specs=specs, out_specs=(split, whole), axis_names={axis})
+            mesh = current_mesh()
+            body = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(split, whole), axis_names={axis})
         return body(tokens, self.router, self.router_bias, *self._weights())
 
     def _weights(self) -> tuple[Kernels, Kernels, Kernels]:

@@ -21,7 +21,7 @@ from nnx.nn.attention_kernel import Implementation, Window
 from nnx.nn.dot_product import check_broadcasts, checked_batch, dot_product_attention
 from nnx.nn.ring_blocks import Ring, backward, forward
 from nnx.nn.settings import PromoteDtype, default_promote_dtype
-from nnx.sharding.constraints import current_mesh
+from nnx.sharding.meshes import current_mesh
 from nnx.sharding.rules import current_rules, resolve
 
 UNSUPPORTED = (

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx.core.variables import with_metadata
 from nnx.sharding.axes import aligned_names, axis_names
+from nnx.sharding.meshes import current_mesh, mesh_with_devices
 from nnx.sharding.rules import AnyMesh, Rules, RulesFallback, RulesLike, as_rules, axis_rules, names_in, resolve
 from nnx.sharding.spelling import did_you_mean
 from nnx.sharding.unmatched import BUILT_IN_NAMES, first_time, note_names
@@ -36,7 +37,7 @@ def with_logical_constraint(
         x: an array, or a pytree of arrays that all have these axes.
         names: the axis names, one entry per axis: a name, a tuple of names, or None.
         rules: the rules to use; by default those of `logical_axis_rules`.
-        mesh: the mesh to split over; by default that of `jax.set_mesh`.
+        mesh: the mesh to split over; by default that of `jax.set_mesh` or of a `with mesh:` block.
         fallback: the response to a name for which no rule has a mesh axis.
 
     Raises:
@@ -111,7 +112,7 @@ def with_logical_partitioning(
     Args:
         initializer: an initializer as in `jax.nn.initializers`.
         sharding: the axis names, one per dimension.
-        mesh: the mesh to split over; by default that of `jax.set_mesh` at the time the constraint is applied.
+        mesh: the mesh to split over; by default the one in force when the constraint is applied.
         rules: the rules to use; by default those of `logical_axis_rules` at that time.
 
     >>> init = nnx.with_logical_partitioning(jax.nn.initializers.ones, ("embed", "mlp"))
@@ -146,22 +147,6 @@ class Constraint:
             return _constrain(leaf, names, rules, mesh, RulesFallback.AXIS_IS_UNSHARDED)
 
         return jax.tree.map(constrain, value)
-
-
-def current_mesh(mesh: AnyMesh | None = None) -> Any:
-    """Returns the mesh that a constraint refers to.
-
-    Args:
-        mesh: the mesh that was given; by default that of `jax.set_mesh`.
-
-    Returns:
-        The mesh, with the axis types it has at this point of the program; None if there is none.
-    """
-    around = jax.sharding.get_abstract_mesh()
-    if mesh is None:
-        return None if around.empty else around
-    # Inside a shard_map only the mesh of the surroundings knows which axes are manual.
-    return around if not around.empty and dict(around.shape) == dict(mesh.shape) else mesh
 
 
 def _constrain(x: Any, names: Any, rules: Rules, mesh: Any, fallback: RulesFallback) -> Any:
@@ -212,6 +197,6 @@ def _with_devices(mesh: Any) -> Any:
     if isinstance(mesh, jax.sharding.Mesh):
         return mesh
     try:
-        return jax.sharding.get_mesh()
+        return mesh_with_devices()
     except ValueError:
         return None

@@ -15,6 +15,7 @@ from nnx.core.pure import Pure
 from nnx.core.repr import short
 from nnx.sharding.defaults import name_axes
 from nnx.sharding.findings import left_whole, names_of
+from nnx.sharding.meshes import mesh_with_devices
 from nnx.sharding.report import sharding_report
 from nnx.sharding.rules import RulesLike, as_rules, logical_axis_rules
 from nnx.sharding.specs import logical_to_mesh_sharding
@@ -31,7 +32,8 @@ def shard(model: T, mesh: Mesh | None = None, rules: RulesLike = None) -> T:
 
     Args:
         model: a Module, which is changed in place; or a State, TrainState or other pytree, which is copied.
-        mesh: the mesh to place it on; by default that of `jax.set_mesh`. Without a mesh, this has no effect.
+        mesh: the mesh to place it on; by default that of `jax.set_mesh` or of a `with mesh:` block. Without a mesh,
+            this has no effect.
         rules: the rules to use; by default those of `logical_axis_rules`.
 
     Returns:
@@ -72,7 +74,8 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: RulesL
 
     Args:
         build: a function of a Context that returns the Module, or a TrainState or other pytree. It is traced twice.
-        mesh: the mesh to build on, or None for that of `jax.set_mesh`. If there is none, `build` is simply called.
+        mesh: the mesh to build on, or None for that of `jax.set_mesh` or of a `with mesh:` block. If there is none,
+            `build` is simply called.
         rules: the rules to use, also inside `build`; None for those of `logical_axis_rules`.
         ctx: the Context to build with.
 
@@ -166,8 +169,8 @@ nnx.Dict(model=model, optimizer=optimizer)."""
 
 def _concrete(mesh: Mesh | None) -> Mesh | None:
     if mesh is None:
-        mesh = jax.sharding.get_mesh()
-    elif not isinstance(mesh, Mesh):
+        return mesh_with_devices()
+    if not isinstance(mesh, Mesh):
         hint = PLAN_INSTEAD if isinstance(mesh, AbstractMesh) else ""
         raise TypeError(NOT_A_MESH.format(got=mesh, hint=hint))
     return None if mesh.empty else mesh

@@ -9,8 +9,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from nnx.core.sizes import size_in_bytes
-from nnx.sharding.constraints import constrained_names, current_mesh
+from nnx.sharding.constraints import constrained_names
 from nnx.sharding.findings import find, size_text
+from nnx.sharding.meshes import current_mesh
 from nnx.sharding.rules import AnyMesh, Rules, RulesLike, as_rules, memory_kind_of, resolve
 from nnx.sharding.specs import map_named
 
@@ -143,7 +144,7 @@ def sharding_report(
 
     Args:
         model: a Module, State, TrainState or other pytree, of arrays or `jax.ShapeDtypeStruct`s.
-        mesh: the mesh to plan for; by default that of `jax.set_mesh`.
+        mesh: the mesh to plan for; by default that of `jax.set_mesh` or of a `with mesh:` block.
         rules: the rules to use; by default those of `logical_axis_rules`.
         device_memory: the bytes of memory of one device, to see what fits; by default what the devices of the mesh
             say, if it has devices and they know.

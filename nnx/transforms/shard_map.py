@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 from nnx.core.filters import to_predicate
 from nnx.core.module_info import ModuleBase
 from nnx.core.variables import Spec
+from nnx.sharding.meshes import current_mesh
 from nnx.sharding.unmatched import note_mesh_axes
 from nnx.transforms.annotations import Decorator, P, R
 from nnx.transforms.arguments import WRONG_COUNT
@@ -60,7 +61,8 @@ def shard_map(
 
     Args:
         fun: the function, a Module, or a bound method of one.
-        mesh, check_vma, axis_names: as in `jax.shard_map`.
+        mesh: the mesh; by default that of `jax.set_mesh` or of a `with mesh:` block.
+        check_vma, axis_names: as in `jax.shard_map`.
         in_specs: one per argument; for a Module, a `PartitionSpec` for all its state or a mapping from filter to
             `PartitionSpec`. State that changes comes out with the spec it went in with.
         out_specs: as in `jax.shard_map`, for the output.
@@ -75,7 +77,6 @@ def shard_map(
     (4, 3)
     """
     target = target_of(fun, "nnx.shard_map")
-    options = {k: v for k, v in {"mesh": mesh, "axis_names": axis_names}.items() if v is not None}
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
@@ -85,6 +86,8 @@ def shard_map(
         specs = (in_specs,) * len(args) if specs is None else specs
         if len(specs) != len(args):
             raise ValueError(WRONG_COUNT.format(option="nnx.shard_map: in_specs", given=len(specs), count=len(args)))
+        given = {"mesh": current_mesh() if mesh is None else mesh, "axis_names": axis_names}
+        options = {name: value for name, value in given.items() if value is not None}
         call = Call(args, {})
         cell_specs, data_specs = _split_specs(call, args, specs)
         effects, outputs = _look_ahead(call, target.fun, cell_specs, data_specs, {**options, "check_vma": False})
@@ -93,7 +96,7 @@ def shard_map(
         value_specs += [cell_specs[i] for i in (effects.rewrite.released if effects.rewrite is not None else ())]
 
         def body(cells: Any, data: Any, keys: Any) -> Any:
-            note_mesh_axes(jax.sharding.get_abstract_mesh().manual_axes)
+            note_mesh_axes(current_mesh().manual_axes)
             outcome = _inside(call, target.fun, cells, data, keys)
             return outcome.values, outcome.out
 
