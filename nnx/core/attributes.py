@@ -27,7 +27,7 @@ from nnx.core.errors import (
     STORES_CONTEXT,
 )
 from nnx.core.hints import refuse_flax_module
-from nnx.core.kinds import NODE, STATIC, SUBMODULE, TREE, TREE_SPEC, Absent, is_cell, is_static
+from nnx.core.kinds import NODE, STATIC, SUBMODULE, TREE, TREE_SPEC, Absent, explain_missing, is_cell, is_static
 from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.refs import Ref
 from nnx.core.repr import short
@@ -376,7 +376,9 @@ def variable_of(module: Any, name: str) -> Any:
         return kind.box(module.__dict__[name])
     if kind is NODE or kind is TREE:
         return TREE_SPEC.box(module.__dict__[name])
-    if kind is None or type(kind) is Absent:
+    if type(kind) is Absent:
+        explain_missing(module, name)
+    if kind is None:
         getattr(module, name)  # explains what is missing
     what = "a submodule" if kind is SUBMODULE else "a static attribute"
     raise ValueError(f"{name!r} of {type(module).__name__} is {what}, not a variable.")

@@ -52,6 +52,14 @@ would hide. Choose another name (or keep the value in an nnx.Dict, where any key
 DUNDER_NAME = """Cannot assign {value} to attribute {name!r} of {owner}: names with two underscores at both ends \
 belong to Python, and the library does not look at them, so no transform would see the value. Choose another name."""
 
+HIDES_METHOD = """Cannot assign attribute {name!r} of {owner}: it is the name of a method of nnx.Module, which it \
+would hide. To call the method, write `.{name}(...)`. To have an attribute of that name, assign it in `__init__`; \
+`nnx.Module.{name}(module)` then still calls the method."""
+
+METHOD_AS_DEFAULT = """{owner} was given no value for {name!r}. The name is also that of a method of nnx.Module, which \
+dataclasses.dataclass takes for the default of the field. Use @nnx.dataclass, or write `{name}: ... = \
+dataclasses.field()`."""
+
 DICT_REPLACED = """Cannot assign `__dict__` of {owner}: the library records the kind of every attribute outside \
 `__dict__`, and the two would no longer match. Set the attributes one by one, or replace the state \
 with update_state()."""

@@ -5,9 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform, overload
 
-from nnx.core.attributes import assign
 from nnx.core.errors import MUTABLE_DEFAULT
-from nnx.core.module_info import info_of
 from nnx.core.refs import Ref
 from nnx.core.repr import short
 from nnx.core.variables import Container, Node, Param, Static, Variable
@@ -141,6 +139,9 @@ def dataclass(
     """
 
     def decorate(cls: Any) -> Any:
+        # The standard decorator takes an inherited attribute for the default of a field, here a method it may hide.
+        for name in cls._nnx_hideable.intersection(inspect.get_annotations(cls)).difference(vars(cls)):
+            setattr(cls, name, dataclasses.field())
         cls = dataclasses.dataclass(init=init, repr=repr, eq=False, kw_only=kw_only)(cls)
         cls._nnx_frozen = frozen
         return cls
@@ -169,14 +170,3 @@ def constructor_signature(cls: type) -> inspect.Signature:
     """Returns the signature of a class according to its `__init__`, for any metaclass."""
     signature = inspect.signature(cls.__init__)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
-def adopt_fields(module: Any) -> None:
-    """Gives fields their kinds if the constructor of a frozen dataclass bypassed `__setattr__`."""
-    kinds, values = info_of(module).kinds, module.__dict__
-    for field in dataclasses.fields(module):
-        if field.name in values and field.name not in kinds:
-            value = values.pop(field.name)
-            if field.name in module._nnx_fields:
-                value = module._nnx_fields[field.name](value)
-            assign(module, field.name, value)

@@ -17,7 +17,7 @@ from nnx.core.refs import Ref
 from nnx.core.selectors import to_module_predicate
 from nnx.core.updates import check_levels
 from nnx.core.variables import BatchStat, Cache, Container, Intermediate, Loss, Spec, spec_of
-from nnx.core.walk import number_modules
+from nnx.core.walk import named_modules, number_modules
 
 NOTHING_TO_FREEZE = """{name}: where={where} matches no Variable in this {model}, and no Module that has one. Its \
 Modules are: {modules}; for the Variables, see `model.get_state()`."""
@@ -39,7 +39,7 @@ def set_frozen(model: Any, where: Any, frozen: bool, name: str) -> None:
         ValueError: `where` selects nothing.
     """
     of_modules, of_variables = _predicates(where, name)
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     inside = {
         id(inner)
         for path, module in modules.items()

@@ -85,17 +85,18 @@ def absent(cls: type, spec: Any) -> Absent:
     A class without such variables has no `__getattr__`: having one would slow down every attribute read.
     """
     if not hasattr(cls, "__getattr__"):
-        cls.__getattr__ = _explain_missing
+        cls.__getattr__ = explain_missing
     return Absent(spec)
 
 
-def _explain_missing(module: Any, name: str) -> Any:
-    if hasattr(type(module), name):  # a property that raised AttributeError itself: show that error
-        return object.__getattribute__(module, name)
+def explain_missing(module: Any, name: str) -> Any:
+    """Raises the AttributeError for a name that a Module does not have; the `__getattr__` of some classes."""
     kind = info_of(module).kinds.get(name)
     if type(kind) is Absent:
         text = NO_STATE_GIVEN.format(owner=type(module).__name__, name=name, kind=kind.spec)
         raise AttributeError(text, name=name, obj=module)
+    if hasattr(type(module), name):  # a property that raised AttributeError itself: show that error
+        return object.__getattribute__(module, name)
     if name in MODULE:
         Hint(ModuleBase, name, MODULE[name]).__get__(module, type(module))
     raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}", name=name, obj=module)

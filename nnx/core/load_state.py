@@ -17,6 +17,7 @@ from nnx.core.repr import short
 from nnx.core.state import State
 from nnx.core.updates import update
 from nnx.core.variables import Container, values_equal
+from nnx.core.walk import named_modules
 
 NOT_A_MAPPING = """load_state takes a State, or a flat or nested mapping of arrays such as {{"encoder/kernel": w}} or \
 {{"encoder": {{"kernel": w}}}}; got {got}."""
@@ -76,7 +77,7 @@ def _absent_paths(root: Any) -> list[str]:
     """Returns the paths of the variables that were given no state when the Module was rebuilt."""
     return [
         join(path, name)
-        for path, module in root.named_modules()
+        for path, module in named_modules(root)
         for name, kind in info_of(module).kinds.items()
         if type(kind) is Absent
     ]

@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, overlo
 from nnx.core.attributes import assign, refuse_state, settle, variable_of
 from nnx.core.build import build
 from nnx.core.copying import deep_copy, shallow_copy
-from nnx.core.errors import CLASS_OF_VIEW, DICT_REPLACED, MODULE_TO_RAW_JAX, NOT_A_MODULE_CLASS, RESERVED_NAME
-from nnx.core.fields import adopt_fields, constructor_signature, prepare_dataclass
+from nnx.core.errors import (
+    CLASS_OF_VIEW,
+    DICT_REPLACED,
+    HIDES_METHOD,
+    METHOD_AS_DEFAULT,
+    MODULE_TO_RAW_JAX,
+    NOT_A_MODULE_CLASS,
+    RESERVED_NAME,
+)
+from nnx.core.fields import constructor_signature, prepare_dataclass
 from nnx.core.filters import Filter, classify
 from nnx.core.flat import flat_of
 from nnx.core.freezing import set_frozen
@@ -24,12 +32,12 @@ from nnx.core.kinds import Absent, absent, is_variable
 from nnx.core.load_report import LoadReport
 from nnx.core.load_state import load_state
 from nnx.core.modes import set_mode
-from nnx.core.module_info import ModuleBase, class_of, info_of, is_view, new_module, values_of
+from nnx.core.module_info import ModuleBase, class_of, info_of, is_view, new_module
 from nnx.core.module_repr import module_repr
 from nnx.core.module_str import module_str
 from nnx.core.moduledef import ModuleDef
 from nnx.core.mutable_leaf import MutableLeaf
-from nnx.core.paths import is_dunder, join, segment_of
+from nnx.core.paths import is_dunder
 from nnx.core.proxies import Access
 from nnx.core.pure import Pure
 from nnx.core.refs import Ref
@@ -37,13 +45,12 @@ from nnx.core.repr import article, short
 from nnx.core.scopes import scope_calls
 from nnx.core.selectors import ModuleSelector
 from nnx.core.state import Layout, State
-from nnx.core.structure import ROOT
 from nnx.core.ties import own_values
 from nnx.core.trace import current_level
-from nnx.core.updates import check_level, pop, remove, resolve, stored_name, to_states, update
+from nnx.core.updates import check_level, get_path, pop, remove, set_path, stored_name, to_states, update
 from nnx.core.variables import Variable, spec_of
 from nnx.core.views import make_view
-from nnx.core.walk import depth_first, number_modules, refuse_pytree
+from nnx.core.walk import named_modules, refuse_pytree
 
 M = TypeVar("M", bound="Module")
 
@@ -76,7 +83,7 @@ class ModuleType(_ProtocolType):
             cls._nnx_is_dataclass = is_dataclass
         if type(module) is cls or isinstance(module, Module):
             if is_dataclass:
-                adopt_fields(module)
+                _adopt_fields(module)
             info = info_of(module)
             if info.unsettled:
                 settle(module)
@@ -121,6 +128,7 @@ class Module(ModuleBase, metaclass=ModuleType):
     _nnx_fields: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # how a dataclass wraps the values of its fields
     _nnx_frozen: ClassVar[bool] = False
     _nnx_is_dataclass: ClassVar[bool | None] = None
+    _nnx_hideable: ClassVar[frozenset[str]] = frozenset()  # names of methods that an attribute can hide; filled below
     _nnx_free_names: ClassVar[set[str]] = set()  # names known not to be on the class: the next assignment does not look
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -146,6 +154,8 @@ class Module(ModuleBase, metaclass=ModuleType):
             if on_class is not None or name[:2] == "__":
                 if name in _RESERVED or cls._nnx_reserves(name):
                     raise AttributeError(RESERVED_NAME.format(name=name, owner=cls.__name__))
+                if name in Module._nnx_hideable:
+                    _check_hiding(self, name, value)
                 if name in ("__class__", "__dict__"):
                     self._nnx_become(name, value)
                     return
@@ -338,7 +348,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         """Runs the Module on a copy: `out, new_module = model.apply(x)`, `model.apply.encoder.layers[0](x)`."""
 
         def run(find: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
-            module = self.clone()
+            module = Module.clone(self)
             return find(module)(*args, **kwargs), module
 
         return Access(run)
@@ -347,23 +357,15 @@ class Module(ModuleBase, metaclass=ModuleType):
 
     def modules(self) -> Iterator["Module"]:
         """Yields every distinct Module, including this one, depth first."""
-        modules, parents, *_ = number_modules((self,))
-        for i in depth_first(parents):
-            yield modules[i]
+        return (module for _, module in named_modules(self))
 
     def named_modules(self) -> Iterator[tuple[str, "Module"]]:
         """Yields every distinct Module with its canonical path, depth first; the path of this one is `""`."""
-        modules, parents, *_ = number_modules((self,))
-        paths = [""] * len(modules)
-        for i in depth_first(parents):
-            parent, name = parents[i]
-            if parents[i] is not ROOT:
-                paths[i] = join(paths[parent], name)
-            yield paths[i], modules[i]
+        return named_modules(self)
 
     def for_each(self, module_type: type, fn: Callable[[Any], Any]) -> None:
         """Calls `fn` on every distinct instance of a type in this Module, including itself. Cycles are allowed."""
-        for module in list(self.modules()):
+        for module in list(Module.modules(self)):
             if isinstance(module, module_type):
                 fn(module)
 
@@ -423,13 +425,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         Raises:
             ValueError: there is nothing at the path.
         """
-        if path == "":
-            return self
-        owner, name = resolve(self, path)
-        if name not in info_of(owner).kinds:
-            raise ValueError(f"There is nothing at {path!r}: {type(owner).__name__} has no attribute {name!r}.")
-        values = values_of(owner)
-        return values[name] if name in values else getattr(owner, name)
+        return get_path(self, path)
 
     def set_path(self, path: str, value: Any) -> None:
         """Assigns to the attribute at a path, as `setattr` on its owner would.
@@ -439,10 +435,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         >>> model.get_path("0")
         Identity()
         """
-        if path == "":
-            raise ValueError("set_path() cannot replace the Module itself, which is what the path '' means.")
-        owner, name = resolve(self, path)
-        owner._nnx_set_item(segment_of(name), value)
+        set_path(self, path, value)
 
     def _nnx_set_item(self, segment: str, value: Any) -> None:
         setattr(self, segment, value)
@@ -517,7 +510,35 @@ class Module(ModuleBase, metaclass=ModuleType):
         return (_unpickled, (type(self),), self.__getstate__())
 
 
-_RESERVED = frozenset(name for name in vars(Module) if not name.startswith("_"))
+_RESERVED = frozenset(("apply", "clone", "filter", "for_each", "get_module_def", "get_state", "mutable_state_dict"))
+_RESERVED |= {"partition", "pop_state", "sow", "update_state"}
+"""The methods that programs call on any Module; they can never be attributes."""
+
+# Attributes can hide the others: models written before there was such a method may use its name. For their sake, the
+# library itself calls every method as `Module.get_state(module)`.
+Module._nnx_hideable = frozenset(name for name in vars(Module) if not name.startswith("_")) - _RESERVED
+
+
+def _check_hiding(module: Module, name: str, value: Any) -> None:
+    """Checks the first assignment to an attribute with the name of a method.
+
+    Raises:
+        AttributeError: the constructor has returned, so this is more likely a forgotten call: `model.train = False`.
+        TypeError: the value is the method itself, which `dataclasses.dataclass` takes for the default of the field.
+    """
+    owner = type(module).__name__
+    if not info_of(module).constructing:
+        raise AttributeError(HIDES_METHOD.format(name=name, owner=owner))
+    if value is vars(Module)[name]:
+        raise TypeError(METHOD_AS_DEFAULT.format(name=name, owner=owner))
+
+
+def _adopt_fields(module: Module) -> None:
+    """Sets the fields that the constructor of a frozen dataclass stored behind `__setattr__`."""
+    kinds, values = info_of(module).kinds, module.__dict__
+    for field in dataclasses.fields(module):  # pyright: ignore[reportArgumentType]
+        if field.name in values and field.name not in kinds:
+            Module.__setattr__(module, field.name, values.pop(field.name))
 
 
 def _unpickled(cls: type) -> Any:

@@ -8,6 +8,7 @@ import jax
 
 from nnx.core.attributes import set_spec
 from nnx.core.build import MISSING, build
+from nnx.core.flat import flat_of
 from nnx.core.kinds import STATIC
 from nnx.core.paths import join
 from nnx.core.proxies import Access
@@ -103,7 +104,8 @@ class ModuleDef(Generic[M]):
         def run(find: Any, args: Any, kwargs: Any) -> Any:
             module: Any = self.merge(*states)
             out = find(module)(*args, **kwargs)
-            return out, Pure(module.get_state(), module.get_module_def())
+            flat = flat_of(module)
+            return out, Pure(flat.state(), ModuleDef(flat.key, flat.statics))
 
         return Access(run)
 

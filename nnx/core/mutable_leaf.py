@@ -3,7 +3,7 @@
 from typing import Any
 
 from nnx.core.attributes import variable_of
-from nnx.core.updates import resolve
+from nnx.core.updates import get_path, resolve, set_path
 
 
 class MutableLeaf:
@@ -17,11 +17,11 @@ class MutableLeaf:
 
     @property
     def value(self) -> Any:
-        return self._root.get_path(self._path)
+        return get_path(self._root, self._path)
 
     @value.setter
     def value(self, value: Any) -> None:
-        self._root.set_path(self._path, value)
+        set_path(self._root, self._path, value)
 
     @property
     def variable(self) -> Any:
@@ -35,7 +35,7 @@ class MutableLeaf:
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "value":
             raise AttributeError(f"Cannot set {name!r} of {self._path!r}: only `.value` can be set, metadata cannot.")
-        self._root.set_path(self._path, value)
+        set_path(self._root, self._path, value)
 
     def __repr__(self) -> str:
         return f"MutableLeaf({self._path!r}, {self.variable!r})"

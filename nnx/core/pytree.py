@@ -77,6 +77,7 @@ class Pytree(metaclass=PytreeType):
     _nnx_fields: ClassVar[dict[str, Callable[[Any], Any]]] = {}
     _nnx_frozen: ClassVar[bool] = False
     _nnx_mutable: ClassVar[bool] = False
+    _nnx_hideable: ClassVar[frozenset[str]] = frozenset()
 
     _nnx_specs: dict[str, Spec]
     _nnx_closed: bool

@@ -12,6 +12,7 @@ from nnx.core.filters import PathMatches, describe, everything
 from nnx.core.module_info import ModuleBase
 from nnx.core.paths import listing
 from nnx.core.repr import short
+from nnx.core.walk import named_modules
 
 ModuleSelector = type | str | EllipsisType | Callable[[str, Any], bool] | Sequence["ModuleSelector"]
 
@@ -48,7 +49,7 @@ def select_modules(model: Any, where: Any, name: str) -> dict[str, Any]:
         ValueError: it picks nothing.
     """
     matches = to_module_predicate(where, name)
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     selected = {path: module for path, module in modules.items() if matches(path, module)}
     if not selected:
         text = {"where": describe(where), "model": type(model).__name__, "paths": listing(modules)}

@@ -6,9 +6,9 @@ from typing import Any
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, MUTATE_AT_OTHER_LEVEL, UNKNOWN_PATH, TraceContextError
 from nnx.core.filters import classify
 from nnx.core.flat import Flat, flat_of
-from nnx.core.kinds import NODE, SUBMODULE, TREE, TREE_SPEC, Absent, is_cell, is_static
+from nnx.core.kinds import NODE, SUBMODULE, TREE, TREE_SPEC, Absent, explain_missing, is_cell, is_static
 from nnx.core.module_info import ModuleBase, info_of, values_of
-from nnx.core.paths import join
+from nnx.core.paths import join, segment_of
 from nnx.core.refs import Ref
 from nnx.core.repr import short
 from nnx.core.state import Layout, State, parts_of
@@ -129,6 +129,29 @@ def resolve(root: Any, path: str) -> tuple[Any, str]:
     if not last:
         raise ValueError(UNKNOWN_PATH.format(path=path, reason="the last segment of the path is empty"))
     return module, stored_name(module, last)
+
+
+def get_path(root: Any, path: str) -> Any:
+    """Returns what is at a path: a Module, the value of a variable, or a static value. `""` is the root itself.
+
+    Raises:
+        ValueError: there is nothing at the path.
+    """
+    if path == "":
+        return root
+    owner, name = resolve(root, path)
+    if name not in info_of(owner).kinds:
+        raise ValueError(f"There is nothing at {path!r}: {type(owner).__name__} has no attribute {name!r}.")
+    values = values_of(owner)
+    return values[name] if name in values else explain_missing(owner, name)
+
+
+def set_path(root: Any, path: str, value: Any) -> None:
+    """Assigns to the attribute at a path, as `setattr` on its owner would."""
+    if path == "":
+        raise ValueError("set_path() cannot replace the Module itself, which is what the path '' means.")
+    owner, name = resolve(root, path)
+    owner._nnx_set_item(segment_of(name), value)
 
 
 def stored_name(module: Any, segment: str) -> str:

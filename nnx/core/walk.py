@@ -78,6 +78,17 @@ def depth_first(parents: Sequence[Parent]) -> Iterator[int]:
         stack.extend(children[module])  # in reverse, so that the first child is on top
 
 
+def named_modules(root: Any) -> Iterator[tuple[str, Any]]:
+    """Yields every distinct Module of the graph with its canonical path, depth first; the path of the root is `""`."""
+    modules, parents, *_ = number_modules((root,))
+    paths = [""] * len(modules)
+    for i in depth_first(parents):
+        parent, name = parents[i]
+        if parents[i] is not ROOT:
+            paths[i] = join(paths[parent], name)
+        yield paths[i], modules[i]
+
+
 class Traversal:
     """One walk over the graph that starts at some roots. Short-lived: it holds the Modules."""
 

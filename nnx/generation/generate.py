@@ -177,7 +177,7 @@ def generate(
         aligned=not is_tracer(prompt.lengths) and bool((prompt.lengths == prompt_length).all()),
         rules=rules,
     )
-    pure = model.partition()
+    pure = Module.partition(model)
     shared = None if shared is None else padded(shared, room.prefix)
     progress, unstacked = read(pure, padded(prompt, room.prompt + 1), shared, pad, plan=plan)
     # A scan over layers would copy the whole cache for each token. The copy of the weights lives as long as this call

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from nnx.core.modes import set_mode
+from nnx.core.module import Module
 from nnx.core.pure import Pure
 from nnx.core.sizes import size_in_bytes
 from nnx.core.statics import Frozen
@@ -205,7 +206,7 @@ def _unstacked(pure: Pure) -> Pure | None:
         return None
     unscanned = model.unscanned()
     # A model that is returned as it is would be copied: the outputs of a compiled function are new arrays.
-    return None if unscanned is model else unscanned.partition()
+    return None if unscanned is model else Module.partition(unscanned)
 
 
 def _rebuilt(pure: Pure) -> Any:

@@ -62,7 +62,7 @@ class _Run:
         self.unmarked: dict[int, int] = {}  # the numbers of Dicts by id; a mark on a Dict would become an item
 
     def mark(self, root: Module) -> None:
-        for number, (_, module) in enumerate(root.named_modules()):
+        for number, (_, module) in enumerate(Module.named_modules(root)):
             if isinstance(module, Dict):
                 self.unmarked[id(module)] = number
             else:
@@ -104,7 +104,7 @@ def record(model: Module, method: Any, args: Sequence[Any], kwargs: dict[str, An
             caller's does not advance; anything else is passed unchanged.
         kwargs: the keyword arguments, treated likewise.
     """
-    state, moduledef = model.partition()
+    state, moduledef = Module.partition(model)
     leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_split)
     traced = {i: _split(leaf) for i, leaf in enumerate(leaves) if _is_split(leaf) or _is_array(leaf)}
     run = _Run()
@@ -115,9 +115,9 @@ def record(model: Module, method: Any, args: Sequence[Any], kwargs: dict[str, An
         inner = [_merge(traced[i]) if i in traced else leaf for i, leaf in enumerate(leaves)]
         inner_args, inner_kwargs = jax.tree.unflatten(treedef, inner)
         out = run.call(module, _method(module, method), inner_args, inner_kwargs)
-        return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)], module.get_state()
+        return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)], Module.get_state(module)
 
-    with _wrapped_calls({class_of(module) for module in model.modules()}), _silent_about_marks():
+    with _wrapped_calls({class_of(module) for module in Module.modules(model)}), _silent_about_marks():
         token = _running.set(run)
         try:
             jaxpr = jax.make_jaxpr(trace)(state, traced)
@@ -145,7 +145,7 @@ def _is_array(leaf: Any) -> bool:
 def _split(leaf: Any) -> Any:
     if isinstance(leaf, Context):
         return copy.deepcopy(leaf).partition()
-    return leaf.partition() if isinstance(leaf, Module) else leaf
+    return Module.partition(leaf) if isinstance(leaf, Module) else leaf
 
 
 def _merge(value: Any) -> Any:

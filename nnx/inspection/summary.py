@@ -196,9 +196,9 @@ def summary(
     recording = None
     if inputs or kwargs or method is not None:
         recording = record(model, method or "__call__", inputs, kwargs)
-    parameters, sizes, collections = _held(model.get_state())
+    parameters, sizes, collections = _held(Module.get_state(model))
     rows = []
-    for number, (path, module) in enumerate(model.named_modules()):
+    for number, (path, module) in enumerate(Module.named_modules(model)):
         output, flops = _called(recording, number)
         rows.append(Row(path, type(module).__name__, output, parameters.get(path, 0), sizes.get(path, 0), flops))
     return Summary(rows, collections)
@@ -219,7 +219,7 @@ def count_params(model: Module | State | Pure[Any], where: Filter = Param) -> in
     """
     if not isinstance(model, (Module, State, Pure)):
         raise TypeError(NOT_COUNTABLE.format(value=short(model), type=type(model).__name__))
-    chosen = model.filter(where)
+    chosen = Module.filter(model, where) if isinstance(model, Module) else model.filter(where)
     return sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(chosen))
 
 

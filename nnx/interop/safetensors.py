@@ -18,7 +18,7 @@ import numpy as np
 
 from nnx.core.files import sync_directory
 from nnx.core.load_report import LoadReport
-from nnx.core.module_info import ModuleBase
+from nnx.core.module import Module
 from nnx.core.processes import Exchange, ProcessError, is_first
 from nnx.core.repr import short
 from nnx.core.state import State
@@ -201,9 +201,9 @@ def load_safetensors(
         with contextlib.ExitStack() as opened:
             return _nested(file, Source(open_model(file, opened), rename).mapped())
     expected = _checked(target, "load_safetensors")
-    expected = expected.get_state() if isinstance(expected, ModuleBase) else expected  # type: ignore[attr-defined]
+    expected = Module.get_state(expected) if isinstance(expected, Module) else expected
     entries = Entries(expected)
-    aliases = Entries(target).aliases if isinstance(target, ModuleBase) else {}
+    aliases = Entries(target).aliases if isinstance(target, Module) else {}
     with contextlib.ExitStack() as opened:
         source = Source(open_model(file, opened), rename)
         found, differences = match(source, entries, aliases, cast)
@@ -220,7 +220,7 @@ def load_safetensors(
 
 
 def _checked(state: Any, function: str) -> Any:
-    if not isinstance(state, (State, ModuleBase)):
+    if not isinstance(state, (State, Module)):
         raise TypeError(NOT_STATE.format(function=function, got=short(state)))
     return state
 

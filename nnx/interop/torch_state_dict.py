@@ -71,7 +71,7 @@ def load_torch_state_dict(model: Module, mapping: Mapping[str, Any], *, strict: 
     if not isinstance(mapping, Mapping) or not all(isinstance(name, str) for name in mapping):
         raise TypeError(NOT_A_STATE_DICT.format(got=short(mapping)))
     flat = flat_of(model)
-    leaves: dict[str, Any] = dict(model.get_state().items())
+    leaves: dict[str, Any] = dict(Module.get_state(model).items())
     report = LoadReport(source="state dict")
     parts, ignored = _all_parts(model, flat, leaves, mapping)
     values: dict[str, np.ndarray] = {}
@@ -98,7 +98,7 @@ def load_torch_state_dict(model: Module, mapping: Mapping[str, Any], *, strict: 
     report.unexpected = [name for name in mapping if name not in known]
     if report and strict:
         raise ValueError(_does_not_fit(model, report, sought, mapping))
-    model.load_state(values, strict=False, cast=True)
+    Module.load_state(model, values, strict=False, cast=True)
     return report
 
 

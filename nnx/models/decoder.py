@@ -340,13 +340,13 @@ class Decoder(Module):
         if not isinstance(self.layers, ScanModule):
             return self
         period = self.layers.scan_module
-        definition, state = period.get_module_def(), period.get_state()
+        definition, state = Module.get_module_def(period), Module.get_state(period)
         length = self.config.num_layers // self.config.period
         blocks = []
         for i in range(length):
             layer = state.map(lambda path, leaf, i=i: _sliced(leaf, i))
             blocks += list(definition.merge(layer).layers)
-        rest: Any = self.clone()
+        rest: Any = Module.clone(self)
         rest.layers = Sequence((*blocks, *rest.tail))
         rest.tail = Sequence(())
         return rest

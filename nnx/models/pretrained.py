@@ -173,7 +173,7 @@ def save_pretrained(
     for name, value in values.items():
         if isinstance(value, jax.ShapeDtypeStruct) or is_tracer(value):
             raise ValueError(ABSTRACT.format(path=name, value=short(value)))
-    quantized = [name for name, module in model.named_modules() if is_quantized(module)]
+    quantized = [name for name, module in Module.named_modules(model) if is_quantized(module)]
     if quantized:
         raise ValueError(QUANTIZED.format(family=config.model_type, paths=_listed(quantized)))
     known = architecture.links(config, values, ())
@@ -253,7 +253,7 @@ def abstract_model(architecture: Architecture, config: Any, param_dtype: Any, **
 
 def values_by_path(model: Module) -> dict[str, Any]:
     """Returns the values that a checkpoint holds, by path: not those of losses, or of Variables that hold None."""
-    state = model.filter(Not(Loss))
+    state = Module.filter(model, Not(Loss))
     values = {path: getattr(leaf, "value", leaf) for path, leaf in state.items()}
     return {path: value for path, value in values.items() if value is not None}
 
@@ -307,7 +307,7 @@ def _check(
 
 def _fill(model: Module, known: list[Link], files: Mapping[str, AnyFile], place: Callable[..., jax.Array]) -> None:
     """Puts the values of the files into an abstract model."""
-    state = model.get_state()
+    state = Module.get_state(model)
     values = values_by_path(model)
     pieces: dict[str, list[Piece]] = {}
     stacks: dict[str, Shape] = {}
@@ -325,7 +325,8 @@ def _fill(model: Module, known: list[Link], files: Mapping[str, AnyFile], place:
         pieces, key=lambda name: (pieces[name][0].file.path, pieces[name][0].file.tensors[pieces[name][0].name].start)
     )
     filled = {name: place(pieces[name], values[name], stacks[name]) for name in order}
-    model.update_state(state.map(lambda name, leaf: leaf.replace(filled[name] if name in filled else _zeros(leaf))))
+    values = state.map(lambda name, leaf: leaf.replace(filled[name] if name in filled else _zeros(leaf)))
+    Module.update_state(model, values)
 
 
 def _zeros(leaf: Any) -> jax.Array:
@@ -367,8 +368,8 @@ def _differences(model: Module, expected: Module) -> list[str]:
     for path, value in ours.items():
         if path in theirs and value.shape != theirs[path].shape:
             lines.append(f"{path} is {list(value.shape)}, the config means {list(theirs[path].shape)}")
-    modules = dict(model.named_modules())
-    for path, described in expected.named_modules():
+    modules = dict(Module.named_modules(model))
+    for path, described in Module.named_modules(expected):
         for name in _SETTINGS:
             wanted, got = getattr(described, name, None), getattr(modules.get(path), name, None)
             if not isinstance(wanted, (jax.Array, jax.ShapeDtypeStruct)) and wanted != got:

@@ -196,7 +196,7 @@ def dot_product_attention(
         soft_cap=logits_soft_cap,
     )
     if module is not None:
-        module.sow(Intermediate, "attention_weights", weights)
+        Module.sow(module, Intermediate, "attention_weights", weights)
     return out
 
 

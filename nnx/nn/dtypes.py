@@ -113,4 +113,4 @@ def _cast_variables(holder: Any, dtype: Any, has_statistics: bool) -> None:
         if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != target:
             is_abstract = isinstance(value, jax.ShapeDtypeStruct)
             new = jax.ShapeDtypeStruct(value.shape, target, sharding=value.sharding) if is_abstract else None
-            holder.set_path(name.removeprefix("/"), value.astype(target) if new is None else new)
+            Module.set_path(holder, name.removeprefix("/"), value.astype(target) if new is None else new)

@@ -307,7 +307,7 @@ def add_lora(
     ['layers/0/lora/lora_a', 'layers/0/lora/lora_b']
     """
     matches = to_predicate(PathMatches(where) if isinstance(where, str) else where)
-    linear = {path: module for path, module in model.named_modules() if type(module) in _ADAPTED}
+    linear = {path: module for path, module in Module.named_modules(model) if type(module) in _ADAPTED}
     chosen = {path: module for path, module in linear.items() if matches(path, module)}
     if not chosen:
         paths = ", ".join(map(repr, linear)) or "(none)"
@@ -347,7 +347,7 @@ def _stacked_like(layer: Linear | LinearGeneral, ctx: Context, *, rank: int, **o
         return LoRA(inputs, rank, outputs, ctx=ctx, **options)
 
     stacked = layer.kernel.ndim - kernel_axes
-    sharding = layer.variable("kernel").sharding
+    sharding = Module.variable(layer, "kernel").sharding
     names = () if isinstance(sharding, DefaultAxes) else axis_names(sharding)
     for axis in reversed(range(stacked)):  # the innermost first, since each `vmap` adds its axis in front
         metadata = {PARTITION_NAME: names[axis]} if axis < len(names) else None
@@ -374,7 +374,7 @@ def merge_lora(model: Module) -> list[str]:
     >>> nnx.merge_lora(model) == paths, type(model.layers[0]).__name__
     (True, 'Linear')
     """
-    modules = list(model.named_modules())
+    modules = list(Module.named_modules(model))
     adapted: dict[str, Any] = {path: module for path, module in modules if type(module) in _PLAIN}
     wrappers = {path: lora for path, lora in modules if isinstance(lora, LoRA) and lora.base_module is not None}
     bases = {path: _checked_base(path, wrapper, model) for path, wrapper in wrappers.items()}
@@ -387,9 +387,9 @@ def merge_lora(model: Module) -> list[str]:
         object.__setattr__(module, "__class__", _PLAIN[type(module)])
     for path, wrapper in wrappers.items():
         _add_to_kernel(bases[path], wrapper)
-        for _, owner in list(model.named_modules()):
+        for _, owner in list(Module.named_modules(model)):
             for name in [name for name, value in vars(owner).items() if value is wrapper]:
-                owner.set_path(name.removeprefix("/"), wrapper.base_module)
+                Module.set_path(owner, name.removeprefix("/"), wrapper.base_module)
     return [*adapted, *wrappers]
 
 

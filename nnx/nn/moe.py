@@ -493,7 +493,7 @@ def router_losses(model: Module) -> RouterLosses:
     >>> bool(jnp.any(grads["0/router"].value != 0))
     True
     """
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    layers = [module for module in Module.modules(model) if isinstance(module, MoE)]
     if not layers:
         raise ValueError(NO_MOE.format(model=type(model).__name__))
     # Summed, because the layers of a scanned stack hold one value each in one Variable.

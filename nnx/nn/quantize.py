@@ -129,7 +129,7 @@ def quantize(
         raise ValueError(WRONG_BITS.format(got=bits))
     if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1):
         raise ValueError(WRONG_GROUP.format(got=group_size))
-    layers = {path: module for path, module in model.named_modules() if type(module) in LAYERS}
+    layers = {path: module for path, module in Module.named_modules(model) if type(module) in LAYERS}
     chosen = _chosen(model, layers, where, "quantize", "that can be quantized")
     plans = [plan for path, layer in chosen.items() for plan in _plans(path, layer, bits, group_size)]
     check_levels([plan.layer for plan in plans], "quantize")
@@ -162,7 +162,7 @@ def dequantize(model: Module, *, where: ModuleSelector = ...) -> list[str]:
     """
     if not isinstance(model, ModuleBase):
         raise TypeError(NOT_A_MODEL.format(name="dequantize", model=type(model).__name__))
-    layers = {path: module for path, module in model.named_modules() if is_quantized(module)}
+    layers = {path: module for path, module in Module.named_modules(model) if is_quantized(module)}
     chosen = _chosen(model, layers, where, "dequantize", "that is quantized")
     check_levels(chosen.values(), "dequantize")
     weights = [
@@ -171,7 +171,7 @@ def dequantize(model: Module, *, where: ModuleSelector = ...) -> list[str]:
     for layer, (name, _, summed) in weights:
         integers, scale = getattr(layer, name), getattr(layer, f"{name}_scale")
         weight = _run(to_weight, (integers, scale), (summed, layer.param_dtype), _sharding(integers))
-        metadata = layer.variable(name).metadata
+        metadata = Module.variable(layer, name).metadata
         delattr(layer, f"{name}_scale")
         delattr(layer, name)
         setattr(layer, name, Param(weight, **metadata))
@@ -246,7 +246,7 @@ def _plan(path: str, layer: Any, weight: Weight, bits: int, group_size: int | No
     kind = info_of(layer).kinds[name]
     if type(kind) is Ref:
         raise ValueError(TIED.format(path=full))
-    variable = layer.variable(name)
+    variable = Module.variable(layer, name)
     if type(variable) is not Param or not jnp.issubdtype(variable.value.dtype, jnp.floating):
         raise ValueError(NOT_A_WEIGHT.format(path=full, got=short(variable)))
     _, shape, summed = _located(path, layer, weight)
@@ -277,7 +277,7 @@ def _join(path: str, name: str) -> str:
 
 def _replace_weight(plan: Quantization, default: Any) -> None:
     layer, name, summed = plan.layer, plan.name, plan.summed
-    variable = layer.variable(name)
+    variable = Module.variable(layer, name)
     weight, metadata = variable.value, variable.metadata
     # For each axis of the scale, the axis of the weight that it comes from. Groups come from the first summed axis.
     dropped = summed if plan.group_size is None else summed[1:]

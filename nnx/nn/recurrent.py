@@ -135,7 +135,7 @@ class RNN(Module):
         if seq_lengths is not None and seq_lengths.shape != batch:
             raise ValueError(WRONG_LENGTHS.format(expected=batch, inputs=inputs.shape, got=seq_lengths.shape))
         carry = self.cell.initialize_carry(steps.shape[1:], ctx) if initial_carry is None else initial_carry
-        if steps.shape[0] and is_split((steps, self.cell.get_state())):
+        if steps.shape[0] and is_split((steps, Module.get_state(self.cell))):
             carry = with_types(carry, _carry_types(self.cell, carry, steps[0], ctx))
 
         run = scan(

@@ -51,10 +51,10 @@ def _key(path: str) -> str:
 
 
 def _weights(wrapper: Module, layer: Module, filter: Filter, min_axes: int) -> State:
-    found = layer.filter(filter)
+    found = Module.filter(layer, filter)
     weights = State({path: leaf for path, leaf in found.items() if jnp.ndim(leaf.value) >= min_axes})
     if not weights:
-        paths = ", ".join(layer.get_state()) or "(none)"
+        paths = ", ".join(Module.get_state(layer)) or "(none)"
         raise ValueError(
             NOTHING_TO_NORMALIZE.format(wrapper=type(wrapper).__name__, layer=type(layer).__name__, paths=paths)
         )
@@ -63,7 +63,7 @@ def _weights(wrapper: Module, layer: Module, filter: Filter, min_axes: int) -> S
 
 def _run_with(layer: Module, weights: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a copy of `layer` with these weights, and writes everything else that the call changes to `layer`."""
-    before, moduledef = layer.partition()
+    before, moduledef = Module.partition(layer)
     out, after = moduledef.apply(before, weights)(*args, **kwargs)
 
     def changed(path: str, leaf: Any) -> bool:
@@ -75,7 +75,7 @@ def _run_with(layer: Module, weights: State, args: tuple[Any, ...], kwargs: dict
 
     changes = State({path: leaf for path, leaf in after.get_state().items() if changed(path, leaf)})
     if changes:
-        layer.update_state(changes)
+        Module.update_state(layer, changes)
     return out
 
 
@@ -294,7 +294,7 @@ class WeightNorm(Module):
         self.scale = Dict(scales)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        state = self.layer_instance.get_state()
+        state = Module.get_state(self.layer_instance)
         settings = {"feature_axes": self.feature_axes, "epsilon": self.epsilon, "dtype": self.dtype}
         normalized = {}
         for path in self.paths:

@@ -53,7 +53,7 @@ def default_axes(model: Any) -> dict[str, DefaultAxes]:
     paths = key.layout.paths
     found: dict[str, DefaultAxes] = {}
     followers: list[tuple[int, int, AxesOf]] = []
-    for path, inner in module.named_modules():  # outer Modules come first
+    for path, inner in Module.named_modules(module):  # outer Modules come first
         prefix = f"{path}/" if path else ""
         for relative, names in _declared(inner).items():
             cell = key.find(prefix + relative)

@@ -56,9 +56,9 @@ def shard(model: T, mesh: Mesh | None = None, rules: RulesLike = None) -> T:
     _warn_of_findings(model, mesh, rules)
     if not isinstance(model, Module):
         return _put(model, shardings)
-    state = model.get_state()
+    state = Module.get_state(model)
     placed = _put(state, shardings)
-    model.update_state(placed)
+    Module.update_state(model, placed)
     name_axes(model)
     return model
 
@@ -112,7 +112,7 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: RulesL
         built = build(inner)
         drawn.update({name: stream.count for name, stream in streams_of(inner).items()})
         if isinstance(built, Module):
-            return name_axes(built).partition()
+            return Module.partition(name_axes(built))
         if any(isinstance(leaf, Module) for leaf in jax.tree.leaves(built)):
             raise TypeError(SEVERAL_MODULES.format(got=short(built)))
         return built

@@ -100,7 +100,7 @@ def map_named(fn: Callable[[str, tuple[Any, ...], Any, Any], Any], tree: Any) ->
     shapes: Mapping[str, tuple[int, ...]] = {}
     moment_axes: Callable[[], Any] = functools.cache(getattr(tree, "moment_axes", dict))  # TrainState has them
     if isinstance(tree, Module):
-        defaults, tree = default_axes(tree), tree.get_state()
+        defaults, tree = default_axes(tree), Module.get_state(tree)
     elif isinstance(moduledef := getattr(tree, "moduledef", None), ModuleDef):  # Pure and TrainState have one
         defaults = default_axes(moduledef)
         shapes = _shapes(getattr(tree, "params", None))

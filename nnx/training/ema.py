@@ -64,9 +64,9 @@ class EMA(Module):
             raise ValueError(BAD_DECAY.format(decay=decay))
         self.decay = decay
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
-        check_wrt(wrt, model.get_state().items(), "nnx.EMA")
+        check_wrt(wrt, Module.get_state(model).items(), "nnx.EMA")
         names = default_axes(model)  # asked now, because the model, and so its layers, are not kept
-        selected = model.filter(self.wrt)
+        selected = Module.filter(model, self.wrt)
         self.step = EmaState(whole_beside(jnp.zeros((), jnp.int32), selected))
         self.average = variable_tree((path, _start(leaf, names.get(path))) for path, leaf in selected.items())
 
@@ -76,27 +76,28 @@ class EMA(Module):
         Raises:
             ValueError: the model lacks a path that is averaged, or has gained one that `wrt` selects.
         """
-        values, averages = model.filter(self.wrt), self.average.get_state()
+        values, averages = Module.filter(model, self.wrt), Module.get_state(self.average)
         gone, new = [path for path in averages if path not in values], [path for path in values if path not in averages]
         if gone or new:
             parts = [f"{label}: {listing(paths)}" for label, paths in (("new", new), ("gone", gone)) if paths]
             raise ValueError(OTHER_MODEL.format(changes="; ".join(parts)))
         rate = 1 - (self.decay(self.step) if callable(self.decay) else self.decay)
-        self.average.update_state(
-            averages.map(lambda path, old: jax.tree.map(lambda a, x: _mix(a, x, rate), old.value, _raw(values[path])))
+        Module.update_state(
+            self.average,
+            averages.map(lambda path, old: jax.tree.map(lambda a, x: _mix(a, x, rate), old.value, _raw(values[path]))),
         )
         self.step += 1
 
     def averages(self, model: Module) -> State:
         """Returns the averages as a State for this model, with its Variable types, metadata and dtypes."""
-        stored = self.average.get_state()
-        values = model.filter(self.wrt)
+        stored = Module.get_state(self.average)
+        values = Module.filter(model, self.wrt)
         return State({path: _like(values[path], average.value) for path, average in stored.items() if path in values})
 
     def averaged(self, model: M) -> M:
         """Returns a copy of the model whose parameters are the averages."""
-        copy = model.clone()
-        copy.update_state(self.averages(model))
+        copy: Any = Module.clone(model)
+        Module.update_state(copy, self.averages(model))
         return copy
 
 

@@ -81,19 +81,19 @@ class Metric(Module):
 
     def reduce(self, axis_name: Any) -> None:
         """Merges the metrics that the members of a mapped axis hold, so that each has seen all batches."""
-        own = self.filter(MetricState)
+        own = Module.filter(self, MetricState)
         gathered = jax.lax.all_gather(own, axis_name)
         members = jax.tree.leaves(gathered)[0].shape[0]
         total = copy.copy(self)
-        total.update_state(jax.tree.map(lambda x: x[0], gathered))
+        Module.update_state(total, jax.tree.map(lambda x: x[0], gathered))
         for i in range(1, members):
             other = copy.copy(self)
-            other.update_state(jax.tree.map(lambda x, i=i: x[i], gathered))
+            Module.update_state(other, jax.tree.map(lambda x, i=i: x[i], gathered))
             total.merge(other)
-        self.update_state(total.filter(MetricState))
+        Module.update_state(self, Module.filter(total, MetricState))
 
     def _check_mergeable(self, other: Any) -> None:
-        if type(other) is not type(self) or other.get_module_def() != self.get_module_def():
+        if type(other) is not type(self) or Module.get_module_def(other) != Module.get_module_def(self):
             raise ValueError(NOT_MERGEABLE.format(metric=type(self).__name__, other=type(other).__name__))
 
 

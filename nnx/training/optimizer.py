@@ -113,14 +113,14 @@ class Optimizer(Module, Generic[M]):
             raise TypeError(NOT_A_MODEL.format(model=short(model)))
         if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
             raise TypeError(NOT_A_TRANSFORMATION.format(tx=short(tx)))
-        check_wrt(wrt, model.get_state().items(), "nnx.Optimizer")
+        check_wrt(wrt, Module.get_state(model).items(), "nnx.Optimizer")
         self.model = model
         self.tx = tx
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
         self.skip_nonfinite = skip_nonfinite
         params = self._params()
         if not params:
-            collections = ", ".join(sorted(model.collections())) or "none"
+            collections = ", ".join(sorted(Module.collections(model))) or "none"
             text = NOTHING_TO_TRAIN.format(wrt=describe(wrt), model=type(model).__name__, collections=collections)
             raise ValueError(text)
         self.trains = tuple(params)
@@ -162,14 +162,14 @@ class Optimizer(Module, Generic[M]):
             new_params, opt_state = jax.tree.map(keep, (new_params, opt_state), (_tree(params), before))
             counted = finite.astype(jnp.int32)
             self.skipped += 1 - counted
-        self.model.update_state(new_params)
+        Module.update_state(self.model, new_params)
         self._store(put_back(opt_state, kept, before), params)
         self.step += counted
 
     @property
     def optax_state(self) -> Any:
         """The optimizer state in the form that optax uses; assign to it to replace the state."""
-        state = self.opt_state.get_state()
+        state = Module.get_state(self.opt_state)
         return self.opt_structure.assemble([state[path].value for path in self.opt_structure.paths], self._params())
 
     @optax_state.setter
@@ -183,21 +183,21 @@ class Optimizer(Module, Generic[M]):
         `tx` must keep it in its state: `optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`. Setting it changes a
         value only, so a compiled step is not recompiled.
         """
-        return self.opt_state.get_state()[self._learning_rate_path("reading")].value
+        return Module.get_state(self.opt_state)[self._learning_rate_path("reading")].value
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
         path = self._learning_rate_path("setting")
-        state = self.opt_state.get_state()
+        state = Module.get_state(self.opt_state)
         if state.sub(path.replace("hyperparams/", "hyperparams_states/")):
             raise AttributeError(SCHEDULED)
         new = jnp.asarray(value, state[path].dtype)
         if new.shape != ():
             raise ValueError(NOT_A_RATE.format(value=short(value)))
-        self.opt_state.update_state(State({path: new}))
+        Module.update_state(self.opt_state, State({path: new}))
 
     def _learning_rate_path(self, action: str) -> str:
-        paths = [path for path in self.opt_state.get_state() if f"/{path}".endswith("/hyperparams/learning_rate")]
+        paths = [path for path in Module.get_state(self.opt_state) if f"/{path}".endswith("/hyperparams/learning_rate")]
         if len(paths) != 1:
             found = f"has several: {listing(paths)}" if paths else "keeps none in its state"
             raise AttributeError(NO_LEARNING_RATE.format(action=action, found=found))
@@ -221,7 +221,7 @@ class Optimizer(Module, Generic[M]):
 
     def _check_moments(self, params: State) -> None:
         """Raises ValueError if a parameter has been replaced by one of another shape since its moments were made."""
-        moments = self.opt_state.get_state()
+        moments = Module.get_state(self.opt_state)
         for moment in self.opt_structure.moments:
             if moment.parameter not in params or moment.axes != tuple(range(moment.rank)):
                 continue
@@ -232,14 +232,14 @@ class Optimizer(Module, Generic[M]):
                 raise ValueError(OTHER_PARAMETER.format(path=moment.parameter, was=list(was), now=list(now)))
 
     def _params(self) -> State:
-        params = self.model.filter(self.wrt)
+        params = Module.filter(self.model, self.wrt)
         return params.filter(_is_trained) if any(map(is_frozen, parts_of(params)[1])) else params
 
     def _store(self, opt_state: Any, params: State) -> None:
         arrays, tree, values = flatten_state(opt_state)
         structure = self.__dict__.get("opt_structure")
         if structure is not None and structure.has_form(tree, values):
-            self.opt_state.update_state(State(zip(structure.paths, arrays, strict=True)))
+            Module.update_state(self.opt_state, State(zip(structure.paths, arrays, strict=True)))
             return
         variables, self.opt_structure = as_variables(opt_state, params, self.tx)
         self.opt_state = variable_tree(variables)
@@ -252,7 +252,7 @@ class Optimizer(Module, Generic[M]):
         if missing:
             raise ValueError(MISSING_GRADIENTS.format(paths=listing(missing), wrt=describe(self.wrt)))
         if len(grads) > len(params):
-            known = self.model.get_state()
+            known = Module.get_state(self.model)
             unknown = [path for path in grads if path not in known]
             if unknown:
                 raise ValueError(UNKNOWN_GRADIENTS.format(paths=listing(unknown)))

@@ -28,6 +28,18 @@ class Pair(nnx.Module):
         self.items = nnx.Sequence([self.first, jnp.sin])
 
 
+class Hiding(nnx.Module):
+    variable: jax.Array  # declared, because the name is that of a method
+
+    def __init__(self):
+        self.variable = nnx.Param(jnp.ones(3))
+
+
+def a_declared_attribute_can_have_the_name_of_a_method(model: Hiding) -> None:
+    assert_type(model.variable, jax.Array)
+    assert_type(nnx.Module.train(model), Hiding)
+
+
 def an_attribute_made_from_a_variable_has_the_type_of_its_value(model: Linear) -> None:
     assert_type(model.kernel, jax.Array)
     assert_type(model.bias, jax.Array)

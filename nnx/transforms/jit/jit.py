@@ -17,6 +17,7 @@ from nnx.core.moduledef import ModuleDef
 from nnx.core.paths import join
 from nnx.core.trace import is_eager
 from nnx.core.user_warnings import warn_user
+from nnx.core.walk import named_modules
 from nnx.sharding.rules import get_logical_axis_rules
 from nnx.sharding.unmatched import UNSETTLED, note_shardings, settle
 from nnx.transforms.annotations import JitDecorator, JitOptions, JitWrapped, P, R
@@ -182,7 +183,7 @@ class Jit:
             paths = [
                 join(path, name)
                 for root in call.roots
-                for path, module in root.named_modules()
+                for path, module in named_modules(root)
                 for name in info_of(module).sown_names(module.__dict__)
             ]
             if paths:
