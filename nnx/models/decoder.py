@@ -37,7 +37,7 @@ from nnx.nn.settings import as_dtype, as_optional_dtype
 from nnx.sharding.axes import PARTITION_NAME, DefaultAxes
 from nnx.sharding.constraints import with_logical_constraint
 from nnx.sharding.rules import RulesFallback
-from nnx.transforms.class_forms import Scan, ScanModule
+from nnx.transforms.class_forms import Scan
 from nnx.transforms.remat import remat as checkpointed
 from nnx.transforms.scan import scan
 
@@ -200,7 +200,7 @@ class Decoder(Module):
     remat: bool | str | tuple[str, ...] | Callable[..., Any]
     embed: Embed
     positions: LearnedPositionEmbed | None
-    layers: Any  # a Sequence or a ScanModule; a union would make an editor refuse `model.layers[0]`
+    layers: Any  # a Sequence or a Scan; a union would make an editor refuse `model.layers[0]`
     tail: Sequence
     norm: RMSNorm | LayerNorm
     head: Linear | None
@@ -261,9 +261,9 @@ class Decoder(Module):
         """
         check_tokens("Decoder", tokens, self.config.vocab_size)
         x = _constrained(self._embedded(tokens, positions))
-        if isinstance(self.layers, ScanModule):
+        if isinstance(self.layers, Scan):
             x, _ = self._scanned(x, positions, mask)
-        for block in self.tail if isinstance(self.layers, ScanModule) else self.layers:
+        for block in self.tail if isinstance(self.layers, Scan) else self.layers:
             x = _run(block, x, positions, mask, self.remat)
         return self._logits(x)
 
@@ -317,7 +317,7 @@ class Decoder(Module):
         Raises:
             ValueError: if a row would overflow. Inside a transform, its logits become NaN instead.
         """
-        if isinstance(self.layers, ScanModule):
+        if isinstance(self.layers, Scan):
             return self.unscanned().decode(tokens, cache, lengths)
         check_tokens("Decoder", tokens, self.config.vocab_size)
         if len(cache.layers) != self.config.num_layers:
@@ -337,10 +337,11 @@ class Decoder(Module):
 
         The stacked parameters are sliced, so they are in memory twice as long as both models exist.
         """
-        if not isinstance(self.layers, ScanModule):
+        if not isinstance(self.layers, Scan):
             return self
         period = self.layers.scan_module
-        definition, state = Module.get_module_def(period), Module.get_state(period)
+        definition: Any = Module.get_module_def(period)
+        state = Module.get_state(period)
         length = self.config.num_layers // self.config.period
         blocks = []
         for i in range(length):

@@ -16,7 +16,7 @@ from nnx.models.t5_files import T5_MODELS
 from nnx.models.tables import Link, checkpoint_prefix, is_ignored, links
 from nnx.models.vit import VIT
 from nnx.models.whisper_files import WHISPER
-from nnx.transforms.class_forms import ScanModule
+from nnx.transforms.class_forms import Scan
 
 NOT_A_MODEL = "save_pretrained takes a model of nnx.models ({known}), got {got}."
 
@@ -36,7 +36,7 @@ DECODERS = Architecture(
     is_ignored=is_ignored,
     dtype_paths=("embed/embedding",),
     options=("scan_layers", "remat"),
-    options_of=lambda model: {"scan_layers": isinstance(model.layers, ScanModule)},
+    options_of=lambda model: {"scan_layers": isinstance(model.layers, Scan)},
 )
 
 _ALL = (DECODERS, BERT, VIT, CLIP_MODELS, RESNET, T5_MODELS, WHISPER)

@@ -43,6 +43,8 @@ class JitOptions(TypedDict, total=False):
     keep_unused: bool
     inline: bool
     compiler_options: Mapping[str, Any] | None
+    device: Any
+    backend: str | None
     stateful: bool
     explain_recompiles: bool
 
@@ -75,14 +77,19 @@ class VmapOptions(StackOptions, total=False):
     spmd_axis_name: Any
 
 
-class RematOptions(TypedDict, total=False):
-    """The options of `nnx.remat` and `nnx.Remat`."""
+class RematFlags(TypedDict, total=False):
+    """The options of `nnx.remat` and `nnx.Remat` that are given by name only."""
+
+    stateful: bool
+    is_init: bool | None
+
+
+class RematOptions(RematFlags, total=False):
+    """The options of `nnx.remat`."""
 
     prevent_cse: bool
     static_argnums: int | Sequence[int] | None
     policy: Callable[..., Any] | str | Sequence[str] | Mapping[str, str] | None
-    stateful: bool
-    is_init: bool | None
 
 
 class CustomOptions(TypedDict, total=False):

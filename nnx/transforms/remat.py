@@ -7,9 +7,10 @@ from typing import Any, Unpack, overload
 
 import jax
 
+from nnx.core.old_names import old_names
 from nnx.transforms.annotations import Decorator, P, R, RematOptions
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
-from nnx.transforms.call import Call, target_of
+from nnx.transforms.call import Call, is_module, target_of
 from nnx.transforms.decorators import decorator
 from nnx.transforms.eager_traces import functions_run, kept_trace
 from nnx.transforms.effects import finish, run
@@ -31,6 +32,7 @@ is_recomputed: Callable[[], bool] = _recomputed.get
 def remat(fun: Callable[P, R], **options: Unpack[RematOptions]) -> Callable[P, R]: ...
 @overload
 def remat(**options: Unpack[RematOptions]) -> Decorator: ...
+@old_names(f="fun")
 @decorator
 def remat(
     fun: Any,
@@ -48,13 +50,15 @@ def remat(
 
     Args:
         fun: the function, a Module, or a bound method of one. `__init__` runs unchanged: a constructor makes variables,
-            and there is nothing to recompute.
+            and there is nothing to recompute. A Module class is wrapped as by `nnx.Remat`.
         prevent_cse: as in `jax.checkpoint`.
         policy: the intermediate results to keep: their names, e.g. `("attention", "mlp_hidden")`, or a policy of
             `jax.checkpoint_policies`; none by default. A mapping also says which memory each is kept in:
             `{"attention": "device", "mlp_hidden": "pinned_host"}`. Built-in layers name the results listed in the
             guide; name your own with `jax.ad_checkpoint.checkpoint_name`.
-        static_argnums: positions of arguments that are not data, counted with Modules included.
+        static_argnums: positions of arguments that are not data, counted as the call is written: Modules count, but the
+            one in front of the dot does not. In `block(x, flag)` and `block.encode(x, flag)`, `flag` is number 1, no
+            matter whether `remat` was applied to the class, the method or the Module; in `f(block, x, flag)` it is 2.
         stateful: whether changes to Modules are written back.
         is_init: whether the function is a constructor; by default, whether its name is `__init__`.
 
@@ -72,7 +76,8 @@ def remat(
     if is_init_method(fun, is_init):
         return _constructor(fun)
     target = target_of(fun, "nnx.remat")
-    static = Selection(target.fun, static_argnums, None, len(target.bound))
+    positional = Selection(target.fun, static_argnums, None, len(target.bound))
+    of_method = Selection(target.fun, static_argnums, None, 1) if _is_method(target.fun) else positional
     body = unwrap_static(target.fun)
     name = f"nnx.remat({target.name})"
 
@@ -84,7 +89,9 @@ def remat(
             _recomputed.reset(token)
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = make_static(static, (*target.bound, *args), kwargs, target.name)
+        args = (*target.bound, *args)
+        static = of_method if args and is_module(args[0]) else positional
+        args, kwargs = make_static(static, args, kwargs, target.name)
         call = Call(args, kwargs)
         pure = shared_body(target.fun, call, trace)
         checkpointed = jax.checkpoint(
@@ -134,6 +141,12 @@ def _keep_only(kept: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
         offload_src="device",
         offload_dst=elsewhere.pop(),
     )
+
+
+def _is_method(fun: Any) -> bool:
+    """Whether a function was defined in the body of a class."""
+    owner = getattr(fun, "__qualname__", "").rpartition(".")[0]
+    return bool(owner) and not owner.endswith("<locals>")
 
 
 def _constructor(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.hints import explain_order
+from nnx.core.old_names import old_names
 from nnx.core.repr import type_text
 from nnx.core.structure import GraphKey
 from nnx.transforms.annotations import Decorator, P, R, ScanOptions
@@ -56,6 +57,7 @@ def scan(
 def scan(
     *, variable_axes: Mapping[Any, int] | None = None, length: int | None = None, **options: Unpack[ScanOptions]
 ) -> Decorator: ...
+@old_names(f="fun")
 @decorator
 def scan(
     fun: Any,
@@ -78,7 +80,8 @@ def scan(
 
     Args:
         fun: the function, a Module, or a bound method of one. On a method, `@nnx.scan(...)` scans over `self`; on
-            `__init__` (or with `is_init=True`) it builds the stacked variables.
+            `__init__` (or with `is_init=True`) it builds the stacked variables. A Module class is scanned as by
+            `nnx.Scan`.
         variable_axes: the variables that are stacked, `{filter: axis}`; each step sees one slice.
         variable_broadcast: a filter for variables that every step reads and none changes.
         variable_carry: a filter for variables that are handed from step to step; by default, everything else.

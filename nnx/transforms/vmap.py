@@ -158,7 +158,8 @@ def vmap(
 
     Args:
         fun: the function, a Module, or a bound method of one. On a method, `@nnx.vmap(...)` maps over `self`; on
-            `__init__` (or with `is_init=True`) it builds the stacked variables.
+            `__init__` (or with `is_init=True`) it builds the stacked variables. A Module class is mapped as by
+            `nnx.Vmap`.
         variable_axes: the variables that are stacked, `{filter: axis}`; each member sees one slice.
         variable_broadcast: a filter for variables that are the same for all members; by default, everything else.
         split_rngs: an RNG filter for the streams of Contexts that differ from member to member.

@@ -156,7 +156,7 @@ def test_remat_decorates_methods():
             """Once."""
             return self(x)
 
-        @nnx.remat(static_argnums=(1,))
+        @nnx.remat(static_argnums=(0,))
         def times(self, n, x):
             for _ in range(n):
                 x = self(x)

@@ -242,6 +242,25 @@ def constructors_keep_their_arguments(x: jax.Array, ctx: nnx.Context) -> None:
     assert_type(nnx.Scan(nnx.Remat(Model), length=5)(3, ctx=ctx).scan_module.remat_module, Model)
 
 
+class Stacked(nnx.Module):
+    layers: nnx.Scan[Model]
+    head: nnx.Remat[Model]
+    ensemble: nnx.Vmap[nnx.Linear]
+
+    def __init__(self, *, ctx: nnx.Context):
+        self.layers = nnx.Scan(Model, variable_axes={nnx.Param: 0}, length=5)(3, ctx=ctx)
+        self.head = nnx.Remat(Model, False, 1)(3, ctx=ctx)
+        self.ensemble = nnx.Vmap(nnx.Linear, axis_size=6)(3, 2, ctx=ctx)
+
+
+def class_forms_are_classes(stacked: Stacked, module: nnx.Module) -> None:
+    assert_type(stacked.layers.scan_module, Model)
+    assert_type(stacked.head.remat_module, Model)
+    assert_type(stacked.ensemble.vmap_module, nnx.Linear)
+    if isinstance(module, nnx.Scan):
+        module.call.encode(1.0, None)
+
+
 def shapes_without_values(model: Model, x: jax.Array, ctx: nnx.Context) -> None:
     assert_type(nnx.eval_shape(Model, 3, ctx=ctx), Model)
     assert_type(nnx.eval_shape(model, jax.ShapeDtypeStruct((1, 3), jnp.float32)), jax.ShapeDtypeStruct)

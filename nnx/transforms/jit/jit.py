@@ -287,6 +287,8 @@ def jit(
     keep_unused: bool = False,
     inline: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
+    device: Any = None,
+    backend: str | None = None,
     stateful: bool = True,
     explain_recompiles: bool = False,
 ) -> Any:
@@ -301,6 +303,7 @@ def jit(
             sharding, or a State of them, as `nnx.logical_to_mesh_sharding(model, mesh, rules)` returns it.
         out_shardings: a sharding, or a tree of them, for the output; for a Module in it, as in `in_shardings`.
         keep_unused, inline, compiler_options: as in `jax.jit`.
+        device, backend: as in `jax.jit`, which has deprecated them; a JAX version without them raises its own error.
         stateful: whether changes to Modules are written back.
         explain_recompiles: whether to warn when the function is recompiled, naming the path or argument that changed.
 
@@ -334,5 +337,7 @@ def jit(
         keep_unused=keep_unused or None,
         inline=inline or None,
         compiler_options=compiler_options,
+        device=device,
+        backend=backend,
     )
     return lifted.function
