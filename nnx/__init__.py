@@ -4,7 +4,6 @@ import typing as _typing
 
 # isort: split
 # core: what a Module is
-from nnx.core.attributes import is_node as is_node
 from nnx.core.attributes import register_node_type as register_node_type
 from nnx.core.context import Context as Context
 from nnx.core.context import ContextDef as ContextDef
@@ -37,6 +36,7 @@ from nnx.core.on_demand import var as var
 from nnx.core.pure import Pure as Pure
 from nnx.core.pure import PureModule as PureModule
 from nnx.core.pytree import Pytree as Pytree
+from nnx.core.pytree import is_node as is_node
 from nnx.core.refs import Ref as Ref
 from nnx.core.state import State as State
 from nnx.core.variables import BatchStat as BatchStat
@@ -126,6 +126,7 @@ from nnx.nn.activations import log_softmax as log_softmax
 from nnx.nn.activations import logmeanexp as logmeanexp
 from nnx.nn.activations import logsumexp as logsumexp
 from nnx.nn.activations import mish as mish
+from nnx.nn.activations import normalize as normalize
 from nnx.nn.activations import one_hot as one_hot
 from nnx.nn.activations import relu as relu
 from nnx.nn.activations import relu6 as relu6
@@ -317,9 +318,9 @@ __all__ = [
     "log_softmax", "logmeanexp", "logsumexp", "LongRoPEScaling", "LoRA", "LoRALinear", "LoRALinearGeneral", "LoRAParam",
     "LSTMCell", "make_attention_mask", "make_causal_mask", "make_padding_mask", "make_segment_mask",
     "make_sliding_window_mask", "max_pool", "MaxPool", "merge_lora", "min_pool", "MinPool", "mish", "MLP", "MoE",
-    "MultiHeadAttention", "NTKScaling", "one_hot", "OptimizedLSTMCell", "pool", "PReLU", "quantize", "QuantizedParam",
-    "relu", "relu6", "ring_attention", "RMSNorm", "RNN", "RNNCellBase", "RotaryEmbedding", "RotaryScaling",
-    "router_losses", "RouterLosses", "scaled_dot_general", "scaled_matmul", "selu",
+    "MultiHeadAttention", "normalize", "NTKScaling", "one_hot", "OptimizedLSTMCell", "pool", "PReLU", "quantize",
+    "QuantizedParam", "relu", "relu6", "ring_attention", "RMSNorm", "RNN", "RNNCellBase", "RotaryEmbedding",
+    "RotaryScaling", "router_losses", "RouterLosses", "scaled_dot_general", "scaled_matmul", "selu",
     "set_dtypes", "sigmoid", "silu", "SimpleCell", "sinusoidal_positions", "SinusoidalPositionEmbed",
     "soft_sign", "softmax", "softplus", "sparse_plus", "sparse_sigmoid", "SpectralNorm", "squareplus", "standardize",
     "swish", "tanh", "Upsample", "WeightNorm", "YaRNScaling",

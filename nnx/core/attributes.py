@@ -64,12 +64,8 @@ def register_node_type(cls: type) -> None:
     _categories.pop(cls, None)
 
 
-def is_node(value: Any) -> bool:
-    """Whether a value is data by its type: arrays, tracers, `ShapeDtypeStruct`s, registered types, Node containers.
-
-    >>> nnx.is_node(jnp.ones(2)), nnx.is_node(nnx.Param(1)), nnx.is_node(1)
-    (True, True, False)
-    """
+def is_node_type(value: Any) -> bool:
+    """Whether a value has the type of an array, a registered type, or that of a Node container."""
     return _category(value) == _ARRAY or isinstance(value, Node)
 
 

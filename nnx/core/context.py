@@ -223,6 +223,16 @@ class PureContext(NamedTuple):
     keys: dict[str, Any]
     ctxdef: ContextDef
 
+    @classmethod
+    def new(cls, keys: dict[str, Any], ctxdef: ContextDef) -> "PureContext":
+        """Makes a PureContext of its two parts: `PureContext(keys, ctxdef)`."""
+        return cls(keys, ctxdef)
+
+    @property
+    def contextdef(self) -> ContextDef:
+        """An older name of `ctxdef`."""
+        return self.ctxdef
+
     def merge(self) -> Context:
         """Returns a Context with these keys as its streams."""
         return self.ctxdef.merge(self.keys)

@@ -3,9 +3,12 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar, dataclass_transform, overload
+from typing import Any, TypedDict, TypeVar, Unpack, dataclass_transform, overload
 
 from nnx.core.errors import MUTABLE_DEFAULT
+from nnx.core.field_equality import fields_equal, hash_of_fields
+from nnx.core.module_info import ModuleBase
+from nnx.core.on_demand import variable_type as collection_named
 from nnx.core.refs import Ref
 from nnx.core.repr import short
 from nnx.core.variables import Container, Node, Param, Static, Variable
@@ -14,11 +17,17 @@ T = TypeVar("T")
 
 _WRAP = "nnx.wrap"  # the key in a field's metadata
 
+NO_SLOTS = """nnx.dataclass: slots=True makes a second class without the first one's `__dict__`, in which a Module or \
+Pytree keeps its values. Leave it out."""
+
 NO_DEFAULT: Any = dataclasses.MISSING
 
 
 def field(default: Any = NO_DEFAULT, *, default_factory: Any = NO_DEFAULT, **kwargs: Any) -> Any:
-    """A dataclass field like `dataclasses.field`, except that the default can be an array or a container."""
+    """A dataclass field like `dataclasses.field`, except that the default can be an array or a container.
+
+    The other fields take its options as well, such as `repr`, `compare`, `kw_only` and `metadata`.
+    """
     return _field(None, default, default_factory, kwargs)
 
 
@@ -67,23 +76,22 @@ def param_field(
 
 
 def var_field(
-    variable_type: type[Variable[Any]],
+    variable_type: type[Variable[Any]] | str,
     default: Any = NO_DEFAULT,
     *,
     default_factory: Any = NO_DEFAULT,
     sharding: Any = None,
-    metadata: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
     """A field stored as a Variable of the given type.
 
     Args:
-        variable_type: the type of the Variable.
+        variable_type: the type of the Variable, or the name of its collection.
         default: the value if the constructor receives none.
         default_factory: a function that makes the default, called once per instance.
         sharding: the logical axis names of the Variable.
-        metadata: further metadata of the Variable.
-        **kwargs: further arguments of `dataclasses.field`.
+        **kwargs: further arguments of `dataclasses.field`. Metadata of the Variable come with the value:
+            `nnx.BatchStat(x, unit="m")`.
 
     >>> @nnx.dataclass
     ... class Counter(nnx.Module):
@@ -91,8 +99,8 @@ def var_field(
     >>> Counter().variable("count")
     BatchStat(0)
     """
-    wrap = _wrapper(variable_type, sharding=sharding, **(metadata or {}))
-    return _field(wrap, default, default_factory, kwargs)
+    cls = collection_named(variable_type) if isinstance(variable_type, str) else variable_type
+    return _field(_wrapper(cls, sharding=sharding), default, default_factory, kwargs)
 
 
 def _wrapper(cls: type[Container], **metadata: Any) -> Callable[[Any], Any]:
@@ -104,28 +112,58 @@ def _field(wrap: Any, default: Any, default_factory: Any, kwargs: dict[str, Any]
         raise ValueError(MUTABLE_DEFAULT.format(type=type(default).__name__, default=short(default)))
     # Defaults become factories, too, so that the class has no attribute that a missing value would fall back to.
     factory = default_factory if default is NO_DEFAULT else (lambda: default)
-    return dataclasses.field(default_factory=factory, metadata={_WRAP: wrap}, **kwargs)
+    if wrap is not None:
+        kwargs = {**kwargs, "metadata": {**(kwargs.get("metadata") or {}), _WRAP: wrap}}
+    return dataclasses.field(default_factory=factory, **kwargs)
+
+
+class DataclassOptions(TypedDict, total=False):
+    """The options of `nnx.dataclass`."""
+
+    init: bool
+    repr: bool
+    eq: bool
+    order: bool
+    unsafe_hash: bool
+    frozen: bool
+    match_args: bool
+    kw_only: bool
 
 
 @overload
 def dataclass(cls: type[T], /) -> type[T]: ...
 @overload
-def dataclass(
-    *, init: bool = True, repr: bool = False, frozen: bool = False, kw_only: bool = False
-) -> Callable[[type[T]], type[T]]: ...
+def dataclass(**options: Unpack[DataclassOptions]) -> Callable[[type[T]], type[T]]: ...
 @dataclass_transform(eq_default=False, field_specifiers=(field, node_field, static_field, param_field, var_field))
 def dataclass(
-    cls: Any = None, /, *, init: bool = True, repr: bool = False, frozen: bool = False, kw_only: bool = False
+    cls: Any = None,
+    /,
+    *,
+    init: bool = True,
+    repr: bool = False,
+    eq: bool | None = None,
+    order: bool = False,
+    unsafe_hash: bool = False,
+    frozen: bool = False,
+    match_args: bool = True,
+    kw_only: bool = False,
+    slots: bool = False,
 ) -> Any:
-    """Makes a Module or Pytree class a dataclass, compared by identity.
+    """Makes a Module or Pytree class a dataclass.
 
     Args:
         cls: the class. Without it, a decorator is returned.
         init: whether to generate a constructor from the fields, as in `dataclasses.dataclass`.
         repr: whether to generate a `__repr__` from the fields, in place of the tree that a Module prints.
-        kw_only: whether all fields are keyword arguments.
+        eq: whether to compare the fields: static ones as static values, arrays by shape, dtype and content. By default,
+            a Pytree does, and a Module is only equal to itself. The hash of a Pytree is that of its static fields, so a
+            record remains a valid static argument.
+        order: whether to generate `<` and its relatives, which compare the fields as tuples; needs `eq`.
+        unsafe_hash: whether a Module compared by its fields has a hash, that of the static ones.
         frozen: whether to forbid assignment to fields after construction; `update_state` and transforms can still
             write.
+        match_args, kw_only: as in `dataclasses.dataclass`.
+        slots: not possible; a `TypeError`.
 
     >>> @nnx.dataclass
     ... class Linear(nnx.Module):
@@ -136,13 +174,29 @@ def dataclass(
       kernel: Param(float32[2,3])
       name: 'linear'
     )
+
+    >>> @nnx.dataclass
+    ... class Point(nnx.Pytree):
+    ...     x: jax.Array
+    ...     name: str = "here"
+    >>> Point(jnp.ones(2)) == Point(jnp.ones(2)), Point(jnp.ones(2)) == Point(jnp.zeros(2))
+    (True, False)
     """
+    if slots:
+        raise TypeError(NO_SLOTS)
 
     def decorate(cls: Any) -> Any:
         # The standard decorator takes an inherited attribute for the default of a field, here a method it may hide.
         for name in cls._nnx_hideable.intersection(inspect.get_annotations(cls)).difference(vars(cls)):
             setattr(cls, name, dataclasses.field())
-        cls = dataclasses.dataclass(init=init, repr=repr, eq=False, kw_only=kw_only)(cls)
+        is_module = issubclass(cls, ModuleBase)
+        compares = not is_module if eq is None else eq
+        own = "__eq__" in vars(cls), "__hash__" in vars(cls)
+        options: Any = {"init": init, "repr": repr, "order": order, "match_args": match_args, "kw_only": kw_only}
+        cls = dataclasses.dataclass(eq=compares, **options)(cls)
+        if compares and own == (False, False):
+            cls.__eq__ = fields_equal
+            cls.__hash__ = None if is_module and not (frozen or unsafe_hash) else hash_of_fields
         cls._nnx_frozen = frozen
         return cls
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from nnx.core.collection_names import known_collections
 from nnx.core.module_info import ModuleBase
+from nnx.core.old_names import old_names
 from nnx.core.paths import listing
 from nnx.core.repr import short
 from nnx.core.variables import Variable
@@ -119,6 +120,7 @@ class Not(Matcher):
     ['mean', 'var']
     """
 
+    @old_names(collection_filter="filter")
     def __init__(self, filter: Filter):
         self.filter = filter
         self._predicate = to_predicate(filter)

@@ -28,7 +28,7 @@ from nnx.core.flat import flat_of
 from nnx.core.freezing import set_frozen
 from nnx.core.hints import MODULE as HINTS
 from nnx.core.hints import add_hints, explain_constructor, forward_only
-from nnx.core.kinds import Absent, absent, is_variable
+from nnx.core.kinds import SUBMODULE, Absent, absent, is_static, is_variable
 from nnx.core.load_report import LoadReport
 from nnx.core.load_state import load_state
 from nnx.core.modes import set_mode
@@ -48,7 +48,7 @@ from nnx.core.state import Layout, State
 from nnx.core.ties import own_values
 from nnx.core.trace import current_level
 from nnx.core.updates import check_level, get_path, pop, remove, set_path, stored_name, to_states, update
-from nnx.core.variables import Variable, spec_of
+from nnx.core.variables import Static, Variable, spec_of
 from nnx.core.views import make_view
 from nnx.core.walk import named_modules, refuse_pytree
 
@@ -207,6 +207,13 @@ class Module(ModuleBase, metaclass=ModuleType):
     @property
     def __jax_array__(self) -> Any:
         raise ValueError(MODULE_TO_RAW_JAX.format(name=type(self).__name__))
+
+    def _nnx_field(self, name: str) -> Any:
+        """Returns an attribute in its container; a submodule as it is."""
+        kind = info_of(self).kinds.get(name)
+        if kind is SUBMODULE:
+            return getattr(self, name)
+        return Static(getattr(self, name)) if is_static(kind) else variable_of(self, name)
 
     # Splitting
 
@@ -535,7 +542,7 @@ def _check_hiding(module: Module, name: str, value: Any) -> None:
 
 def _adopt_fields(module: Module) -> None:
     """Sets the fields that the constructor of a frozen dataclass stored behind `__setattr__`."""
-    kinds, values = info_of(module).kinds, module.__dict__
+    kinds, values = info_of(module).kinds, vars(module)
     for field in dataclasses.fields(module):  # pyright: ignore[reportArgumentType]
         if field.name in values and field.name not in kinds:
             Module.__setattr__(module, field.name, values.pop(field.name))

@@ -33,6 +33,14 @@ from nnx.core.variables import Container, Spec
 M = TypeVar("M")
 
 
+FORMER_ATTRIBUTES = {
+    "index": "Modules have paths instead of numbers: `dict(moduledef.merge().named_modules())`.",
+    "submodules": "A ModuleDef describes all Modules at once: `dict(moduledef.merge().named_modules())`.",
+    "static_fields": "Read static attributes from the Module without its state: `moduledef.merge().name`.",
+}
+"""What to write instead of `moduledef.<name>`."""
+
+
 class Difference(NamedTuple):
     """One path at which two ModuleDefs differ."""
 
@@ -61,6 +69,17 @@ class ModuleDef(Generic[M]):
     def __init__(self, key: GraphKey, statics: Statics):
         self._key = key
         self._statics = statics
+
+    @property
+    def type(self) -> type[M]:
+        """The class of the Module."""
+        cls: Any = self._key.class_of(self._key.roots[0])
+        return cls
+
+    def __getattr__(self, name: str) -> Any:
+        hint = FORMER_ATTRIBUTES.get(name)
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(text if hint is None else f"{text}, as it had in 0.0.8. {hint}", name=name, obj=self)
 
     def merge(self, *states: Any) -> M:
         """Builds a Module from this structure and the States; values from later States win.

@@ -29,6 +29,11 @@ class MutableLeaf:
         owner, name = resolve(self._root, self._path)
         return variable_of(owner, name)
 
+    @property
+    def sharding(self) -> Any:
+        """The logical axis names; None if there are none, as for a bare array."""
+        return getattr(self.variable, "sharding", None)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.variable, name)
 

@@ -1,5 +1,6 @@
 """Pure: a Module as the pair of its States and its ModuleDef, which any JAX API can take."""
 
+import types
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
 from nnx.core.filters import Filter, describe
@@ -21,10 +22,24 @@ class Pure(NamedTuple, Generic[M]):
     >>> pure = nnx.Sequence([jnp.sin]).partition()
     >>> states, moduledef = pure
     >>> module = pure.merge()
+
+    In annotations, `nnx.Pure[MyModule]` and `nnx.PureModule[MyModule]` name the class of the Module. At run time
+    `nnx.Pure[nnx.State, MyModule]`, an older spelling, means the same; a type checker knows the others only.
     """
 
     states: Any
     moduledef: "ModuleDef[M]"
+
+    if not TYPE_CHECKING:
+
+        @classmethod
+        def __class_getitem__(cls, item: Any) -> Any:
+            return types.GenericAlias(cls, item[-1:] if isinstance(item, tuple) else item)
+
+    @classmethod
+    def new(cls, states: Any, moduledef: "ModuleDef[M]") -> "Pure[M]":
+        """Makes a Pure of its two parts: `Pure(states, moduledef)`."""
+        return cls(states, moduledef)
 
     def merge(self) -> M:
         """Builds a Module from this structure and these States."""

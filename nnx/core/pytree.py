@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import optax
 
-from nnx.core.attributes import is_node
+from nnx.core.attributes import is_node_type
 from nnx.core.fields import constructor_signature, prepare_dataclass
 from nnx.core.flax_serialization import register_with_flax
 from nnx.core.pure import Pure
@@ -32,6 +32,8 @@ P = TypeVar("P", bound="Pytree")
 
 IMMUTABLE = """{owner} is immutable, trying to update field {name!r}. Use `.replace({name}=...)` for a changed copy, \
 or declare `class {owner}(nnx.Pytree, mutable=True)`."""
+ASSIGNS_FIELD = "cannot assign to field {name!r}: "  # what the standard library says of frozen dataclasses
+DELETES_FIELD = "cannot delete field {name!r}: "
 IMMUTABLE_DELETE = """{owner} is immutable, trying to update field {name!r} by deleting it. A record keeps the fields \
 its constructor set; give the field another value with `.replace({name}=None)`."""
 NEW_FIELD = "Cannot add new fields to {owner}: {name!r} was not set by its constructor; its fields are {fields}."
@@ -100,7 +102,8 @@ class Pytree(metaclass=PytreeType):
         if self._nnx_closed:
             cls = type(self)
             if cls._nnx_frozen or not cls._nnx_mutable:
-                raise dataclasses.FrozenInstanceError(IMMUTABLE.format(owner=cls.__name__, name=name))
+                text = ASSIGNS_FIELD + IMMUTABLE if dataclasses.is_dataclass(cls) else IMMUTABLE
+                raise dataclasses.FrozenInstanceError(text.format(owner=cls.__name__, name=name))
             if name not in self.__dict__:
                 raise AttributeError(NEW_FIELD.format(owner=cls.__name__, name=name, fields=_field_names(self)))
         self._set_field(name, value)
@@ -124,6 +127,11 @@ class Pytree(metaclass=PytreeType):
         self._nnx_statics = None
         vars(self)[name] = value
 
+    def _nnx_field(self, name: str) -> Container[Any]:
+        """Returns a field in its container."""
+        spec, value = self._nnx_specs.get(name), getattr(self, name)
+        return Static(value) if spec is None else spec.box(value)
+
     def _adopt_fields(self) -> None:
         """Decides what the fields are that were written directly into `__dict__`, as frozen dataclasses do."""
         values = vars(self)
@@ -131,7 +139,9 @@ class Pytree(metaclass=PytreeType):
             self._set_field(name, values.pop(name))
 
     def __delattr__(self, name: str) -> None:
-        raise dataclasses.FrozenInstanceError(IMMUTABLE_DELETE.format(owner=type(self).__name__, name=name))
+        cls = type(self)
+        text = DELETES_FIELD + IMMUTABLE_DELETE if dataclasses.is_dataclass(cls) else IMMUTABLE_DELETE
+        raise dataclasses.FrozenInstanceError(text.format(owner=cls.__name__, name=name))
 
     def replace(self: P, **changes: Any) -> P:
         """Returns a copy with other values for some fields.
@@ -210,12 +220,23 @@ def _prepare(cls: Any) -> None:
             del base.__delattr__
 
 
+def is_node(value: Any) -> bool:
+    """Whether a value is data by its type: an array, a Node container, a record, or of a registered type.
+
+    Arrays include tracers and `jax.ShapeDtypeStruct`s; records are `State`, `Pure`, `Pytree` and optimizer states.
+
+    >>> nnx.is_node(jnp.ones(2)), nnx.is_node(nnx.Param(1)), nnx.is_node(nnx.State()), nnx.is_node(1)
+    (True, True, True, False)
+    """
+    return is_node_type(value) or _is_record(value)
+
+
 def _is_data(value: Any) -> bool:
-    if is_node(value) or _is_record(value):
+    if is_node(value):
         return True
     try:
         leaves = jax.tree.leaves(value, is_leaf=_is_record)
-        return not is_pytree_leaf(value) and any(is_node(leaf) or _is_record(leaf) for leaf in leaves)
+        return not is_pytree_leaf(value) and any(map(is_node, leaves))
     except (TypeError, ValueError):  # a dict whose keys cannot be sorted is not a pytree
         return False
 

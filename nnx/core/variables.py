@@ -134,6 +134,10 @@ def box_all(specs: Iterable[Spec | None], values: Iterable[Any]) -> list[Any]:
     return boxed
 
 
+UNBOX_FN = """{type}(x, unbox_fn=...): no function runs when an attribute is read. The attribute is the raw value, \
+which is what makes reading it free. Compute what you need where you use it, or define a property on the Module."""
+
+
 class ContainerMetadata(Generic[T]):
     """What an initializer returns to attach metadata to the Variable made from its value.
 
@@ -215,6 +219,10 @@ class Container(Generic[T]):
         if metadata:
             spec = Spec.of(spec.type, {**spec.metadata, **metadata})
         return spec.box(self.value if value is ... else value)
+
+    def copy(self) -> Any:
+        """Returns a copy; the value is the same."""
+        return self._spec.box(self.value)
 
     def is_equivalent(self, other: Any) -> bool:
         """Whether type and metadata agree; the values may differ."""
@@ -409,6 +417,8 @@ class Variable(Node[T]):
         if isinstance(sharding, list):
             sharding = tuple(sharding)
         refuse_axis_names(metadata, type(self).__name__)
+        if "unbox_fn" in metadata:
+            raise TypeError(UNBOX_FN.format(type=type(self).__name__))
         super().__init__(value, sharding=sharding, **metadata)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -64,6 +64,10 @@ copyreg.pickle(jax.custom_jvp, _reduce_by_name)
 copyreg.pickle(type(silu), _reduce_by_name)
 
 
+normalize = standardize
+"""The name that `standardize` had in `jax.nn` before."""
+
+
 @compiled_body
 def _prelu(x: jax.Array, slope: jax.Array, *, dtype: Any, promote: PromoteDtype = default_promote_dtype) -> jax.Array:
     x, slope = promote((x, slope), dtype=dtype)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import nnx
+from nnx.core.fields import NO_SLOTS
 from tests.models import Box, Count
 
 
@@ -366,3 +367,86 @@ def test_a_default_container_is_copied():
     assert type(a.variable("w")) is nnx.Param
     a.pop_state(nnx.Param)
     assert not hasattr(a, "w")
+
+
+# Options of the standard library
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        nnx.field(metadata={"unit": "m"}),
+        nnx.node_field(metadata={"unit": "m"}),
+        nnx.static_field(metadata={"unit": "m"}),
+        nnx.param_field(metadata={"unit": "m"}),
+        nnx.var_field(nnx.BatchStat, metadata={"unit": "m"}),
+    ],
+)
+def test_metadata_are_those_of_the_field(field):
+    cls = nnx.dataclass(type("Held", (nnx.Module,), {"__annotations__": {"x": object}, "x": field}))
+    assert dataclasses.fields(cls)[0].metadata["unit"] == "m"
+    leaf = cls(jnp.ones(2)).get_state().get("x")
+    assert getattr(leaf, "metadata", {}).get("unit") is None  # not those of the Variable
+
+
+def test_a_field_can_name_a_collection():
+    @nnx.dataclass
+    class Norm(nnx.Module):
+        mean: jax.Array = nnx.var_field("batch_stats", sharding=("features",))
+        seen: int = nnx.var_field("sightings", 0)
+
+    model = Norm(jnp.ones(2))
+    assert type(model.variable("mean")) is nnx.BatchStat and model.variable("mean").sharding == ("features",)
+    assert list(model.filter("sightings")) == ["seen"]
+
+
+def test_modules_are_compared_by_their_fields_if_asked():
+    @nnx.dataclass(eq=True)
+    class Equal(nnx.Module):
+        w: jax.Array = nnx.param_field()
+        child: nnx.Module | None = None
+
+    child = Box()
+    assert Equal(jnp.ones(2), child) == Equal(jnp.ones(2), child) != Equal(jnp.zeros(2), child)
+    assert Equal(jnp.ones(2), child) != Equal(jnp.ones(2), Box()) and Equal.__hash__ is None
+    assert nnx.jit(lambda model: model.w.sum())(Equal(jnp.ones(2))) == 2
+    hashable = nnx.dataclass(eq=True, unsafe_hash=True)(type("Hashable", (Equal,), {}))
+    assert hash(hashable(jnp.ones(2))) == hash(hashable(jnp.zeros(2)))
+    assert linear() != linear() and linear().__hash__ is not None
+
+
+def test_order_compares_fields():
+    @nnx.dataclass(eq=True, order=True)
+    class Version(nnx.Module):
+        major: int
+        minor: int
+
+    assert Version(1, 2) < Version(1, 3) <= Version(2, 0)
+    with pytest.raises(ValueError, match="eq must be true if order is true"):
+        nnx.dataclass(order=True)(type("Unordered", (nnx.Module,), {}))
+
+
+def test_an_equality_of_the_class_stands():
+    @nnx.dataclass(eq=True)
+    class Own(nnx.Pytree):
+        x: int
+
+        def __eq__(self, other):
+            return "mine"
+
+        def __hash__(self):
+            return 7
+
+    assert (Own(1) == Own(2)) == "mine" and hash(Own(1)) == 7
+
+
+def test_slots_are_refused():
+    with pytest.raises(TypeError) as error:
+        nnx.dataclass(slots=True)(Box)
+    assert str(error.value) == NO_SLOTS
+
+
+def test_positional_patterns_match_the_fields():
+    match linear():
+        case Linear(w, b):
+            assert w.shape == (2, 3) and b.shape == (3,)
