@@ -120,6 +120,8 @@ class Dropout(Module):
             raise ValueError(WRONG_BROADCAST_DIMS.format(dims=self.broadcast_dims, ndim=len(shape), shape=shape))
         for axis in self.broadcast_dims:
             mask_shape[axis] = 1
+        if self.rate == 1.0:
+            return jnp.zeros_like(inputs)  # nothing to draw
         key = draw_key(self, self.rng_collection, ctx)
         return _drop(inputs, key, rate=self.rate, mask_shape=tuple(mask_shape), rescale=True)
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from nnx.core.old_names import old_names
 from nnx.core.variables import with_metadata
 from nnx.sharding.axes import aligned_names, axis_names
 from nnx.sharding.meshes import current_mesh, mesh_with_devices
@@ -22,6 +23,7 @@ from nnx.sharding.spelling import did_you_mean
 from nnx.sharding.unmatched import BUILT_IN_NAMES, first_time, note_names
 
 
+@old_names(logical_axis_resources="names")
 def with_logical_constraint(
     x: Any,
     names: Any,
@@ -92,7 +94,7 @@ def _warn_of_unknown_names(names: tuple[str, ...], rules: Rules) -> None:
         hints = "".join(did_you_mean(name, decided | BUILT_IN_NAMES) for name in new)
         shown = ", ".join(map(repr, new))
         warnings.warn(
-            MATCHES_NOTHING.format(unknown=shown, names=names, rules=rules, hints=hints), UserWarning, stacklevel=3
+            MATCHES_NOTHING.format(unknown=shown, names=names, rules=rules, hints=hints), UserWarning, stacklevel=4
         )
 
 

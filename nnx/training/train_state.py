@@ -1,7 +1,7 @@
 """TrainState: everything a functional training step carries, as one immutable record."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +15,17 @@ from nnx.core.variables import TreeNode
 from nnx.training.host_memory import fetch, put_back
 from nnx.training.optimizer_state import moment_axes
 
-T = TypeVar("T", bound="TrainState")
+T = TypeVar("T", bound="TrainState[Any]")
+M = TypeVar("M")
 
 NOT_A_FIELD = "{name!r} is not a field of this TrainState: a name in `apply` means one of {fields}."
 
 
-class TrainState(Pytree):
+class TrainState(Pytree, Generic[M]):
     """The params, optimizer state, step and structure of a model in training; a pytree.
 
     Args:
-        moduledef: the static half of the model.
+        moduledef: the static half of the model. Its class is the parameter of the annotation `nnx.TrainState[Model]`.
         params: the State that `tx` trains.
         tx: an optax transformation.
         step: the number of updates so far.
@@ -41,14 +42,14 @@ class TrainState(Pytree):
     1
     """
 
-    moduledef: ModuleDef[Any]
+    moduledef: ModuleDef[M]
     params: State
     tx: optax.GradientTransformation
     opt_state: Any
     step: jax.Array
 
     def __init__(
-        self, moduledef: ModuleDef[Any], *, params: State, tx: optax.GradientTransformation, step: Any = 0, **more: Any
+        self, moduledef: ModuleDef[M], *, params: State, tx: optax.GradientTransformation, step: Any = 0, **more: Any
     ):
         self.moduledef = moduledef
         self.tx = tx

@@ -68,7 +68,9 @@ def a_train_state_is_a_record(model: Classifier) -> None:
     state = nnx.TrainState(moduledef, params=model.filter(nnx.Param), tx=optax.sgd(0.1), epoch=3)
     assert_type(state.params, nnx.State)
     assert_type(state.step, jax.Array)
-    assert_type(state.apply_gradients(state.params, epoch=4), nnx.TrainState)
+    assert_type(state.moduledef, nnx.ModuleDef[Classifier])
+    annotated: nnx.TrainState[Classifier] = state.apply_gradients(state.params, epoch=4)
+    assert_type(annotated.replace(epoch=5), nnx.TrainState[Classifier])
 
 
 def metrics_compute_arrays(x: jax.Array) -> None:
