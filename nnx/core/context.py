@@ -26,6 +26,11 @@ RngFilter = Any
 BAD_SEED = """The stream {name!r} was given the seed {value}. A seed is an int, a typed key (jax.random.key(0)) or \
 a legacy uint32 key (jax.random.PRNGKey(0))."""
 
+SEED_PER_STREAM = " For a mapping from streams to seeds, write nnx.context(**seeds)."
+
+NOT_A_CONSTRUCTOR = """nnx.Context is the type of a Context, and `nnx.context` makes one: nnx.context(key, \
+flags={"deterministic": False}), or with a seed per stream, nnx.context(params=key, dropout=1)."""
+
 
 _fold_in = jax.jit(jax.random.fold_in)  # one dispatch where the eager function makes several
 
@@ -62,6 +67,12 @@ class Context:
     """
 
     __slots__ = ("_streams", "_flags", "_level", "_def", "_live", "__weakref__")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Context":
+        streams = args[0] if len(args) == 2 and not kwargs else None
+        if type(streams) is not dict or not all(type(stream) is Stream for stream in streams.values()):
+            raise TypeError(NOT_A_CONSTRUCTOR)
+        return object.__new__(cls)
 
     def __init__(self, streams: dict[str, Stream], flags: Mapping[str, Any]):
         self._streams = streams
@@ -265,7 +276,8 @@ def _to_key(name: str, seed: Any) -> Any:
             return _named_key(name, seed)
         elif seed.shape in ((2,), (4,)) and seed.dtype == jnp.uint32:
             return seed
-    raise TypeError(BAD_SEED.format(name=name, value=short(seed)))
+    text = BAD_SEED.format(name=name, value=short(seed))
+    raise TypeError(text + SEED_PER_STREAM if isinstance(seed, Mapping) else text)
 
 
 def _named_key(name: str, seed: Any) -> Any:

@@ -15,7 +15,7 @@ In the structure of a graph, which knows no Refs and no live objects, an `Absent
 from typing import Any
 
 from nnx.core.errors import NO_STATE_GIVEN
-from nnx.core.hints import MODULE, Hint
+from nnx.core.hints import MODULE, Hint, called
 from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.variables import Node, Spec, Static, Variable
 
@@ -97,6 +97,7 @@ def explain_missing(module: Any, name: str) -> Any:
         raise AttributeError(text, name=name, obj=module)
     if hasattr(type(module), name):  # a property that raised AttributeError itself: show that error
         return object.__getattribute__(module, name)
-    if name in MODULE:
-        Hint(ModuleBase, name, MODULE[name]).__get__(module, type(module))
+    hint = called(name, MODULE)
+    if hint:
+        Hint(ModuleBase, name, hint).__get__(module, type(module))
     raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}", name=name, obj=module)

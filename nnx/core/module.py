@@ -27,7 +27,7 @@ from nnx.core.filters import Filter, classify
 from nnx.core.flat import flat_of
 from nnx.core.freezing import set_frozen
 from nnx.core.hints import MODULE as HINTS
-from nnx.core.hints import add_hints, explain_constructor, forward_only
+from nnx.core.hints import Hint, add_hints, explain_constructor, forward_only
 from nnx.core.kinds import SUBMODULE, Absent, absent, is_static, is_variable
 from nnx.core.load_report import LoadReport
 from nnx.core.load_state import load_state
@@ -488,7 +488,8 @@ class Module(ModuleBase, metaclass=ModuleType):
         return module_str(self) if is_own else repr(self)
 
     def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if name not in HINTS or hasattr(self, name)]
+        hinted = {name for base in type(self).__mro__ for name, value in vars(base).items() if type(value) is Hint}
+        return [name for name in super().__dir__() if name not in hinted or hasattr(self, name)]
 
     # Copying
 

@@ -4,6 +4,8 @@ import types
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
 from nnx.core.filters import Filter, describe
+from nnx.core.hints import PURE as HINTS
+from nnx.core.hints import add_hints
 from nnx.core.proxies import Access
 from nnx.core.state import State
 from nnx.core.updates import to_states
@@ -91,6 +93,8 @@ class Pure(NamedTuple, Generic[M]):
         updated = map(self.moduledef.canonical, to_states(updates))
         return Pure(State.merge(self.get_state(), *updated), self.moduledef)
 
+
+add_hints(Pure, HINTS)
 
 PureModule = Pure
 """The annotation of a Module in pure form: `nnx.PureModule[MyModule]`."""

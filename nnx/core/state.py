@@ -82,7 +82,7 @@ class State(Mapping[str, Any]):
         leaves = dict(items)
         for path in leaves:
             if not isinstance(path, str):
-                raise TypeError(f"The paths of a State are strings such as 'encoder/kernel', got {path!r}.")
+                raise TypeError(_bad_path(path))
         paths = tuple(sorted(leaves, key=path_order))
         self._layout = Layout.of(paths)
         self._leaves = [leaves[path] for path in paths]
@@ -261,6 +261,11 @@ class State(Mapping[str, Any]):
 
 
 _new = object.__new__
+
+
+def _bad_path(path: Any) -> str:
+    text = f"The paths of a State are strings such as 'encoder/kernel', got {path!r}."
+    return f"{text} Write {'/'.join(map(str, path))!r}." if isinstance(path, tuple) else text
 
 
 def _path_differences(a: State, b: State) -> str:

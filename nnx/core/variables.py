@@ -24,6 +24,9 @@ from nnx.core.repr import short
 from nnx.core.statics import Frozen, own_copy
 from nnx.core.trees import find_module, leaf_types
 
+AXIS_NAME_ALONE = """The `sharding` of a Variable has a name (or None) per dimension, got the string {name!r}. Write \
+{type}(value, ({name!r},)) for one dimension, or nnx.var({name!r}, value) for a Variable of the collection {name!r}."""
+
 T = TypeVar("T")
 V = TypeVar("V")
 
@@ -416,6 +419,8 @@ class Variable(Node[T]):
             return
         if isinstance(sharding, list):
             sharding = tuple(sharding)
+        elif isinstance(sharding, str):
+            raise TypeError(AXIS_NAME_ALONE.format(type=type(self).__name__, name=sharding))
         refuse_axis_names(metadata, type(self).__name__)
         if "unbox_fn" in metadata:
             raise TypeError(UNBOX_FN.format(type=type(self).__name__))

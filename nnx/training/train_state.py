@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from nnx.core.hints import TRAIN_STATE as HINTS
+from nnx.core.hints import add_hints
 from nnx.core.moduledef import ModuleDef
 from nnx.core.proxies import Access
 from nnx.core.pytree import Pytree
@@ -98,6 +100,9 @@ class TrainState(Pytree, Generic[M]):
         params = optax.apply_updates(_tree(self.params), updates)
         opt_state = put_back(opt_state, self.opt_state, before)
         return self.replace(params=params, opt_state=opt_state, step=self.step + 1, **replacements)
+
+
+add_hints(TrainState, HINTS)
 
 
 def _tree(state: State) -> Any:

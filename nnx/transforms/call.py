@@ -18,6 +18,7 @@ from nnx.core.flat import Flat, joint_flat_of
 from nnx.core.hints import refuse_flax_module
 from nnx.core.module_info import ModuleBase
 from nnx.core.proxies import Way
+from nnx.core.refs import Ref
 from nnx.core.repr import short
 from nnx.core.statics import NO_STATICS, Statics
 from nnx.core.structure import GraphKey
@@ -29,6 +30,10 @@ DATA_MARK = -1
 NOT_CALLABLE_MODULE = "{transform} was given a {name}, a Module without `__call__`."
 
 NOT_CALLABLE = "{transform} takes a function, a Module or a method; got {value}."
+
+REF_AS_ARGUMENT = """A transform of NNX (nnx.jit, nnx.grad, ...) was given {value}. A Ref ties attributes of Modules \
+together and is not an argument by itself: pass the Modules that hold it, whose attributes stay tied inside, or its \
+array, `ref.value`."""
 
 
 # Leaves
@@ -109,6 +114,8 @@ class LeafPositions(NamedTuple):
             if is_module(leaf):
                 marks.append(len(modules))
                 modules.append(i)
+            elif isinstance(leaf, Ref):
+                raise TypeError(REF_AS_ARGUMENT.format(value=short(leaf)))
             elif is_context(leaf):
                 marks.append(-2 - len(contexts))
                 contexts.append(i)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Unpack
 
 from nnx.core.attributes import settle
+from nnx.core.hints import SCAN_MODULE, add_hints
 from nnx.core.module import Module
 from nnx.core.module_info import info_of, new_module
 from nnx.core.proxies import Access, Way
@@ -103,6 +104,9 @@ class Scan(TransformedModule[M]):
 
     def _lift(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         return scan(fun, **self.options)
+
+
+add_hints(Scan, SCAN_MODULE)
 
 
 class Vmap(TransformedModule[M]):

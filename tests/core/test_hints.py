@@ -1,4 +1,4 @@
-"""Names and habits from Flax and PyTorch: each is an error that says what to write here."""
+"""Names and habits from Flax, PyTorch and earlier versions of NNX: each is an error that says what to write here."""
 
 import collections.abc
 import inspect
@@ -46,6 +46,14 @@ def carry_first(carry, block):
 
 def stacked() -> Any:
     return nnx.Dict(w=nnx.Param(jnp.ones((3, 2))))
+
+
+def shared() -> Any:
+    return nnx.Ref(nnx.Param(jnp.ones(2)))
+
+
+def two_layers() -> Any:
+    return nnx.Scan(nnx.Linear, variable_axes={nnx.Param: 0}, length=2)(2, 2, ctx=nnx.context(0))
 
 
 def flax_linear() -> Any:
@@ -178,6 +186,24 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "Linear(2, 3, bias=False)": (lambda: linear(bias=False), "use_bias"),
     "Dropout(p=0.5)": (lambda: nnx.Dropout(p=0.5), "rate"),  # pyright: ignore[reportCallIssue]
     "LayerNorm(3, eps=1e-5)": (lambda: nnx.LayerNorm(3, eps=1e-5), "epsilon"),  # pyright: ignore[reportCallIssue]
+    # earlier versions of NNX
+    "Linear.init(key)": (lambda: N.Linear.init(0)(2, 3), "is from NNX 0.0.2, and from Flax"),
+    "Context(key)": (lambda: N.Context(jax.random.PRNGKey(0)), "nnx.context(key"),
+    "Context(params=key)": (lambda: N.Context(params=0), "nnx.context(params=key, dropout=1)"),
+    "Context({'params': key})": (lambda: N.Context({"params": 0}, flags={}), "nnx.context(params=key, dropout=1)"),
+    "Context(rngs={'params': key})": (lambda: N.Context(rngs={"params": 0}), "nnx.context(params=key, dropout=1)"),
+    "context({'params': key})": (lambda: nnx.context({"params": 0}), "nnx.context(**seeds)"),
+    "jit(f)(ref)": (lambda: nnx.jit(lambda ref: ref)(shared()), "pass the Modules that hold it"),
+    "jit(f)([ref])": (lambda: nnx.jit(lambda refs: refs)([shared()]), "`ref.value`"),
+    "grad(f)(ref)": (lambda: nnx.grad(lambda ref: 0.0)(shared()), "was given Ref(Param(float32[2]))"),
+    "Variable(x, 'params')": (lambda: nnx.Variable(jnp.ones(2), "params"), "nnx.var('params', value)"),
+    "Param(x, 'embed')": (lambda: nnx.Param(jnp.ones(2), "embed"), "Param(value, ('embed',))"),
+    "State({('a', 'b'): x})": (lambda: N.State({("a", "b"): 1}), "Write 'a/b'."),
+    "state.get_collections()": (lambda: N.State({}).get_collections(), "model.collections()"),
+    "pure.state": (lambda: N.Pure(1, 2).state, "pure.states"),
+    "train_state.apply_fn": (lambda: N.TrainState.apply_fn, 'train_state.apply("params")(x)'),
+    "stack.module": (lambda: two_layers().module, "scan_module"),
+    "model.deref()": (lambda: N.Sequence([]).deref(), "state, moduledef = model.partition()"),
 }
 
 
@@ -196,24 +222,57 @@ def test_there_are_many_of_them():
 # The tables are true
 
 
-TABLES = {"PACKAGE": hints.PACKAGE, "MODULE": hints.MODULE, "STATE": hints.STATE, "CONTEXT": hints.CONTEXT}
-OWNERS = {"model": nnx.Module, "state": nnx.State, "ctx": nnx.Context, "moduledef": nnx.ModuleDef, "pure": nnx.Pure}
+TABLES = {
+    "PACKAGE": hints.PACKAGE,
+    "MODULE": hints.MODULE,
+    "STATE": hints.STATE,
+    "CONTEXT": hints.CONTEXT,
+    "PURE": hints.PURE,
+    "TRAIN_STATE": hints.TRAIN_STATE,
+    "SCAN_MODULE": hints.SCAN_MODULE,
+}
+CLASSES = {
+    "MODULE": nnx.Module,
+    "STATE": nnx.State,
+    "CONTEXT": nnx.Context,
+    "PURE": nnx.Pure,
+    "TRAIN_STATE": nnx.TrainState,
+    "SCAN_MODULE": type(two_layers()),
+}
+OWNERS = {
+    "model": nnx.Module,
+    "state": nnx.State,
+    "ctx": nnx.Context,
+    "moduledef": nnx.ModuleDef,
+    "pure": nnx.Pure,
+    "train_state": nnx.TrainState,
+}
+
+
+def entries(table: str) -> dict[str, str]:
+    """The names of a table and their hints, whatever their origin."""
+    return {name: hint for names in TABLES[table].values() for name, hint in names.items()}
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_hints_name_only_what_exists(table):
-    for name, hint in TABLES[table].items():
+    for name, hint in entries(table).items():
         for found in re.findall(r"(?<![.\w])nnx\.(\w+)", hint):
             assert hasattr(nnx, found), f"{name}: nnx.{found}"
-        for owner, found in re.findall(r"\b(model|state|ctx|moduledef|pure)\.(\w+)", hint):
+        for owner, found in re.findall(rf"\b({'|'.join(OWNERS)})\.(\w+)", hint):
             assert hasattr(OWNERS[owner], found), f"{name}: {owner}.{found}"
 
 
 def test_no_hint_is_for_a_name_that_exists():
-    assert [name for name in hints.PACKAGE if name in vars(nnx)] == []
-    for owner, table in ((nnx.Module, hints.MODULE), (nnx.State, hints.STATE), (nnx.Context, hints.CONTEXT)):
-        assert [name for name in table if hasattr(owner, name)] == []
-        assert all(type(vars(owner)[name]) is hints.Hint for name in table)
+    assert [name for name in entries("PACKAGE") if hasattr(nnx, name)] == []
+    for table, owner in CLASSES.items():
+        assert [name for name in entries(table) if hasattr(owner, name)] == []
+        assert all(type(vars(owner)[name]) is hints.Hint for name in entries(table))
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_name_has_one_origin(table):
+    assert len(entries(table)) == sum(map(len, TABLES[table].values()))
 
 
 def test_arguments_of_layers_that_have_a_hint_are_not_arguments_of_a_layer():
@@ -270,7 +329,7 @@ def test_what_a_mixin_after_module_defines_is_found():
 
     assert Flow().forward() == "forward" and Flow().training == "training"
     mixins = (collections.abc.MutableMapping, collections.abc.MutableSequence)
-    assert not any(hasattr(mixin, name) for mixin in mixins for name in hints.MODULE)
+    assert not any(hasattr(mixin, name) for mixin in mixins for name in entries("MODULE"))
 
 
 def test_a_class_with_forward_can_define_call_later():
@@ -283,7 +342,7 @@ def test_a_class_with_forward_can_define_call_later():
 
 
 def test_hints_are_not_offered_for_completion():
-    assert not {"parameters", "state_dict"} & set(dir(linear()))
+    assert not {"parameters", "state_dict"} & set(dir(linear())) and "module" not in dir(two_layers())
     assert "parameters" in dir(type("Own", (nnx.Module,), {"parameters": 1})())
     assert not hasattr(linear(), "parameters") and not hasattr(nnx.Module, "parameters")
 

@@ -177,8 +177,9 @@ def test_a_later_rule_is_a_second_choice_where_an_axis_does_not_divide():
 
 
 def test_a_string_instead_of_a_tuple_is_an_error_that_shows_the_tuple():
+    bias = nnx.Param(nnx.ContainerMetadata(jnp.ones(3), {"sharding": "embed"}))
     with pytest.raises(TypeError, match=r"bias: sharding is a tuple of axis names.*got 'embed'.*\('embed',\)"):
-        nnx.get_partition_spec(nnx.State({"bias": nnx.Param(jnp.ones(3), "embed")}))
+        nnx.get_partition_spec(nnx.State({"bias": bias}))
 
 
 def test_paths_lead_through_records():
