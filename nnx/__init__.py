@@ -340,10 +340,42 @@ __all__ = [
 # fmt: on
 
 
-if not _typing.TYPE_CHECKING:  # a checker would take it to mean that the package has every name
+# In versions 0.0.3 and 0.0.4 the initializers were at the top. These names still work, but completion does not offer
+# them: `zeros` and `normal` would be mistaken for those of `jax.numpy` and `jax.random`.
+if _typing.TYPE_CHECKING:
+    from nnx.nn.initializers import Initializer as Initializer
+    from nnx.nn.initializers import constant as constant
+    from nnx.nn.initializers import delta_orthogonal as delta_orthogonal
+    from nnx.nn.initializers import glorot_normal as glorot_normal
+    from nnx.nn.initializers import glorot_uniform as glorot_uniform
+    from nnx.nn.initializers import he_normal as he_normal
+    from nnx.nn.initializers import he_uniform as he_uniform
+    from nnx.nn.initializers import kaiming_normal as kaiming_normal
+    from nnx.nn.initializers import kaiming_uniform as kaiming_uniform
+    from nnx.nn.initializers import lecun_normal as lecun_normal
+    from nnx.nn.initializers import lecun_uniform as lecun_uniform
+    from nnx.nn.initializers import normal as normal
+    from nnx.nn.initializers import ones as ones
+    from nnx.nn.initializers import orthogonal as orthogonal
+    from nnx.nn.initializers import uniform as uniform
+    from nnx.nn.initializers import variance_scaling as variance_scaling
+    from nnx.nn.initializers import xavier_normal as xavier_normal
+    from nnx.nn.initializers import xavier_uniform as xavier_uniform
+    from nnx.nn.initializers import zeros as zeros
+
+else:  # a checker would take `__getattr__` to mean that the package has every name
+    # fmt: off
+    _INITIALIZERS = frozenset({
+        "constant", "delta_orthogonal", "glorot_normal", "glorot_uniform", "he_normal", "he_uniform", "Initializer",
+        "kaiming_normal", "kaiming_uniform", "lecun_normal", "lecun_uniform", "normal", "ones", "orthogonal", "uniform",
+        "variance_scaling", "xavier_normal", "xavier_uniform", "zeros",
+    })
+    # fmt: on
 
     def __getattr__(name: str) -> object:
-        """Explains what a name of Flax or PyTorch is called here."""
+        """Returns an initializer; explains what a name of an earlier version, Flax or PyTorch is called here."""
+        if name in _INITIALIZERS:
+            return getattr(initializers, name)
         from nnx.core.hints import package_error
 
         raise package_error(name)

@@ -37,6 +37,7 @@ def attributes(ctx: nnx.Context) -> None:
     assert_type(linear.kernel_scale, jax.Array | None)
     assert_type(nnx.quantize(linear, bits=4, group_size=32, where="layers/*"), list[str])
     assert_type(nnx.dequantize(linear, where=nnx.Linear), list[str])
+    nnx.Linear(3, 4, kernel_init=nnx.he_normal(), bias_init=nnx.zeros, ctx=ctx)  # the names of 0.0.3 and 0.0.4
     nnx.quantize(linear, bits=3)  # pyright: ignore[reportArgumentType]
 
 
