@@ -4,10 +4,14 @@ A *stream* is a key and a counter: each `make_rng` folds the next count into the
 count on the key of a new stream, so parent and fork never produce the same key.
 """
 
+import copy
+import dataclasses
+import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from operator import attrgetter, index, length_hint
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +22,8 @@ from nnx.core.hints import CONTEXT as HINTS
 from nnx.core.hints import add_hints
 from nnx.core.repr import short
 from nnx.core.statics import Frozen, own_copy
-from nnx.core.trace import current_level, same_level
+from nnx.core.trace import NO_GUARD, current_level, same_level, transfer_guard
+from nnx.core.user_warnings import warn_user
 
 RngFilter = Any
 """What selects streams: None, `...`, a name, `f(name) -> bool`, a sequence of these, or a mapping `{filter: bool}`."""
@@ -31,27 +36,79 @@ SEED_PER_STREAM = " For a mapping from streams to seeds, write nnx.context(**see
 NOT_A_CONSTRUCTOR = """nnx.Context is the type of a Context, and `nnx.context` makes one: nnx.context(key, \
 flags={"deterministic": False}), or with a seed per stream, nnx.context(params=key, dropout=1)."""
 
+SHARED_STREAM = """{transform}: a key was drawn from the stream {name!r}, which `split_rngs` does not select, so every \
+step or member draws the same key. To draw a different key in each, add the stream: `split_rngs={name!r}`, or a tuple \
+of names. If they are meant to share it, say so: `split_rngs={{{name!r}: False}}`."""
+
 
 _fold_in = jax.jit(jax.random.fold_in)  # one dispatch where the eager function makes several
 
 
-class Stream:
-    """A key and the number of keys drawn from it.
+@dataclasses.dataclass(frozen=True)
+class SharedBy:
+    """A scan or vmap whose steps or members all draw the same keys from a stream.
 
-    `shared_by` names the scan or vmap whose runs all get the same stream, if one does; layers that drop entries warn.
+    Attributes:
+        transform: the transform and its function, for the warning.
+        drawn: the streams drawn from, if it is not yet known whether that was a mistake; otherwise every draw warns.
+        warned: the streams it has warned of.
     """
 
-    __slots__ = ("key", "count", "shared_by")
+    transform: str
+    drawn: set[str] | None = dataclasses.field(default=None, compare=False, repr=False)
+    warned: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
-    def __init__(self, key: Any, count: Any = 0):
+    def note(self, name: str) -> None:
+        """Notes a draw from a stream."""
+        if self.drawn is None:
+            self.warn(name)
+        else:
+            self.drawn.add(name)
+
+    def warn(self, name: str) -> None:
+        """Warns of a stream, once."""
+        if name not in self.warned:
+            warn_user(SHARED_STREAM.format(transform=self.transform, name=name))
+            # Noted last: where warnings are errors, a call that is made again without a kept trace has to raise again.
+            self.warned.add(name)
+
+
+class Stream:
+    """A key and the number of keys drawn from it, which several threads can draw at the same time.
+
+    `shared_by` is the scan or vmap whose runs all get the same stream, if one does and was not told to.
+    """
+
+    __slots__ = ("key", "shared_by", "counts")
+
+    def __init__(self, key: Any, count: int = 0, shared_by: SharedBy | None = None):
         self.key: Any = key
+        self.shared_by = shared_by
         self.count = count
-        self.shared_by: str | None = None
+
+    @property
+    def count(self) -> int:
+        """How many keys have been drawn."""
+        return sys.maxsize - length_hint(self.counts)
+
+    @count.setter
+    def count(self, count: int) -> None:
+        # The counts that are left. `next` takes one inside a single C call, so no other thread can take the same one,
+        # and unlike `itertools.count`, a range can be asked where it is.
+        self.counts: Iterator[int] = iter(range(index(count), sys.maxsize))
+
+    def take(self, n: int) -> int:
+        """Skips `n` counts, which are the caller's, and returns the first of them."""
+        taken = list(islice(self.counts, n))  # one C call, so they are consecutive
+        return taken[0] if taken else self.count
 
     def next(self) -> Any:
-        key = _fold_in(self.key, self.count)
-        self.count += 1
-        return key
+        """Draws a key."""
+        key, count = self.key, next(self.counts)
+        return _fold_in(key, count if transfer_guard() in NO_GUARD else jax.device_put(count))
+
+    def __reduce__(self) -> Any:
+        return (Stream, (self.key, self.count, self.shared_by))
 
 
 class Context:
@@ -87,6 +144,9 @@ class Context:
         Raises:
             ValueError: there is no such stream.
             TraceContextError: the Context was made at another trace level.
+
+        Inside scan and vmap, it warns once per function of a stream that `split_rngs` does not select: all steps or
+        members draw the same key from it.
         """
         self.check_level(name)
         stream = self._streams.get(name)
@@ -96,6 +156,8 @@ class Context:
                 f"Unknown Rng Stream: {name}. The streams of this Context are: {known}. "
                 f"Give it a seed where the Context is made: nnx.context(..., {name}=0)."
             )
+        if stream.shared_by is not None:
+            stream.shared_by.note(name)
         return stream.next()
 
     def check_level(self, name: str) -> None:
@@ -137,23 +199,18 @@ class Context:
     def definition(self) -> "ContextDef":
         """Returns the static half; it is made again only if the value of a flag was changed in place."""
         if self._def is None or (self._live is not None and not self._live.is_current()):
-            self._def = ContextDef(self._flags, tuple(self._streams))
+            shared = tuple([(name, by) for name, s in self._streams.items() if (by := s.shared_by) is not None])
+            self._def = ContextDef(self._flags, tuple(self._streams), shared)
             self._live = Frozen(tuple(self._flags.values()), "flags") if self._def.is_watched else None
         return self._def
 
     def fork_data(self) -> list[tuple[Any, Any]]:
         """Returns a fork as data: key and count of each stream, to be folded later by `ContextDef.from_fork`."""
         self.check_level("...")
-        data = []
-        for stream in self._streams.values():
-            data.append((stream.key, stream.count))
-            stream.count += 1
-        return data
-
-    def undo_fork(self) -> None:
-        """Undoes the last `fork_data`; its keys must not have been used."""
-        for stream in self._streams.values():
-            stream.count -= 1
+        forks = [(stream.key, next(stream.counts)) for stream in self._streams.values()]
+        # A Python number in a call is an implicit transfer. An explicit one takes longer than the rest of a fork, so it is
+        # made only where a guard asks for it.
+        return forks if transfer_guard() in NO_GUARD else [(key, jax.device_put(count)) for key, count in forks]
 
     def split(self, n: int, filter: RngFilter = ...) -> "PureContext":
         """Returns a fork in which each stream the filter selects has `n` stacked keys, for a manual vmap or scan."""
@@ -179,16 +236,23 @@ streams_of: Callable[[Any], dict[str, Stream]] = attrgetter("_streams")
 
 
 class ContextDef:
-    """The static half of a Context: its flags and the names of its streams. Hashable, a pytree without leaves."""
+    """The static half of a Context: its flags and the names of its streams. Hashable, a pytree without leaves.
 
-    __slots__ = ("_flags", "streams")
+    `shared` are the streams that all steps or members of an enclosing scan or vmap share. It is part of the definition
+    so that forks warn as well.
+    """
+
+    __slots__ = ("_flags", "streams", "shared")
 
     streams: tuple[str, ...]
 
-    def __init__(self, flags: Mapping[str, Any], streams: tuple[str, ...]):
+    def __init__(
+        self, flags: Mapping[str, Any], streams: tuple[str, ...], shared: tuple[tuple[str, SharedBy], ...] = ()
+    ):
         # A snapshot, because the caller's values may change.
         self._flags = tuple([(name, Frozen(own_copy(value), f"flags[{name!r}]")) for name, value in flags.items()])
         self.streams = streams
+        self.shared = shared
 
     @property
     def is_watched(self) -> bool:
@@ -199,9 +263,18 @@ class ContextDef:
         """Returns the flags; values that can change are copies."""
         return {name: own_copy(flag.value) for name, flag in self._flags}
 
+    def sharing(self, names: Sequence[str], shared_by: SharedBy) -> "ContextDef":
+        """Returns this definition with some streams shared by the runs of a scan or vmap."""
+        definition = copy.copy(self)
+        definition.shared = tuple({**dict(self.shared), **dict.fromkeys(names, shared_by)}.items())
+        return definition
+
     def merge(self, keys: Mapping[str, Any]) -> Context:
         """Returns a Context with these keys as its streams."""
         ctx = Context({name: Stream(key) for name, key in keys.items()}, self.flags())
+        for name, shared_by in self.shared:
+            if name in keys:
+                ctx._streams[name].shared_by = shared_by
         if tuple(keys) == self.streams and not self.is_watched:
             ctx._def = self
         return ctx
@@ -211,10 +284,13 @@ class ContextDef:
         return self.merge({name: _fold_in(*pair) for name, pair in zip(self.streams, data, strict=True)})
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ContextDef) and self.streams == other.streams and self._flags == other._flags
+        return isinstance(other, ContextDef) and self._parts() == other._parts()
 
     def __hash__(self) -> int:
         return hash((self._flags, self.streams))
+
+    def _parts(self) -> Any:
+        return self.streams, self._flags, self.shared
 
     def __repr__(self) -> str:
         return f"ContextDef(streams={self.streams!r}, flags={self.flags()!r})"
@@ -292,21 +368,35 @@ def rng_predicate(filter: RngFilter) -> Callable[[str], bool]:
     Raises:
         TypeError: `filter` is not an RNG filter.
     """
+    answer_of = rng_answers(filter)
+    return lambda name: bool(answer_of(name))
+
+
+def rng_answers(filter: RngFilter) -> Callable[[str], bool | None]:
+    """Returns what an RNG filter says about a stream: True, False if a mapping names it as False, or else None.
+
+    Raises:
+        TypeError: `filter` is not an RNG filter.
+    """
     if filter is None:
-        return lambda name: False
+        return lambda name: None
     if filter is ...:
         return lambda name: True
     if isinstance(filter, str):
-        return lambda name: name == filter
+        return lambda name: True if name == filter else None
     if isinstance(filter, Mapping):
         cases = [(rng_predicate(inner), bool(answer)) for inner, answer in filter.items()]
-        return lambda name: next((answer for predicate, answer in cases if predicate(name)), False)
+        return lambda name: next((answer for selects, answer in cases if selects(name)), None)
     if isinstance(filter, (Sequence, set, frozenset)):
-        predicates = [rng_predicate(inner) for inner in filter]
-        return lambda name: any(predicate(name) for predicate in predicates)
+        parts = [rng_answers(inner) for inner in filter]
+        return lambda name: _any_answer([part(name) for part in parts])
     if callable(filter):
-        return cast(Callable[[str], bool], filter)
+        return lambda name: True if filter(name) else None
     raise TypeError(
         f"Invalid RNG filter {short(filter)}. An RNG filter is None, `...`, the name of a stream, a function "
         "f(name) -> bool, a sequence of these, or a mapping {filter: bool}."
     )
+
+
+def _any_answer(answers: list[bool | None]) -> bool | None:
+    return True if True in answers else False if False in answers else None

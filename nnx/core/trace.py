@@ -1,5 +1,5 @@
-"""Everything that uses private parts of JAX: a cheap token for the running trace, the mesh of a `with mesh:` block, and
-the store shared by processes.
+"""Everything that uses private parts of JAX: a cheap token for the running trace, the mesh of a `with mesh:` block, the
+store shared by processes, and transfer guards.
 
 The *level* of an object is the trace it was made in. A Module or Context of one level must not be changed at another,
 or tracers would leak out of a transformed function, or stale values into it. This is the only file that imports JAX's
@@ -34,6 +34,24 @@ def _level_by_equality() -> Any:
 
     return jax.extend.core.get_opaque_trace_state(convention="nnx")
 
+
+try:
+    from jax._src.config import transfer_guard_host_to_device as _transfer_guard
+
+    _transfer_guard.value  # noqa: B018  (the attribute must exist)
+except (ImportError, AttributeError):  # pragma: no cover - only on a JAX that moved it
+    _transfer_guard = None
+
+
+def _public_transfer_guard() -> Any:
+    return getattr(jax.config, "jax_transfer_guard_host_to_device", None)
+
+
+transfer_guard: Callable[[], Any] = (
+    _public_transfer_guard if _transfer_guard is None else functools.partial(getattr, _transfer_guard, "value")
+)
+"""Returns what `jax.transfer_guard` says about transfers to the device; every fork of a Context asks."""
+NO_GUARD = (None, "allow")
 
 current_level: Callable[[], Any] = (
     _level_by_equality if _trace_state is None else functools.partial(getattr, _trace_state, "value")

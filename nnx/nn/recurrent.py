@@ -143,7 +143,7 @@ class RNN(Module):
             variable_axes=self.variable_axes,
             variable_broadcast=self.variable_broadcast,
             variable_carry=self.variable_carry,
-            split_rngs=self.split_rngs,
+            split_rngs=(self.split_rngs, {...: False}),  # all are split by default: others are meant to be shared
             length=steps.shape[0] if self.variable_axes else None,
             reverse=reverse,
             unroll=self.unroll,

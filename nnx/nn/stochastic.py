@@ -4,13 +4,12 @@ Each takes its mode, `deterministic`, from the call, else the instance, else the
 from the Context passed to the call.
 """
 
-import warnings
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from nnx.core.context import Context, streams_of
+from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.nn.checks import shape_of
 from nnx.nn.settings import compiled_body, resolve_mode
@@ -20,10 +19,6 @@ RATE_OUT_OF_RANGE = "{layer}: `rate` is the probability of dropping, a number fr
 NEEDS_CONTEXT = (
     "{layer} draws random numbers when `deterministic` is False, but the call got no Context. "
     "Write `layer(x, ctx=ctx)` with `ctx = nnx.context(0, {stream}=1)`, or `deterministic=True`."
-)
-SHARED_MASK = (
-    "{layer} draws from the stream {stream!r} inside {transform}, and `split_rngs` does not select it: all steps or "
-    "members get the same random numbers. To draw different ones, add it: `split_rngs={stream!r}`, or a tuple of names."
 )
 WRONG_BROADCAST_DIMS = "Dropout: broadcast_dims={dims} are axes of the input, and it has {ndim}: shape {shape}."
 TOO_FEW_BATCH_AXES = (
@@ -43,15 +38,10 @@ def _checked_rate(layer: Module, rate: float) -> float:
 
 
 def draw_key(layer: Module, stream: str, ctx: Context | None) -> jax.Array:
-    """Returns a key from the Context; warns if all runs of a scan or vmap around the layer get the same one."""
+    """Returns a key from the Context passed to a layer."""
     if ctx is None:
         raise ValueError(NEEDS_CONTEXT.format(layer=type(layer).__name__, stream=stream))
-    key = ctx.make_rng(stream)
-    transform = streams_of(ctx)[stream].shared_by
-    if transform is not None:
-        text = SHARED_MASK.format(layer=type(layer).__name__, stream=stream, transform=transform)
-        warnings.warn(text, UserWarning, stacklevel=3)
-    return key
+    return ctx.make_rng(stream)
 
 
 @compiled_body

@@ -1,5 +1,6 @@
 """Placement: putting a Module onto a mesh, or building it there from the start."""
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -102,15 +103,14 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: RulesL
             return build(ctx)
     ctx.check_level("...")
     streams, definition = streams_of(ctx), ctx.definition()
-    counts = {name: stream.count for name, stream in streams.items()}
     drawn: dict[str, int] = {}
 
-    def make(keys: Any) -> Any:
+    def make(starts: dict[str, int], keys: Any) -> Any:
         inner = definition.merge(keys)
         for name, stream in streams_of(inner).items():
-            stream.count = counts[name]
+            stream.count = starts[name]
         built = build(inner)
-        drawn.update({name: stream.count for name, stream in streams_of(inner).items()})
+        drawn.update({name: stream.count - starts[name] for name, stream in streams_of(inner).items()})
         if isinstance(built, Module):
             return Module.partition(name_axes(built))
         if any(isinstance(leaf, Module) for leaf in jax.tree.leaves(built)):
@@ -121,14 +121,18 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: RulesL
     automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     keys = {name: _onto(automatic, stream.key) for name, stream in streams.items()}
     with jax.set_mesh(automatic), logical_axis_rules(rules):
-        abstract = jax.eval_shape(make, keys)
+        guess = {name: stream.count for name, stream in streams.items()}
+        maker = functools.partial(make, guess)
+        abstract = jax.eval_shape(maker, keys)
+        # By now it is known how many keys are drawn. They are taken at once, so that no other thread draws them.
+        starts = {name: stream.take(drawn[name]) for name, stream in streams.items()}
+        if starts != guess:
+            maker = functools.partial(make, starts)
         shardings = logical_to_mesh_sharding(abstract, automatic, rules)
         _warn_of_findings(abstract, automatic, rules)
         options = ONE_ARRAY_AFTER_ANOTHER.get(automatic.devices.flat[0].platform)
-        built = jax.jit(make, out_shardings=shardings, compiler_options=options)(keys)
+        built = jax.jit(maker, out_shardings=shardings, compiler_options=options)(keys)
     built = _put(built, logical_to_mesh_sharding(abstract, mesh, rules))
-    for name, stream in streams.items():
-        stream.count = drawn[name]
     return built.merge() if isinstance(built, Pure) else built
 
 

@@ -142,7 +142,7 @@ def _marks_of_repeated(leaves: Sequence[Any], roots: Sequence[Any], contexts: Se
 class Call:
     """One call, split."""
 
-    __slots__ = ("signature", "flat", "roots", "contexts", "data")
+    __slots__ = ("signature", "flat", "roots", "contexts", "data", "drawn")
 
     def __init__(self, args: Any, kwargs: Any):
         leaves, treedef = jax.tree.flatten((args, kwargs))
@@ -165,6 +165,7 @@ class Call:
             marks = _marks_of_repeated(leaves, roots, contexts)
         self.roots, self.contexts = roots, contexts
         self.data: list[Any] = [leaves[i] for i in positions.data]
+        self.drawn: Sequence[list[tuple[Any, Any]]] | None = None  # the forks, if they were made before the split
         self.flat: Flat | None = joint_flat_of(roots) if roots else None
         key, ties = (self.flat.key, self.flat.ties) if self.flat is not None else (None, NO_TIES)
         self.signature: Signature = Signature(treedef, marks, key, tuple([ctx.definition() for ctx in contexts]), ties)
@@ -176,9 +177,9 @@ class Call:
     def cells(self) -> list[Any]:
         return self.flat.values() if self.flat is not None else []
 
-    def forks(self) -> list[list[tuple[Any, Any]]]:
+    def forks(self) -> Sequence[list[tuple[Any, Any]]]:
         """Forks every Context and returns the forks as data; each Context has then advanced by one."""
-        return [ctx.fork_data() for ctx in self.contexts]
+        return [ctx.fork_data() for ctx in self.contexts] if self.drawn is None else self.drawn
 
 
 # The function that is lifted
@@ -208,7 +209,7 @@ def target_of(fun: Any, transform: str) -> Target:
         return Target(fun.__func__, (owner,), getattr(fun, "__name__", "method"))
     if not callable(fun):
         raise TypeError(NOT_CALLABLE.format(transform=transform, value=short(fun)))
-    return Target(fun, (), getattr(fun, "__name__", type(fun).__name__))
+    return Target(fun, (), fun.name if isinstance(fun, CallAt) else getattr(fun, "__name__", type(fun).__name__))
 
 
 class CallAt(NamedTuple):
@@ -218,6 +219,11 @@ class CallAt(NamedTuple):
     """
 
     way: Way
+
+    @property
+    def name(self) -> str:
+        """The name of what is called: `__call__`, or that of the method."""
+        return next((str(key) for is_attribute, key in self.way.steps[::-1] if is_attribute), "__call__")
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         return self.way(module)(*args, **kwargs)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx.core.context import SharedBy
 from nnx.core.hints import explain_order
 from nnx.core.old_names import old_names
 from nnx.core.repr import type_text
@@ -119,13 +120,14 @@ def scan(
     if is_init_method(fun, is_init):
         return stacked_init(stacking, fun)
     target = target_of(fun, "nnx.scan")
+    shared_by = SharedBy(f"nnx.scan({target.name})")
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
         args = (*target.bound, *args)
         if len(args) < 2:
             raise TypeError(TOO_FEW_ARGUMENTS.format(name=target.name, count=len(args)))
         try:
-            scanned = ScanCall(stacking, target.fun, target.name, args, kwargs, in_axes)
+            scanned = ScanCall(stacking, target.fun, target.name, args, kwargs, in_axes, shared_by)
             outcome = scanned.run(in_axes, out_axes, reverse, unroll)
         except (TypeError, ValueError) as error:
             if is_module(args[1]) and not is_module(args[0]) and args[0] is not None:
@@ -140,9 +142,16 @@ class ScanCall:
     """One call of a scanned function."""
 
     def __init__(
-        self, stacking: Stacking, fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], in_axes: Any
+        self,
+        stacking: Stacking,
+        fun: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        in_axes: Any,
+        shared_by: SharedBy,
     ):
-        self.stacking, self.fun, self.name = stacking, fun, name
+        self.stacking, self.fun, self.name, self.shared_by = stacking, fun, name, shared_by
         self.call: Call = Call(args, kwargs)
         rest = len(args) - 2
         after = tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,) + (None,) * (rest - 1)
@@ -227,7 +236,7 @@ class ScanCall:
         (carried, carried_data), (slices, data_slices, split) = carry, x
         cells = with_values(outer_cells, (self.carry_cells, carried), (self.stacked_cells, slices))
         data = with_values(outer_data, (self.carry_data, carried_data), (self.slice_data, data_slices))
-        contexts = self.stacking.contexts(self.call, split, shared)
+        contexts = self.stacking.contexts(self.call, split, shared, self.size, self.shared_by)
         signature = self.call.signature._replace(key=self.inner)
         cells = self.stacking.transformed(self.inner, cells)
         entered, args, kwargs = enter_call(signature, self.call.statics, cells, data, contexts)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nnx.core.context import rng_predicate, streams_of
+from nnx.core.context import SharedBy, rng_answers, rng_predicate
 from nnx.core.filters import describe, to_predicate, untyped_parts
 from nnx.core.kinds import NODE, box
 from nnx.core.paths import join
@@ -215,11 +215,13 @@ class Stacking:
             shared.append({name: key for name, key in keys.items() if not selects(name)})
         return split, shared
 
-    def contexts(self, call: Call, split: list[Any], shared: list[Any]) -> list[Any]:
-        contexts = [d.merge({**s, **o}) for d, s, o in zip(call.signature.contexts, split, shared)]
-        for ctx, keys in zip(contexts, shared):
-            for name in keys:
-                streams_of(ctx)[name].shared_by = self.name
+    def contexts(self, call: Call, split: list[Any], shared: list[Any], size: int, shared_by: SharedBy) -> list[Any]:
+        """Returns the Contexts of one run; drawing from a stream that is shared, and was not meant to be, warns."""
+        answer_of = rng_answers({...: False} if size == 1 else self.split_rngs)
+        contexts = []
+        for definition, own, others in zip(call.signature.contexts, split, shared):
+            unsaid = [name for name in others if answer_of(name) is None]
+            contexts.append(definition.sharing(unsaid, shared_by).merge({**own, **others}))
         return contexts
 
     # Specs inside and outside

@@ -6,8 +6,11 @@ from typing import Any, Unpack, overload
 import jax
 
 from nnx.core.attributes import settle
+from nnx.core.context import SharedBy
 from nnx.core.kinds import is_static
 from nnx.core.module_info import info_of, new_module
+from nnx.core.trace import is_of_this_trace
+from nnx.core.variables import BatchStat, Cache, Intermediate, Spec
 from nnx.transforms.annotations import Decorator, P, R, VmapOptions
 from nnx.transforms.call import Call, target_of, with_values
 from nnx.transforms.decorators import decorator
@@ -23,6 +26,7 @@ def map_call(
     axes_of_data: Any,
     labels: Any,
     out_axes: Any,
+    shared_by: SharedBy,
     **options: Any,
 ) -> Outcome:
     """Maps a function over the members of a split call."""
@@ -37,7 +41,7 @@ def map_call(
     mapped_data = [i for i, axis in enumerate(axes_of_data) if axis is not None]
 
     def body(cells: Any, slices: Any, split: Any) -> Any:
-        contexts = stacking.contexts(call, split, shared)
+        contexts = stacking.contexts(call, split, shared, size, shared_by)
         data = with_values(call.data, (mapped_data, slices))  # what is not mapped need not even be an array
         entered, args, kwargs = enter_call(signature, call.statics, stacking.transformed(inner, cells), data, contexts)
         out = run_in_scope(fun, args, kwargs)
@@ -48,12 +52,15 @@ def map_call(
         out_groups = stacking.output_groups(inner, groups, effects)
         found[:] = [(effects, out_groups)]
         stacked, same = [], []
+        key = effects.rewrite.key if effects.rewrite is not None else inner
         for cell, value in zip(effects.outputs(), outcome.values):
+            assert key is not None, "only a graph has cells"
             if isinstance(out_groups[cell], int):
                 stacked.append(value)
+                if shared_by.drawn and is_equal_by_mistake(key.kinds[cell], value):
+                    while shared_by.drawn:
+                        shared_by.warn(shared_by.drawn.pop())
             else:
-                key = effects.rewrite.key if effects.rewrite is not None else inner
-                assert key is not None, "only a graph has cells"
                 stacking.check_same(cell_paths(key)[cell], key.kinds[cell], value)
                 same.append(value)
         return stacked, same, outcome.out
@@ -84,13 +91,28 @@ def construct(stacking: Stacking, make: Callable[..., Any], args: Any, kwargs: A
     """Builds one Module whose variables are stacked over all members; the arguments are the same for all."""
     stacking.require_size()
     call = Call(args, kwargs)
-    return commit(call, map_all(stacking, make, call))
+    return commit(call, map_all(stacking, make, call, _shared_by(stacking, make)))
 
 
-def map_all(stacking: Stacking, make: Callable[..., Any], call: Call) -> Outcome:
+def map_all(stacking: Stacking, make: Callable[..., Any], call: Call, shared_by: SharedBy) -> Outcome:
     """Maps a function over the members of a call whose arguments are the same for all of them."""
     count = len(call.data)
-    return map_call(stacking, make, call, [None] * count, [""] * count, 0)
+    return map_call(stacking, make, call, [None] * count, [""] * count, 0, shared_by)
+
+
+def _shared_by(stacking: Stacking, make: Callable[..., Any]) -> SharedBy:
+    """Returns what shared streams of a constructor are marked with.
+
+    A draw is right if the members share the variable that it is for, so the warning waits for what comes out.
+    """
+    return SharedBy(f"{stacking.name}({getattr(make, '__name__', type(make).__name__)})", drawn=set())
+
+
+def is_equal_by_mistake(kind: Any, value: Any) -> bool:
+    """Whether a stacked variable, of a type that is usually drawn at random, has one value for all members."""
+    if type(kind) is not Spec or issubclass(kind.type, (BatchStat, Cache, Intermediate)):
+        return False
+    return not any(map(is_of_this_trace, jax.tree.leaves(value)))
 
 
 def is_init_method(fun: Any, is_init: bool | None) -> bool:
@@ -105,6 +127,7 @@ def stacked_init(stacking: Stacking, fun: Callable[..., Any]) -> Callable[..., A
     everything that refers to the member (a child's parent, a bound method) refers to `self`.
     """
     stacking.require_size()
+    shared_by = _shared_by(stacking, fun)
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         statics = {name: self.__dict__[name] for name, kind in info_of(self).kinds.items() if is_static(kind)}
@@ -119,7 +142,7 @@ def stacked_init(stacking: Stacking, fun: Callable[..., Any]) -> Callable[..., A
             return member
 
         call = Call(args, kwargs)
-        outcome = map_all(stacking, make, call)
+        outcome = map_all(stacking, make, call, shared_by)
         commit(call, outcome, taking={outcome.out.index: self})
 
     return init
@@ -191,6 +214,7 @@ def vmap(
     if is_init_method(fun, is_init):
         return stacked_init(stacking, fun)
     target = target_of(fun, "nnx.vmap")
+    shared_by = SharedBy(f"nnx.vmap({target.name})")
     options = {"axis_name": axis_name, "spmd_axis_name": spmd_axis_name}
     options = {k: v for k, v in options.items() if v is not None}
 
@@ -204,7 +228,7 @@ def vmap(
             check_module_axes(stacking, "in_axes", entries, args, argument_labels(len(args)))
         call = Call(args, kwargs)
         axes_of_data, labels = data_axes(stacking.name, entries, args, kwargs, 0)
-        outcome = map_call(stacking, target.fun, call, axes_of_data, labels, out_axes, **options)
+        outcome = map_call(stacking, target.fun, call, axes_of_data, labels, out_axes, shared_by, **options)
         return finish(call, outcome, stateful)
 
     return lifted

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -466,3 +468,87 @@ def test_many_draws_forks_and_splits_give_no_key_twice():
         keys += draw(ctx.copy(), n=2)
         keys += draw(ctx.partition().merge(), n=3)
     assert len(keys) == len(set(keys))
+
+
+# Threads
+
+
+@pytest.fixture
+def busy_threads():
+    """Threads that interrupt each other at nearly every bytecode."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize(
+    "draw_once",
+    [
+        lambda ctx: ctx.make_rng("params"),
+        lambda ctx: ctx.partition().keys["params"],
+        lambda ctx: ctx.copy().make_rng("params"),
+        nnx.jit(lambda ctx: ctx.make_rng("params")),
+    ],
+    ids=["make_rng", "partition", "copy", "jit"],
+)
+def test_threads_that_share_a_context_draw_different_keys(draw_once, busy_threads):
+    ctx, keys = nnx.context(0), []
+    draw_once(ctx)
+
+    def work():
+        keys.extend([draw_once(ctx) for _ in range(300)])
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    numbers = np.asarray(jnp.stack([jax.random.key_data(key) for key in keys]))
+    assert len(np.unique(numbers, axis=0)) == 900
+
+
+def test_a_call_that_has_to_be_traced_again_does_not_give_back_what_another_thread_has_passed():
+    ctx, drawn = nnx.context(0), []
+
+    @nnx.jit
+    def step(x, ctx):
+        thread = threading.Thread(target=lambda: drawn.append(outer.make_rng("params")))
+        thread.start()
+        thread.join()
+        return ctx.make_rng("params")
+
+    outer = ctx
+    results = [step(jnp.ones(n), ctx) for n in (1, 1, 2)]  # the third call repeats a plan, and is then traced again
+    keys = [data(key) for key in (*results, *drawn, ctx.make_rng("params"))]
+    assert len(drawn) == 2 and len(set(keys)) == len(keys)
+
+
+# Transfers
+
+
+def test_counts_are_moved_explicitly_under_a_transfer_guard():
+    model, ctx = nnx.Dict(w=nnx.Param(jnp.ones(2))), nnx.context(0)
+
+    @nnx.jit
+    def step(model, ctx):
+        model.w = model.w + jax.random.normal(ctx.make_rng("params"), (2,))
+
+    body = nnx.scan(lambda m, c, x, ctx: (c, ctx.make_rng("params")), split_rngs="params", length=2)
+    calls = [
+        lambda: step(model, ctx),
+        lambda: body(model, None, None, ctx),
+        lambda: nnx.remat(lambda m, ctx: ctx.make_rng("params"))(model, ctx),
+        lambda: ctx.make_rng("params"),
+        lambda: ctx.fork().make_rng("params"),
+    ]
+    for call in calls:
+        call()
+    again = copy.deepcopy(ctx)
+    with jax.transfer_guard("disallow"):
+        for call in calls:
+            call()
+    assert step.trace_count == 1
+    for _ in calls:
+        again.make_rng("params")
+    assert draw(again) == draw(ctx)

@@ -1,5 +1,7 @@
 """Placing a Module on a mesh and building it there. One device; see test_devices for eight."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,6 +117,20 @@ def test_init_sharded_gives_the_numbers_of_the_constructor(mesh):
 
 def test_without_a_mesh_the_model_is_simply_built():
     assert (nnx.init_sharded(build, None, RULES, nnx.context(0)).kernel == build(nnx.context(0)).kernel).all()
+
+
+def test_a_sharded_constructor_draws_no_key_that_another_thread_draws_meanwhile():
+    ctx, others = nnx.context(0), []
+
+    def build_slowly(inner):
+        thread = threading.Thread(target=lambda: others.append(jax.random.key_data(ctx.make_rng("params"))))
+        thread.start()
+        thread.join()
+        return nnx.Dict(key=nnx.Variable(jax.random.key_data(inner.make_rng("params"))))
+
+    model = nnx.init_sharded(build_slowly, jax.make_mesh((1,), ("data",)), [], ctx)
+    keys = [*others, model.key, jax.random.key_data(ctx.make_rng("params"))]
+    assert len({tuple(np.asarray(key).tolist()) for key in keys}) == len(keys)
 
 
 def test_the_context_goes_on_as_after_the_constructor(mesh):

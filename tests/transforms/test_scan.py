@@ -32,7 +32,8 @@ def test_streams_selected_by_split_rngs_differ_per_layer():
 
 
 def test_streams_not_selected_by_split_rngs_are_shared_by_the_layers():
-    kernel = stack(split_rngs=None).scan_module.kernel
+    with pytest.warns(UserWarning, match=r"nnx.scan\(Block\).*'params'"):
+        kernel = stack(split_rngs=None).scan_module.kernel
     assert all(np.array_equal(kernel[0], kernel[i]) for i in range(LENGTH))
 
 
@@ -77,12 +78,13 @@ def test_a_context_passed_to_a_scanned_call_is_split():
 
 
 def test_selected_streams_differ_per_step_and_the_others_are_shared():
-    m = stack(split_rngs="noise")
+    m = stack(split_rngs={"noise": True, "shared": False, "params": True})
     _, (noise, shared) = m.call.noisy_and_shared(0.0, None, ctx=nnx.context(noise=0, shared=1))
     assert len({float(v) for v in noise}) == LENGTH
     assert len({float(v) for v in shared}) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*which `split_rngs` does not select")
 @pytest.mark.parametrize(
     "split_rngs, splits",
     [

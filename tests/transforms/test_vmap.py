@@ -56,7 +56,7 @@ def test_an_ensemble_of_six():
 
 
 def test_without_split_rngs_every_member_is_the_same():
-    kernel = members(split_rngs=None).kernel
+    kernel = members(split_rngs={"params": False}).kernel
     assert all(np.array_equal(kernel[0], kernel[i]) for i in range(SIZE))
 
 
@@ -226,7 +226,7 @@ def test_keyword_arguments_are_mapped_along_axis_zero():
 def test_contexts_are_split_by_split_rngs():
     model, ctx = Affine(ctx=nnx.context(0)), nnx.context(noise=0, shared=1)
 
-    @nnx.vmap(split_rngs="noise")
+    @nnx.vmap(split_rngs={"noise": True, "shared": False})
     def f(m, x, ctx):
         return m.noisy(x, ctx=ctx)
 

@@ -272,15 +272,14 @@ def make_function(owner: Any) -> Callable[..., Any]:
                 else:
                     result = compiled.jitted(cells, data)
             except NeedsGeneralPath:
-                for ctx in contexts:
-                    ctx.undo_fork()  # the general path forks again, and must draw the same keys
+                pass  # made below, with the same forks
             else:
                 if len(result) == 2 and level is current_level():
                     new = result[0] if spread is None else spread(result[0])
                     any(map(setitem, plan.output_dicts, plan.output_names, new))
                     return result[1]
                 return owner.finish_unplanned(compiled, result, args, kwargs)
-            return owner.call(args, kwargs)
+            return owner.call(args, kwargs, forks)
         except Exception as error:
             hide_frames(error)
             raise

@@ -85,9 +85,10 @@ class Jit:
     def count_trace(self, by: int) -> None:
         self.function.trace_count += by
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The general path: any mix of arguments."""
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: Any = None) -> Any:
+        """The general path: any mix of arguments; `drawn` are the forks of its Contexts, if they were made already."""
         call, compiled = self.prepare(args, kwargs)
+        call.drawn = drawn
         if call.flat is not None and call.flat.sown:
             self._warn_of_sown(call)
         start = time.perf_counter()
