@@ -208,8 +208,8 @@ class Context:
         """Returns a fork as data: key and count of each stream, to be folded later by `ContextDef.from_fork`."""
         self.check_level("...")
         forks = [(stream.key, next(stream.counts)) for stream in self._streams.values()]
-        # A Python number in a call is an implicit transfer. An explicit one takes longer than the rest of a fork, so it is
-        # made only where a guard asks for it.
+        # A Python number in a call is an implicit transfer. An explicit one takes longer than the rest of a fork, so it
+        # is made only where a guard asks for it.
         return forks if transfer_guard() in NO_GUARD else [(key, jax.device_put(count)) for key, count in forks]
 
     def split(self, n: int, filter: RngFilter = ...) -> "PureContext":

@@ -1,5 +1,7 @@
 """Files that are either complete or absent: exclusive temporary files, syncing, atomic replacement, safe paths.
 
+Every path that a user passes goes through `local_path`, so that a URL never becomes a local folder.
+
 A *temporary file* is created next to the file it will replace, under a name nobody can guess, and never through a
 symbolic link. When its bytes are on the disk, it is renamed over the old file, so a reader sees either the old file or
 the new one, even after a crash or a power failure. A *leftover* is a temporary file whose writer was killed; the next
@@ -12,14 +14,42 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import BinaryIO
+
+URL_NOT_LOCAL = """{path!r} is a URL, and files are read and written on local disks only: object stores and other \
+remote file systems are not supported yet, and nothing is fetched from a network. {advice}"""
+
+COPY_IT = "Use a local directory, and copy it with the tools of the store."
+
+DROP_SCHEME = "Write the path without its scheme: {path!r}."
 
 OUTSIDE = "{name!r} is not the path of a file inside {directory}: {reason}"
 
 _O_BINARY = getattr(os, "O_BINARY", 0)  # Windows translates line ends without it, and has no O_NOFOLLOW
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp", re.DOTALL)
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://")
+_PARSED_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):[/\\]")  # two letters at least: `C:/` is a drive
+
+
+# What users pass
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Returns a path that a user passed as a Path.
+
+    Raises:
+        ValueError: it is a URL, or was one before `pathlib` took it apart.
+    """
+    text = os.fspath(path)
+    # `pathlib.Path("gs://bucket")` is `gs:/bucket`.
+    url = _PARSED_URL.match(text) if isinstance(path, PurePath) else _URL.match(text)
+    if url is not None or "://" in text:
+        is_file = url is not None and url["scheme"].lower() == "file"
+        advice = DROP_SCHEME.format(path="/" + text[5:].lstrip("/")) if is_file else COPY_IT
+        raise ValueError(URL_NOT_LOCAL.format(path=text, advice=advice))
+    return Path(path)
 
 
 # Writing

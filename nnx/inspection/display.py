@@ -15,6 +15,7 @@ from typing import Any
 from nnx.core.attributes import variable_of
 from nnx.core.dict_sequence import Dict, Sequence
 from nnx.core.extras import require
+from nnx.core.files import local_path
 from nnx.core.kinds import Absent
 from nnx.core.module import Module
 from nnx.core.module_info import info_of, values_of
@@ -70,7 +71,7 @@ def display(model: Any, path: str | os.PathLike[str] | None = None, *, visualize
 
 
 def _write(path: str | os.PathLike[str], model: Any, tree: str) -> pathlib.Path:
-    file = pathlib.Path(path)
+    file = local_path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(PAGE.format(title=html.escape(type(model).__name__), tree=tree), encoding="utf-8")
     return file

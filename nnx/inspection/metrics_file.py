@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from nnx.core.files import local_path
 from nnx.training.manifest import CheckpointError
 
 NO_RECORDS = '{path} holds no metrics. Each line should be a JSON object with a "step", as nnx.TrainLog writes them.'
@@ -86,7 +87,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Record]:
         FileNotFoundError: there is no such file.
         CheckpointError: the file cannot be read or contains no record. It is both a ValueError and an OSError.
     """
-    file = pathlib.Path(path)
+    file = local_path(path)
     if file.is_dir():
         file = file / "metrics.jsonl"
     try:

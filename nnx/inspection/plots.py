@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from nnx.core.extras import require
-from nnx.core.files import atomic_file
+from nnx.core.files import atomic_file, local_path
 from nnx.core.processes import is_first
 from nnx.inspection.metrics_file import read_metrics
 
@@ -42,7 +42,7 @@ def plot_metrics(
     Raises:
         ValueError: no record has one of the metrics.
     """
-    file = pathlib.Path(path)
+    file = local_path(path)
     # First check whether there are several processes at all: is_first() initializes the devices, which a script that
     # only plots does not need.
     if jax.distributed.is_initialized() and not is_first():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from nnx.core.extras import require
-from nnx.core.files import unique_token
+from nnx.core.files import local_path, unique_token
 
 Sink = Callable[[int, dict[str, float]], Any]
 
@@ -57,7 +57,7 @@ class TensorBoardSink:
 
     def __init__(self, directory: str | os.PathLike[str]):
         package = require("tensorboardX", "tensorboard", "nnx.tensorboard_sink")
-        self._directory = os.fspath(directory)
+        self._directory = str(local_path(directory))
         self._open: Callable[..., Any] = package.SummaryWriter
         self._writer: Any = None
 

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.extras import require
+from nnx.core.files import local_path
 from nnx.core.processes import is_first
 from nnx.core.repr import short
 from nnx.inspection.metrics_file import MetricsWriter, Record, read_metrics
@@ -115,7 +116,7 @@ class TrainLog:
         if peak_flops is not None and (flops_per_step is None or not peak_flops > 0):
             raise ValueError(PEAK_ALONE.format(peak=short(peak_flops), flops=short(flops_per_step)))
         self.total = total
-        self.path: pathlib.Path | None = None if path is None else pathlib.Path(path)
+        self.path: pathlib.Path | None = None if path is None else local_path(path)
         self.name = name
         self.interval = interval
         self._plots = find_spec("matplotlib") is not None if plot is None else plot

@@ -4,6 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from nnx.core.files import local_path
 from nnx.interop.safetensors_index import holds_safetensors, open_model
 from nnx.interop.safetensors_target import Source
 from nnx.training.checkpoint import CheckpointEntry
@@ -34,7 +35,7 @@ def checkpoint_entries(path: str | os.PathLike[str]) -> dict[str, CheckpointEntr
     >>> sorted(nnx.checkpoint_entries(path + "/model.safetensors"))
     ['bias', 'kernel']
     """
-    file = Path(path).absolute()
+    file = local_path(path).absolute()
     return entries_of_safetensors(file) if holds_safetensors(file) else entries_of_checkpoint(file)
 
 

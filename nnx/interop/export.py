@@ -8,7 +8,6 @@ directory that has one is complete.
 import os
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.extras import require
-from nnx.core.files import atomic_file
+from nnx.core.files import atomic_file, local_path
 from nnx.core.module_info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.state import State
@@ -93,9 +92,9 @@ def export(
     True
     """
     require("flatbuffers", "export", "nnx.export")
+    path = local_path(directory).absolute()
     target = target_of(f, "nnx.export")
     program = _trace(target, args, kwargs, platforms, symbolic_batch)
-    path = Path(directory).absolute()
     try:
         if path.exists() and not path.is_dir():
             raise CheckpointError(NOT_A_DIRECTORY.format(path=path))

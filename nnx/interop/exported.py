@@ -15,7 +15,7 @@ import jax.export
 import jax.numpy as jnp
 
 from nnx.core.extras import require
-from nnx.core.files import open_regular
+from nnx.core.files import local_path, open_regular
 from nnx.core.paths import listing
 from nnx.core.repr import short
 from nnx.core.state import State
@@ -114,7 +114,7 @@ def load_exported(directory: str | os.PathLike[str]) -> Exported:
     [0.0, 2.0, 4.0]
     """
     require("flatbuffers", "export", "nnx.load_exported")
-    path = Path(directory).absolute()
+    path = local_path(directory).absolute()
     if not path.exists():
         raise FileNotFoundError(NOTHING_THERE.format(path=path))
     if not (path / DESCRIPTION).is_file():

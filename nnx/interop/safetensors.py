@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx.core.files import sync_directory
+from nnx.core.files import local_path, sync_directory
 from nnx.core.load_report import LoadReport
 from nnx.core.module import Module
 from nnx.core.processes import Exchange, ProcessError, is_first
@@ -105,7 +105,7 @@ def write_arrays(
         make: a function that returns the array of a name. With several processes, each of them calls it for each name.
         metadata: the text to store in the files, by name.
     """
-    file = Path(path).absolute()
+    file = local_path(path).absolute()
     limit = _bytes(max_shard_size)
     make_header(tensors, metadata)  # raises, if it must, before anything is written
     shards = divide(tensors, limit)
@@ -195,7 +195,7 @@ def load_safetensors(
     >>> list(nnx.load_safetensors(path, nnx.State({"body/w": jnp.zeros(2)}), rename={"encoder/**": "body/**"}))
     ['body/w']
     """
-    file = Path(path).absolute()
+    file = local_path(path).absolute()
     if target is _NO_TARGET:
         _refuse_options(strict=strict is not True, cast=cast, report=report is not None)
         with contextlib.ExitStack() as opened:

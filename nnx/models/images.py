@@ -9,10 +9,11 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from nnx.core.files import local_path
 
 NO_FILE = "{path} contains no preprocessor_config.json, which says how its model wants its images."
 BAD_FILE = "{path} cannot be read as JSON: {reason}."
@@ -132,7 +133,7 @@ class ImageProcessor:
             FileNotFoundError: the directory has no such file.
             ValueError: the file is malformed, or of a processor that is not known.
         """
-        file = Path(directory).absolute() / "preprocessor_config.json"
+        file = local_path(directory).absolute() / "preprocessor_config.json"
         if not file.is_file():
             raise FileNotFoundError(NO_FILE.format(path=file.parent))
         try:

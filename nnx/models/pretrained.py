@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from nnx.core.context import context
-from nnx.core.files import atomic_file
+from nnx.core.files import atomic_file, local_path
 from nnx.core.filters import Not
 from nnx.core.module import Module
 from nnx.core.processes import Exchange, is_first
@@ -123,7 +123,7 @@ def from_pretrained(
     >>> nnx.models.from_pretrained(directory).get_state() == model.get_state()
     True
     """
-    path = Path(directory).absolute()
+    path = local_path(directory).absolute()
     fields, file = read_entries(path), str(path / "config.json")
     architecture = architecture_named(fields.get("model_type"), file)
     config, decoded = architecture.read_config(fields, file), decoding(fields, file)
@@ -167,7 +167,7 @@ def save_pretrained(
         OSError: the files could not be written; for the weights, it is a `CheckpointError`.
     """
     architecture, published = architecture_of(model), cast(Any, model)
-    path, config = Path(directory).absolute(), published.config
+    path, config = local_path(directory).absolute(), published.config
     fields = architecture.write_config(config)
     values = values_by_path(model)
     for name, value in values.items():

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from nnx.core.extras import require
+from nnx.core.files import local_path
 from nnx.models.chat_template import ChatTemplate
 
 NO_DIRECTORY = """There is no directory {directory}. A tokenizer is read from a local directory that holds \
@@ -181,7 +182,7 @@ class Tokenizer:
             FileNotFoundError: there is no such directory, or it has no `tokenizer.json`.
             ValueError: one of the files is damaged; the message names it.
         """
-        folder = pathlib.Path(directory)
+        folder = local_path(directory)
         tokenizer = _read_tokenizer(folder)
         config = _read_json(folder / "tokenizer_config.json")
         return cls(

@@ -3,9 +3,9 @@
 import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
+from nnx.core.files import local_path
 from nnx.core.load_report import LoadReport
 from nnx.training.loading import Loading, load_all
 from nnx.training.manifest import read_manifest
@@ -84,7 +84,7 @@ def checkpoint_entries(path: str | os.PathLike[str]) -> dict[str, CheckpointEntr
     bias float32 (3,) Param
     kernel float32 (2, 3) Param
     """
-    manifest = read_manifest(Path(path).absolute())
+    manifest = read_manifest(local_path(path).absolute())
     return {
         name: CheckpointEntry(record.kind, record.shape, record.dtype, record.type)
         for name, record in manifest.entries.items()
@@ -168,7 +168,7 @@ def load(
     >>> nnx.load(path)["kernel"].shape
     (2, 3)
     """
-    directory = Path(path).absolute()
+    directory = local_path(path).absolute()
     if target is _NO_TARGET:
         return load_all(directory, verify, rename)
     loading = Loading(directory, target, strict, cast, verify, rename)

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import jax
 from jax.experimental import multihost_utils
 
-from nnx.core.files import unique_token
+from nnx.core.files import local_path, unique_token
 from nnx.core.processes import Exchange, ProcessError, on_first
 from nnx.core.writer_lock import WriterLock
 from nnx.training import sigterm
@@ -105,7 +105,7 @@ class CheckpointManager:
             raise ValueError(BAD_STEPS.format(got=every_steps))
         if every_minutes is not None and not every_minutes > 0:
             raise ValueError(BAD_MINUTES.format(got=every_minutes))
-        self.directory: Path = Path(directory).absolute()
+        self.directory: Path = local_path(directory).absolute()
         self._steps = Steps(self.directory)
         self._keep_last = keep_last
         self._keep_best = keep_best

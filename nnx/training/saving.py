@@ -8,12 +8,11 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from nnx.core.files import remove_leftovers, sync_directory
+from nnx.core.files import local_path, remove_leftovers, sync_directory
 from nnx.core.processes import Exchange, ProcessError
 from nnx.core.writer_lock import WriterLock
 from nnx.training.chunk_writer import on_host, write_pieces
@@ -55,7 +54,7 @@ class Saving:
     def __init__(
         self, path: str | os.PathLike[str], obj: Any, info: Mapping[str, Any] | None = None, *, wait: bool = False
     ):
-        self._path = Path(path).absolute()
+        self._path = local_path(path).absolute()
         self._exchange = Exchange(f"nnx.save({str(self._path)!r})")
         self._lock: WriterLock | None = None
         self._data = ""

@@ -1,0 +1,82 @@
+"""Whatever reads or writes files works on local disks only, and refuses URLs: none ever becomes a local folder."""
+
+import inspect
+import io
+import pathlib
+
+import jax.numpy as jnp
+import pytest
+
+import nnx
+
+MODEL = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+
+
+def tiny_decoder():
+    sizes = {"vocab_size": 4, "features": 4, "hidden_features": 4, "num_layers": 1, "num_heads": 1}
+    return nnx.models.Decoder(nnx.models.DecoderConfig(model_type="llama", **sizes, max_length=8), ctx=nnx.context(0))
+
+
+CALLS = {
+    "nnx.CheckpointManager": lambda path: nnx.CheckpointManager(path),
+    "nnx.TrainLog": lambda path: nnx.TrainLog(path=path, file=io.StringIO()),
+    "nnx.checkpoint_entries": lambda path: nnx.checkpoint_entries(path),
+    "nnx.display": lambda path: nnx.display(MODEL, path),
+    "nnx.export": lambda path: nnx.export(path, lambda x: x, jnp.ones(2)),
+    "nnx.load": lambda path: nnx.load(path, MODEL),
+    "nnx.load_exported": lambda path: nnx.load_exported(path),
+    "nnx.load_safetensors": lambda path: nnx.load_safetensors(path, MODEL),
+    "nnx.models.ImageProcessor.from_pretrained": lambda path: nnx.models.ImageProcessor.from_pretrained(path),
+    "nnx.models.Tokenizer.from_pretrained": lambda path: nnx.models.Tokenizer.from_pretrained(path),
+    "nnx.models.from_pretrained": lambda path: nnx.models.from_pretrained(path),
+    "nnx.models.save_pretrained": lambda path: nnx.models.save_pretrained(tiny_decoder(), path),
+    "nnx.plot_metrics": lambda path: nnx.plot_metrics([{"step": 0, "loss": 1.0}], path),
+    "nnx.read_metrics": lambda path: nnx.read_metrics(path),
+    "nnx.save": lambda path: nnx.save(path, MODEL),
+    "nnx.save_safetensors": lambda path: nnx.save_safetensors(path, MODEL),
+    "nnx.tensorboard_sink": lambda path: nnx.tensorboard_sink(path),
+}
+
+
+def takers():
+    """The public functions, classes and class methods that take a path."""
+    for prefix, namespace in (("nnx", nnx), ("nnx.models", nnx.models)):
+        for name, value in vars(namespace).items():
+            if name.startswith("_") or not callable(value):
+                continue
+            members = [] if not isinstance(value, type) else [n for n in vars(value) if not n.startswith("_")]
+            for full, part in [(name, value), *((f"{name}.{n}", getattr(value, n, None)) for n in members)]:
+                if callable(part) and "PathLike" in _signature(part):
+                    yield f"{prefix}.{full}"
+
+
+def _signature(value):
+    try:
+        return str(inspect.signature(value))
+    except (TypeError, ValueError):
+        return ""
+
+
+def test_everything_that_takes_a_path_is_tested_here():
+    assert set(takers()) == set(CALLS)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("url", ["gs://bucket/model", pathlib.Path("s3://bucket/model")], ids=["str", "Path"])
+def test_a_url_is_refused_and_nothing_is_written(call, url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="bucket/model' is a URL.*not supported yet"):
+        call(url)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["file:///tmp/model", pathlib.Path("file:///tmp/model"), "FILE:///tmp/model"])
+def test_a_file_url_is_refused_with_the_path_to_write(url):
+    with pytest.raises(ValueError, match=r"without its scheme: '/tmp/model'"):
+        nnx.load(url)
+
+
+@pytest.mark.parametrize("name", ["run:1", "a:b/c", "C:model", "10:30/model"])
+def test_a_colon_alone_is_no_url(name, tmp_path):
+    nnx.save(tmp_path / name, MODEL)
+    assert nnx.load(str(tmp_path / name))["w"].shape == (2,)
