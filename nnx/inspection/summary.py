@@ -23,6 +23,7 @@ from nnx.core.pure import Pure
 from nnx.core.repr import short
 from nnx.core.sizes import size_in_bytes
 from nnx.core.state import State
+from nnx.core.untied import warn_of_untied
 from nnx.core.variables import Param, Variable
 from nnx.inspection.recording import Recording, record
 
@@ -196,6 +197,7 @@ def summary(
     recording = None
     if inputs or kwargs or method is not None:
         recording = record(model, method or "__call__", inputs, kwargs)
+    warn_of_untied("nnx.summary", model, Module.filter(model, Param).items())
     parameters, sizes, collections = _held(Module.get_state(model))
     rows = []
     for number, (path, module) in enumerate(Module.named_modules(model)):

@@ -19,6 +19,7 @@ from nnx.core.module_info import ModuleBase
 from nnx.core.paths import listing
 from nnx.core.repr import short
 from nnx.core.state import State, parts_of
+from nnx.core.untied import warn_of_untied
 from nnx.core.variables import Node, Param
 from nnx.sharding.defaults import AxesOf
 from nnx.sharding.placement import whole_beside
@@ -123,6 +124,7 @@ class Optimizer(Module, Generic[M]):
             collections = ", ".join(sorted(Module.collections(model))) or "none"
             text = NOTHING_TO_TRAIN.format(wrt=describe(wrt), model=type(model).__name__, collections=collections)
             raise ValueError(text)
+        warn_of_untied("nnx.Optimizer", model, params.items())
         self.trains = tuple(params)
         opt_state = init_state(tx, params)
         self.step = OptState(_zero(params))

@@ -27,6 +27,7 @@ from nnx.core.freezing import is_frozen
 from nnx.core.kinds import box
 from nnx.core.paths import listing
 from nnx.core.state import State
+from nnx.core.untied import warn_of_untied
 from nnx.core.variables import Container
 from nnx.transforms.arguments import Selection, leaf_flags
 from nnx.transforms.call import Call, is_data, is_module, unique, with_values
@@ -64,7 +65,7 @@ class Part:
         wrt: a filter for the Variables of the Modules among them.
         allow_int: whether integer values may be selected.
         allow_empty: whether it may select nothing at all.
-        trained_only: whether to leave out frozen Variables.
+        trained_only: whether the rest is trained: frozen Variables are left out, and ties that are none are reported.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Part:
             chosen = [(path, leaf, cell) for (path, leaf), cell in zip(entries, cells) if matches(path, leaf)]
             if self.trained_only:
                 chosen = [(path, leaf, cell) for path, leaf, cell in chosen if not is_frozen(leaf)]
+                warn_of_untied("nnx.grad", root, [(path, leaf) for path, leaf, _ in chosen])
             found.append([(path, cell) for path, _, cell in chosen])
         self.own = sorted({cell for view in found for _, cell in view})
         numbers = {cell: n for n, cell in enumerate(self.own)}

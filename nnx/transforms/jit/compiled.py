@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from nnx.core.trace import current_level, is_eager
+from nnx.core.untied import inputs_traced_as
 from nnx.transforms.arguments import StaticArgument, static_arguments
 from nnx.transforms.call import Call, Signature
 from nnx.transforms.captured import Captured, evaluate, trace_program
@@ -128,7 +129,10 @@ class Compiled:
         # The current call is None while the body runs: calls that the body makes are different calls, even if they are
         # calls of this function.
         try:
-            outcome = owner.current.run(None, run, owner.body, call.signature, call.statics, cells, data, forks, name)
+            with inputs_traced_as(call.cells(), cells):
+                outcome = owner.current.run(
+                    None, run, owner.body, call.signature, call.statics, cells, data, forks, name
+                )
         except TRACER_ERRORS as error:
             explain(error, owner.target, call.signature)
             raise
