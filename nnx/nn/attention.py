@@ -19,7 +19,7 @@ from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.nn.activation_names import named
 from nnx.nn.attention_kernel import Implementation
-from nnx.nn.checks import shape_of
+from nnx.nn.checks import check_sizes, shape_of
 from nnx.nn.dot_product import check_dropout_rate, dot_product_attention
 from nnx.nn.kv_cache import KVCache, LayerCache, causal_options, visible_part
 from nnx.nn.linear import DotGeneral, LinearGeneral
@@ -209,6 +209,7 @@ class MultiHeadAttention(Module):
         query_ln_scale_metadata: Mapping[str, Any] = NO_METADATA,
         key_ln_scale_metadata: Mapping[str, Any] = NO_METADATA,
     ) -> None:
+        check_sizes(self, num_heads=num_heads, in_features=in_features)
         qkv_features = in_features if qkv_features is None else qkv_features
         out_features = in_features if out_features is None else out_features
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from nnx.core.context import Context
 from nnx.core.variables import BatchStat
+from nnx.nn.checks import check_sizes
 from nnx.nn.initializers import ones, zeros
 from nnx.nn.norm_base import IndexGroups, NormBase, moments, rescale
 from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, default_bias_init, default_scale_init
@@ -143,6 +144,7 @@ class BatchNorm(NormBase):
         bias_metadata: Mapping[str, Any] = NO_METADATA,
         scale_metadata: Mapping[str, Any] = NO_METADATA,
     ) -> None:
+        check_sizes(self, num_features=num_features)
         super().__init__(
             num_features,
             epsilon=epsilon,

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from nnx.core.context import Context
 from nnx.core.module import Module
-from nnx.nn.checks import check_last_axis
+from nnx.nn.checks import check_last_axis, check_sizes
 from nnx.nn.initializers import orthogonal
 from nnx.nn.linear import Linear
 from nnx.nn.parameters import NO_METADATA, InitializerLike, default_bias_init, default_kernel_init
@@ -104,6 +104,7 @@ class Cell(RNNCellBase):
         carry_init: InitializerLike | None,
     ) -> None:
         """Stores the settings; not a constructor, because every cell makes its own submodules."""
+        check_sizes(self, in_features=in_features, hidden_features=hidden_features)
         self.in_features = in_features
         self.hidden_features = hidden_features
         self.activation_fn = activation_fn

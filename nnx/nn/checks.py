@@ -5,6 +5,7 @@ sides, or one entry per spatial dimension, each an int for both sides or a pair 
 tuple of pairs.
 """
 
+import operator
 from collections.abc import Collection, Sequence
 from numbers import Number
 from typing import Any
@@ -28,6 +29,11 @@ TUPLE_NOT_INT = (
 WRONG_LENGTH = (
     "{layer}: `{argument}` must be an int or have {expected} entries, one per spatial dimension, got {got!r}."
 )
+NOT_A_SIZE = "{layer}: `{argument}` is a size, an int of at least 1, got {got!r}.{advice}"
+NO_LAZY_SIZES = (
+    " A layer makes its parameters in the constructor, so sizes are not inferred from the first input. "
+    "Write the size{example}."
+)
 UNKNOWN_PADDING = (
     "{layer}: unknown padding {got!r}. Use one of {names}, an int, or one int or (low, high) pair per spatial "
     "dimension ({dimensions} here)."
@@ -36,7 +42,32 @@ UNKNOWN_PADDING = (
 
 def as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
     """Returns one int or several as a tuple."""
-    return (value,) if isinstance(value, int) else tuple(value)
+    return (value,) if isinstance(value, int | np.integer) else tuple(value)
+
+
+# Sizes
+
+
+def check_sizes(layer: object, **sizes: int | Sequence[int]) -> None:
+    """Checks the sizes a layer is built with, each an int or a sequence of ints, by the names of the arguments.
+
+    Raises:
+        TypeError: one of them is not an int but, say, None.
+        ValueError: one of them is less than 1.
+    """
+    for argument, value in sizes.items():
+        entries = [*value] if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        for entry in entries:
+            if type(entry) is int and entry > 0:  # nearly always
+                continue
+            error, advice = ValueError, ""
+            if isinstance(entry, bool) or not hasattr(entry, "__index__"):
+                example = f", such as `{argument}=x.shape[-1]`" if argument in ("in_features", "num_features") else ""
+                error, advice = TypeError, NO_LAZY_SIZES.format(example=example) if value is None else ""
+            elif operator.index(entry) > 0:
+                continue
+            text = {"layer": type(layer).__name__, "argument": argument, "got": value, "advice": advice}
+            raise error(NOT_A_SIZE.format(**text))
 
 
 # Inputs

@@ -22,6 +22,7 @@ from nnx.nn.checks import (
     PaddingLike,
     Strides,
     check_last_axis,
+    check_sizes,
     check_spatial_axes,
     normalize_padding,
     per_dimension,
@@ -220,6 +221,7 @@ class Conv(_Convolution):
         kernel_metadata: Mapping[str, Any] = NO_METADATA,
         bias_metadata: Mapping[str, Any] = NO_METADATA,
     ) -> None:
+        check_sizes(self, in_features=in_features, out_features=out_features)
         if in_features % feature_group_count or out_features % feature_group_count:
             raise ValueError(
                 GROUPS_DO_NOT_DIVIDE.format(groups=feature_group_count, inputs=in_features, outputs=out_features)
@@ -344,6 +346,7 @@ class ConvTranspose(_Convolution):
         kernel_metadata: Mapping[str, Any] = NO_METADATA,
         bias_metadata: Mapping[str, Any] = NO_METADATA,
     ) -> None:
+        check_sizes(self, in_features=in_features, out_features=out_features)
         super().__init__(
             in_features,
             out_features,

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from nnx.core.context import Context
 from nnx.core.module import Module
-from nnx.nn.checks import check_last_axis, shape_of
+from nnx.nn.checks import check_last_axis, check_sizes, shape_of
 from nnx.nn.initializers import lecun_normal
 from nnx.nn.parameters import (
     NO_METADATA,
@@ -237,6 +237,7 @@ class Einsum(Module):
         kernel_metadata: Mapping[str, Any] = NO_METADATA,
         bias_metadata: Mapping[str, Any] = NO_METADATA,
     ) -> None:
+        check_sizes(self, kernel_shape=kernel_shape)
         self.einsum_str = einsum_str
         self.kernel_shape = tuple(kernel_shape)
         self.bias_shape = None if bias_shape is None else tuple(bias_shape)
@@ -349,6 +350,7 @@ class Bilinear(Module):
         bias_init: InitializerLike = default_bias_init,
         ctx: Context,
     ) -> None:
+        check_sizes(self, in1_features=in1_features, in2_features=in2_features, out_features=out_features)
         self.in1_features = in1_features
         self.in2_features = in2_features
         self.out_features = out_features

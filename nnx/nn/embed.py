@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from nnx.core.context import Context
 from nnx.core.module import Module
-from nnx.nn.checks import check_last_axis, shape_of
+from nnx.nn.checks import check_last_axis, check_sizes, shape_of
 from nnx.nn.initializers import normal, variance_scaling
 from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, compiled_initializer, make_param
 from nnx.nn.quantized import as_operand, to_weight, weight_dtype
@@ -93,6 +93,7 @@ class Embed(Module):
         ctx: Context,
         embedding_metadata: Mapping[str, Any] = NO_METADATA,
     ) -> None:
+        check_sizes(self, num_embeddings=num_embeddings, features=features)
         self.num_embeddings = num_embeddings
         self.features = features
         self.dtype = as_optional_dtype(dtype)
@@ -190,6 +191,7 @@ class LearnedPositionEmbed(Module):
         ctx: Context,
         embedding_metadata: Mapping[str, Any] = NO_METADATA,
     ) -> None:
+        check_sizes(self, max_length=max_length, features=features)
         self.max_length = max_length
         self.features = features
         self.dtype = as_optional_dtype(dtype)
@@ -239,6 +241,7 @@ class SinusoidalPositionEmbed(Module):
     dtype: np.dtype | None
 
     def __init__(self, features: int, *, max_timescale: float = 10000.0, dtype: DTypeLike | None = None) -> None:
+        check_sizes(self, features=features)
         _check_even(features)
         self.features = features
         self.max_timescale = float(max_timescale)

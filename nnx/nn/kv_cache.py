@@ -32,6 +32,7 @@ from jax.typing import DTypeLike
 from nnx.core.module import Module
 from nnx.core.trace import is_tracer
 from nnx.core.variables import Cache
+from nnx.nn.checks import check_sizes
 from nnx.nn.masks import positions_visible
 from nnx.nn.parameters import AxisNames
 
@@ -109,6 +110,7 @@ class KVCache(Module):
         *,
         dtype: DTypeLike = jnp.float32,
     ) -> None:
+        check_sizes(self, max_length=max_length, num_heads=num_heads, head_dim=head_dim)
         _check_settings("KVCache", max_length, dtype)
         batch_shape = (batch_shape,) if isinstance(batch_shape, int) else tuple(batch_shape)
         value_dim = head_dim if value_dim is None else value_dim

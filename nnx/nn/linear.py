@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.core.variables import ContainerMetadata, Param
-from nnx.nn.checks import as_tuple, check_last_axis, shape_of, too_few_axes, wrong_features
+from nnx.nn.checks import as_tuple, check_last_axis, check_sizes, shape_of, too_few_axes, wrong_features
 from nnx.nn.parameters import (
     NO_METADATA,
     AxisNames,
@@ -185,6 +185,7 @@ class Linear(Module):
         kernel_metadata: Mapping[str, Any] = NO_METADATA,
         bias_metadata: Mapping[str, Any] = NO_METADATA,
     ) -> None:
+        check_sizes(self, in_features=in_features, out_features=out_features)
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = use_bias
@@ -283,6 +284,7 @@ class LinearGeneral(Module):
         kernel_metadata: Mapping[str, Any] = NO_METADATA,
         bias_metadata: Mapping[str, Any] = NO_METADATA,
     ) -> None:
+        check_sizes(self, in_features=in_features, out_features=out_features)
         self.in_features = as_tuple(in_features)
         self.out_features = as_tuple(out_features)
         self.axis = as_tuple(axis)

@@ -17,7 +17,7 @@ from nnx.core.context import Context
 from nnx.core.filters import Filter, PathMatches, to_predicate
 from nnx.core.module import Module
 from nnx.core.variables import Variable
-from nnx.nn.checks import check_last_axis
+from nnx.nn.checks import check_last_axis, check_sizes
 from nnx.nn.initializers import he_uniform
 from nnx.nn.linear import Linear, LinearGeneral
 from nnx.nn.parameters import (
@@ -145,6 +145,7 @@ class LoRA(Module):
         a_metadata: Mapping[str, Any] = NO_METADATA,
         b_metadata: Mapping[str, Any] = NO_METADATA,
     ) -> None:
+        check_sizes(self, in_features=in_features, lora_rank=lora_rank, out_features=out_features)
         if base_module is not None and not callable(base_module):
             raise TypeError(NOT_CALLABLE.format(got=type(base_module).__name__))
         self.in_features = in_features
@@ -220,6 +221,7 @@ class LoRALinear(Linear):
         b_metadata: Mapping[str, Any] = NO_METADATA,
         **kwargs: Any,
     ) -> None:
+        check_sizes(self, in_features=in_features, out_features=out_features, lora_rank=lora_rank)
         super().__init__(in_features, out_features, ctx=ctx, **kwargs)
         self.lora = LoRA(
             in_features,

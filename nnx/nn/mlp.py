@@ -14,7 +14,7 @@ from nnx.core.module import Module
 from nnx.core.repr import short
 from nnx.nn.activation_names import named
 from nnx.nn.activations import relu, silu
-from nnx.nn.checks import as_tuple, check_last_axis
+from nnx.nn.checks import as_tuple, check_last_axis, check_sizes
 from nnx.nn.linear import Linear
 from nnx.nn.parameters import AxisNames, InitializerLike, default_bias_init, default_kernel_init
 from nnx.nn.stochastic import Dropout
@@ -89,6 +89,7 @@ class MLP(Module):
         bias_init: InitializerLike = default_bias_init,
         ctx: Context,
     ) -> None:
+        check_sizes(self, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
         sizes = (in_features, *as_tuple(hidden_features), out_features)
         self.in_features = in_features
         self.out_features = out_features
@@ -200,6 +201,7 @@ class GatedMLP(Module):
         bias_init: InitializerLike = default_bias_init,
         ctx: Context,
     ) -> None:
+        check_sizes(self, in_features=in_features, hidden_features=hidden_features)
         check_activations("GatedMLP", activation, gated_activation)
         out_features = in_features if out_features is None else out_features
 

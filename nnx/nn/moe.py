@@ -25,7 +25,7 @@ from nnx.core.context import Context
 from nnx.core.module import Module
 from nnx.core.variables import Loss
 from nnx.nn.activations import silu
-from nnx.nn.checks import check_last_axis
+from nnx.nn.checks import check_last_axis, check_sizes
 from nnx.nn.expert_parallel import exchange, manual_axis
 from nnx.nn.grouped import (
     Blocks,
@@ -354,6 +354,13 @@ class MoE(Module):
         bias_init: InitializerLike = default_bias_init,
         ctx: Context,
     ) -> None:
+        check_sizes(
+            self,
+            in_features=in_features,
+            hidden_features=hidden_features,
+            num_experts=num_experts,
+            num_selected=num_selected,
+        )
         if not 1 <= num_selected <= num_experts:
             raise ValueError(WRONG_SELECTION.format(experts=num_experts, got=num_selected))
         if scores not in ("softmax", "sigmoid"):

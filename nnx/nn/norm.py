@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from nnx.core.context import Context
-from nnx.nn.checks import as_tuple, shape_of
+from nnx.nn.checks import as_tuple, check_sizes, shape_of
 from nnx.nn.norm_base import Axes, IndexGroups, NormBase
 from nnx.nn.parameters import NO_METADATA, InitializerLike, default_bias_init, default_scale_init
 from nnx.nn.settings import PromoteDtype, default_promote_dtype
@@ -80,6 +80,7 @@ class LayerNorm(NormBase):
         bias_metadata: Mapping[str, Any] = NO_METADATA,
         scale_metadata: Mapping[str, Any] = NO_METADATA,
     ) -> None:
+        check_sizes(self, num_features=num_features)
         super().__init__(
             num_features,
             epsilon=epsilon,
@@ -152,6 +153,7 @@ class RMSNorm(NormBase):
         scale_metadata: Mapping[str, Any] = NO_METADATA,
         scale_offset: float = 0.0,
     ) -> None:
+        check_sizes(self, num_features=num_features)
         super().__init__(
             num_features,
             epsilon=epsilon,
@@ -232,6 +234,7 @@ class GroupNorm(NormBase):
         bias_metadata: Mapping[str, Any] = NO_METADATA,
         scale_metadata: Mapping[str, Any] = NO_METADATA,
     ) -> None:
+        check_sizes(self, num_features=num_features)
         self.num_groups = _number_of_groups(num_features, num_groups, group_size)
         self.group_size = num_features // self.num_groups
         super().__init__(
@@ -324,6 +327,7 @@ class InstanceNorm(NormBase):
         bias_metadata: Mapping[str, Any] = NO_METADATA,
         scale_metadata: Mapping[str, Any] = NO_METADATA,
     ) -> None:
+        check_sizes(self, num_features=num_features)
         super().__init__(
             num_features,
             epsilon=epsilon,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.module import Module
-from nnx.nn.checks import shape_of
+from nnx.nn.checks import check_sizes, shape_of
 from nnx.nn.rotary_scaling import RotaryScaling
 from nnx.nn.settings import compiled_body
 
@@ -62,6 +62,7 @@ class RotaryEmbedding(Module):
         interleaved: bool = False,
         scaling: RotaryScaling | None = None,
     ) -> None:
+        check_sizes(self, head_dim=head_dim)
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
         _check_rotary_dim("RotaryEmbedding", rotary_dim, head_dim)
         self.head_dim = head_dim
