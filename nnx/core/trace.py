@@ -92,6 +92,12 @@ def block_mesh() -> Mesh | None:
     return None if mesh is None or mesh.empty else mesh
 
 
+def varying_axes(value: Any) -> frozenset[Any]:
+    """Returns the mesh axes along which a value inside shard_map differs; none where JAX does not tell."""
+    aval = jax.typeof(value)  # its attribute has had two names: `mat.varying` today, `vma` before
+    return getattr(getattr(aval, "mat", None), "varying", None) or getattr(aval, "vma", None) or frozenset()
+
+
 def distributed_client() -> Any:
     """Returns the client of the key-value store that `jax.distributed` set up, or None if it was not initialized.
 

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 
 from nnx.core.filters import to_predicate
 from nnx.core.module_info import ModuleBase
+from nnx.core.trace import varying_axes
 from nnx.core.variables import Spec
 from nnx.sharding.meshes import current_mesh
 from nnx.sharding.unmatched import note_mesh_axes
@@ -23,6 +24,10 @@ POSITIONAL_ONLY = "nnx.shard_map takes positional arguments, one per entry of in
 
 TWO_SPECS = """nnx.shard_map: one container is the value of {path!r} ({spec}) and of {other!r} ({other_spec}). It has \
 one value, so it has one spec: make the filters of in_specs agree on it, or give each attribute its own container."""
+
+DIVERGES = """{name}: {what} differs from device to device along the mesh axis {axes}, and its spec {spec} says that \
+all of them hold the same value. Combine what the devices have computed (`jax.lax.pmean(x, {axes})`, psum, all_gather) \
+or give it a spec with the axis {place}."""
 
 
 @overload
@@ -98,6 +103,10 @@ def shard_map(
         def body(cells: Any, data: Any, keys: Any) -> Any:
             note_mesh_axes(current_mesh().manual_axes)
             outcome = _inside(call, target.fun, cells, data, keys)
+            if check_vma:
+                name = f"nnx.shard_map({target.name})"
+                _check_written(name, call, effects, outputs, outcome.values, value_specs)
+                _check_returned(name, outcome.out, out_specs)
             return outcome.values, outcome.out
 
         mapped = jax.shard_map(
@@ -151,6 +160,42 @@ def _spec_of_output(effects: Effects, cell_specs: Sequence[Any], given: Sequence
         if chosen is not None:
             return chosen
     return PartitionSpec()
+
+
+def _check_written(
+    name: str, call: Call, effects: Effects, outputs: Sequence[int], values: Sequence[Any], specs: Sequence[Any]
+) -> None:
+    """Raises ValueError if a Variable is given different values on devices that should hold the same."""
+    rewrite = effects.rewrite
+    paths = cell_paths(call.signature.key if rewrite is None else rewrite.key)
+    for cell, value, spec in zip(outputs, values, specs):
+        _check_agrees(name, f"the value written to {paths[cell]!r}", value, spec, "in in_specs")
+
+
+def _check_returned(name: str, out: Any, specs: Any) -> None:
+    """Raises ValueError if a result differs between devices that should return the same."""
+    spread: list[Any] = []  # one spec per leaf
+    try:
+        jax.tree.map(lambda s, part: spread.extend([s] * len(jax.tree.leaves(part))), specs, out, is_leaf=_is_spec)
+    except ValueError:  # not a prefix of the output, which JAX explains
+        return
+    for (path, value), spec in zip(jax.tree_util.tree_leaves_with_path(out), spread, strict=True):
+        _check_agrees(name, f"the result{jax.tree_util.keystr(path)}", value, spec, "in out_specs")
+
+
+def _is_spec(value: Any) -> bool:
+    return value is None or isinstance(value, PartitionSpec)
+
+
+def _check_agrees(name: str, what: str, value: Any, spec: Any, place: str) -> None:
+    spec = PartitionSpec() if spec is None else spec
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    split = {axis for entry in entries for axis in entry}
+    for leaf in jax.tree.leaves(value):
+        varying = sorted(varying_axes(leaf) - split)
+        if varying:
+            axes = repr(varying[0]) if len(varying) == 1 else repr(tuple(varying))
+            raise ValueError(DIVERGES.format(name=name, what=what, axes=axes, spec=spec, place=place))
 
 
 def _split_specs(call: Call, args: Any, specs: Any) -> tuple[list[Any], list[Any]]:
