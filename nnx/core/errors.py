@@ -76,6 +76,10 @@ apart and rebuild copies of them, so updates made inside a transform would be lo
 and `module.partition()` turns one into pytrees. For an immutable record that is a pytree, subclass nnx.Pytree \
 instead."""
 
+HAS_SLOTS = """The Module class {name} declares __slots__ = {slots}. A Module keeps its attributes in `__dict__`, \
+where partition and the transforms find them; a slot of the same name would hide what is stored there. Remove \
+__slots__ (or slots=True of a dataclass)."""
+
 CAPTURES_MODULE = """Cannot assign attribute {name!r} of {owner}: the value, {value}, holds a Module ({route}).
 As part of a static value, it would be frozen into compiled functions as a constant, and partition, updates and \
 gradients would not reach it. Assign the Module itself to an attribute, or pass it as an argument when you call. A \

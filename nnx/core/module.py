@@ -32,7 +32,7 @@ from nnx.core.kinds import SUBMODULE, Absent, absent, is_static, is_variable
 from nnx.core.load_report import LoadReport
 from nnx.core.load_state import load_state
 from nnx.core.modes import set_mode
-from nnx.core.module_info import ModuleBase, class_of, info_of, is_view, new_module
+from nnx.core.module_info import ModuleBase, check_slots, class_of, info_of, is_view, new_module
 from nnx.core.module_repr import module_repr
 from nnx.core.module_str import module_str
 from nnx.core.moduledef import ModuleDef
@@ -133,6 +133,7 @@ class Module(ModuleBase, metaclass=ModuleType):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        check_slots(cls)
         cls._nnx_is_dataclass = None
         cls._nnx_free_names = set()
         if "forward" in vars(cls) and not any("__call__" in vars(base) for base in cls.__mro__):

@@ -11,6 +11,7 @@ from itertools import chain
 from operator import attrgetter, setitem
 from typing import Any
 
+from nnx.core.errors import HAS_SLOTS
 from nnx.core.paths import segment_order
 from nnx.core.trace import current_level
 from nnx.core.versions import STRUCTURE, Revision, Version, flat_holders
@@ -176,6 +177,14 @@ class ModuleBase:
     _nnx_info: ModuleInfo
     _nnx_holds_state = True
     _nnx_viewed: type | None = None  # of a view class, the class it is made of
+
+
+def check_slots(cls: type) -> None:
+    """Raises TypeError if a Module class declares slots of its own."""
+    slots = vars(cls).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    if any(name not in ("__dict__", "__weakref__") for name in names):
+        raise TypeError(HAS_SLOTS.format(name=cls.__name__, slots=names))
 
 
 info_of: Callable[[Any], ModuleInfo] = attrgetter("_nnx_info")
