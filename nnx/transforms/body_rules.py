@@ -7,6 +7,8 @@ a submodule, delete anything, or tie and untie attributes: the result would depe
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from nnx.core.paths import join
 from nnx.core.structure import (
     AbsentAttribute,
@@ -16,7 +18,7 @@ from nnx.core.structure import (
     GraphKey,
     StaticAttribute,
 )
-from nnx.transforms.effects import cell_paths
+from nnx.transforms.effects import cell_paths, returned_modules, structure_text
 from nnx.transforms.rewrite import UNTIED, Rewrite
 
 BODY_CHANGES_STRUCTURE = """{name}: the body {what} {path!r}. It runs many times, or maybe never, so the structure of \
@@ -24,6 +26,14 @@ Modules must stay as it is: do this before or after, or keep the value in a Vari
 
 BODY_CHANGES_TIES = """{name}: the body {what}: {path!r}. It runs many times, or maybe never, so what is shared with \
 what must stay as it is: tie and untie before or after. To change the value, assign it."""
+
+OTHER_CARRY = """{name}: the body received {what} of the structure {before} and returned {after}. What is handed from \
+step to step must keep its structure.{advice}"""
+
+NEW_MODULE_HANDED_ON = """ {new} was made in the body, as a clone perhaps. The Module that goes in has to come \
+out: assign to its attributes, write a State into it with update_state, or hand on a State (module.get_state())."""
+
+MODULE_HANDED_ON = """ A Module stays where it is: hand on what changes, such as a State (module.get_state())."""
 
 NEW_VARIABLE = """{name}: the body adds the variable {path!r}, {kind}. {advice}"""
 
@@ -68,6 +78,29 @@ def _new_variables(name: str, before: GraphKey, rewrite: Rewrite) -> list[tuple[
             elif what is not None:
                 raise ValueError(BODY_CHANGES_STRUCTURE.format(name=name, what=what, path=path))
     return added
+
+
+def check_carry(name: str, what: str, before: Any, carry: Any, key: GraphKey | None) -> None:
+    """Checks that what a body hands on has the structure of what it received.
+
+    Args:
+        name: the transform.
+        what: what is handed on, for the error.
+        before: the structure of what it received.
+        carry: what it hands on.
+        key: the structure of the Modules it received.
+
+    Raises:
+        TypeError: the structures differ.
+    """
+    after = jax.tree.structure(carry)
+    if after == before:
+        return
+    count, handed_on = 0 if key is None else key.module_count, returned_modules(after)
+    new = [module for module in handed_on if module.index >= count]
+    advice = NEW_MODULE_HANDED_ON.format(new=new[0]) if new else MODULE_HANDED_ON if handed_on else ""
+    text = {"before": structure_text(before), "after": structure_text(after), "advice": advice}
+    raise TypeError(OTHER_CARRY.format(name=name, what=what, **text))
 
 
 def check_aliases(name: str, before: GraphKey | None, regrouped: Sequence[int]) -> None:

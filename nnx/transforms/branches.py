@@ -15,7 +15,7 @@ from nnx.transforms.annotations import R
 from nnx.transforms.body_rules import check_aliases, check_structure
 from nnx.transforms.call import Call, target_of
 from nnx.transforms.eager_traces import kept_trace
-from nnx.transforms.effects import Outcome, cell_paths, enter_call, finish, leave
+from nnx.transforms.effects import Outcome, cell_paths, enter_call, finish, leave, structure_text
 from nnx.transforms.observed import refuse_records
 from nnx.transforms.rewrite import Rewrite
 from nnx.transforms.shared_traces import run_in_scope
@@ -120,7 +120,7 @@ class BranchCall:
         for number, shape in enumerate(self.shapes):
             other = jax.tree.structure(shape.out)
             if other != first:
-                text = {"first": first, "number": number, "other": other}
+                text = {"first": structure_text(first), "number": number, "other": structure_text(other)}
                 raise TypeError(OUTPUTS_DISAGREE.format(name=self.name, **text))
         columns = [self.union_values(number, shape, cells) for number, shape in enumerate(self.shapes)]
         paths = self._union_paths()

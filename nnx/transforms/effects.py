@@ -141,12 +141,16 @@ jax.tree_util.register_pytree_node(
 
 
 class Returned:
-    """A Module in the output of a lifted function, as its number: a pytree without leaves."""
+    """A Module in the output of a lifted function, as its number: a pytree without leaves.
 
-    __slots__ = ("index",)
+    A Context that is handed on has a negative number. The class is for messages only.
+    """
 
-    def __init__(self, index: int):
+    __slots__ = ("index", "of")
+
+    def __init__(self, index: int, of: type):
         self.index: int = index
+        self.of = of
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Returned) and self.index == other.index
@@ -154,8 +158,31 @@ class Returned:
     def __hash__(self) -> int:
         return hash((Returned, self.index))
 
+    def __repr__(self) -> str:
+        return f"<Module {self.index}: {self.of.__name__}>" if self.index >= 0 else f"<Context {-2 - self.index}>"
+
 
 jax.tree_util.register_static(Returned)
+
+
+class _Leaf:
+    def __repr__(self) -> str:
+        return "*"
+
+
+def structure_text(structure: Any) -> str:
+    """Returns the structure of an output as its author would write it: `(<Module 0: Linear>, {'loss': *})`."""
+    try:
+        return repr(jax.tree.unflatten(structure, [_Leaf()] * structure.num_leaves))
+    except Exception:  # a user's class that cannot hold anything
+        return str(structure)
+
+
+def returned_modules(structure: Any) -> list[Returned]:
+    """Returns the Modules and Contexts in the structure of an output."""
+    is_returned = lambda x: isinstance(x, Returned)  # noqa: E731
+    tree = jax.tree.unflatten(structure, [None] * structure.num_leaves)
+    return list(filter(is_returned, jax.tree.leaves(tree, is_leaf=is_returned)))
 
 
 def leave(entered: Entered, out: Any, name: str) -> Outcome:
@@ -195,7 +222,7 @@ def leave(entered: Entered, out: Any, name: str) -> Outcome:
         trees = tuple(mutable_tree_cells(values))
         effects = Effects(changed, None, sown, bool(returned), aliases, tuple(regrouped), trees)
     if returned:
-        out = jax.tree.unflatten(treedef, [Returned(known[id(x)]) if is_module(x) else x for x in leaves])
+        out = jax.tree.unflatten(treedef, [Returned(known[id(x)], type(x)) if is_module(x) else x for x in leaves])
     return Outcome(values, out, effects)
 
 

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from nnx.transforms.annotations import T
-from nnx.transforms.body_rules import NEW_VARIABLE, check_aliases, check_structure
+from nnx.transforms.body_rules import NEW_VARIABLE, check_aliases, check_carry, check_structure
 from nnx.transforms.call import Call
 from nnx.transforms.eager_traces import kept_trace
 from nnx.transforms.effects import Effects, Outcome, Returned, enter_call, finish, leave
 from nnx.transforms.entered import Entered
 from nnx.transforms.observed import refuse_records
-from nnx.transforms.scan import OTHER_CARRY, carry_structure, current_values, with_contexts_by_number
+from nnx.transforms.scan import carry_structure, current_values, with_contexts_by_number
 from nnx.transforms.shared_traces import run_in_scope
 from nnx.transforms.tracebacks import boundary
 
@@ -79,11 +79,8 @@ class LoopCall:
         out = with_contexts_by_number(run_in_scope(fun, (*before, *args), {}), contexts)
         refuse_records(entered, self.name)
         outcome = leave(entered, out, self.name)
+        check_carry(self.name, "a value", self.structure, outcome.out, self.call.signature.key)
         self._check(outcome.effects)
-        structure = jax.tree.structure(outcome.out)
-        if structure != self.structure:
-            text = {"what": "a value", "before": self.structure, "after": structure}
-            raise TypeError(OTHER_CARRY.format(name=self.name, **text))
         self.found[:] = [outcome.effects]
         values = current_values(self.name, self.call.signature.key, entered, range(len(cells)))
         return step + 1, values, jax.tree.leaves(outcome.out)

@@ -13,6 +13,7 @@ from nnx.core.old_names import old_names
 from nnx.core.repr import type_text
 from nnx.core.structure import GraphKey
 from nnx.transforms.annotations import Decorator, P, R, ScanOptions
+from nnx.transforms.body_rules import check_carry
 from nnx.transforms.call import Call, is_module, target_of, with_values
 from nnx.transforms.decorators import decorator
 from nnx.transforms.eager_traces import functions_run, kept_trace
@@ -38,9 +39,6 @@ TOO_FEW_ARGUMENTS = "nnx.scan({name}) takes (module, carry, xs, ...), got {count
 
 TOO_MANY_AXES = """nnx.scan: in_axes has {given} entries, but {name} was called with {rest} arguments after the carry. \
 The Module and the carry have no entry: in_axes is for what follows them."""
-
-OTHER_CARRY = """{name}: the body received {what} of the structure {before} and returned {after}. What is handed from \
-step to step must keep its structure."""
 
 OTHER_TYPE = """{name}: the body changed the type of {path!r} from {before} to {after}. What is carried from step to \
 step must keep its shape and dtype: cast it inside the body, or give it the right type before."""
@@ -250,6 +248,8 @@ class ScanCall:
 
     def _collect(self, entered: Entered, outcome: Outcome, cells: list[Any]) -> Any:
         effects = outcome.effects
+        carry_out, y = outcome.out
+        check_carry(self.stacking.name, "a carry", self.carry_structure, carry_out, self.inner)
         out_groups = self.stacking.output_groups(self.inner, self.groups, effects)
         self.found[:] = [(effects, out_groups)]
         stacked = []
@@ -257,13 +257,9 @@ class ScanCall:
             if isinstance(out_groups[cell], int):
                 stacked.append(value)
             elif out_groups[cell] == BROADCAST:
+                self.stacking.check_not_new(effects.rewrite, cell)
                 path = cell_paths(self.inner)[_origin(effects, self.inner, cell)]
                 raise ValueError(READ_ONLY.format(name=self.stacking.name, path=path))
-        carry_out, y = outcome.out
-        structure = jax.tree.structure(carry_out)
-        if structure != self.carry_structure:
-            text = {"what": "a carry", "before": self.carry_structure, "after": structure}
-            raise TypeError(OTHER_CARRY.format(name=self.stacking.name, **text))
         carried = current_values(self.stacking.name, self.inner, entered, self.carry_cells)
         return (carried, jax.tree.leaves(carry_out)), (stacked, y)
 
@@ -282,7 +278,7 @@ def carry_structure(carry: Any, call: Call) -> Any:
     key = call.signature.key
     roots = key.roots if key is not None else ()
     numbers = {id(root): number for root, number in zip(call.roots, roots)}
-    numbered = jax.tree.map(lambda x: Returned(numbers[id(x)]) if is_module(x) else x, carry)
+    numbered = jax.tree.map(lambda x: Returned(numbers[id(x)], type(x)) if is_module(x) else x, carry)
     return jax.tree.structure(with_contexts_by_number(numbered, call.contexts))
 
 
@@ -290,7 +286,9 @@ def with_contexts_by_number(value: Any, contexts: Sequence[Any]) -> Any:
     """Returns a carried value with numbers in place of its Contexts: one that is handed on is the caller's own."""
     numbers = {id(ctx): -2 - n for n, ctx in enumerate(contexts)}
     return jax.tree.map(
-        lambda x: Returned(numbers[id(x)]) if id(x) in numbers else x, value, is_leaf=lambda x: isinstance(x, Returned)
+        lambda x: Returned(numbers[id(x)], type(x)) if id(x) in numbers else x,
+        value,
+        is_leaf=lambda x: isinstance(x, Returned),
     )
 
 

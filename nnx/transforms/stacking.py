@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nnx.core.context import SharedBy, rng_answers, rng_predicate
 from nnx.core.filters import describe, to_predicate, untyped_parts
@@ -294,13 +295,19 @@ class Stacking:
         for cell, path, kind in added:
             leaf = jnp.zeros(()) if kind is NODE else box(kind, None)
             group = 0 if is_record(kind) else classify(path, leaf)
-            is_in_old_module = rewrite.key.cells[cell].module < rewrite.old_count
-            if not isinstance(group, int) and is_in_old_module:
-                label = kind.type.__name__ if type(kind) is Spec else "nnx.buffers"
-                advice = ADD_TO_AXES.format(kind=label)
-                raise ValueError(NEW_VARIABLE.format(name=self.name, path=path, kind=kind, advice=advice))
+            if not isinstance(group, int) and rewrite.key.cells[cell].module < rewrite.old_count:
+                raise self._not_stacked(path, kind)
             found[cell] = group if isinstance(group, int) else BROADCAST
         return found
+
+    def _not_stacked(self, path: str, kind: Any) -> ValueError:
+        advice = ADD_TO_AXES.format(kind=kind.type.__name__ if type(kind) is Spec else "nnx.buffers")
+        return ValueError(NEW_VARIABLE.format(name=self.name, path=path, kind=kind, advice=advice))
+
+    def check_not_new(self, rewrite: Rewrite | None, cell: int) -> None:
+        """Raises ValueError if a cell that is not stacked is in a Module that every step makes anew."""
+        if rewrite is not None and rewrite.key.cells[cell].module >= rewrite.old_count:
+            raise self._not_stacked(rewrite.key.cell_roots()[cell].path, rewrite.key.kinds[cell])
 
     def check_same(self, path: str, kind: Any, value: Any) -> None:
         """Raises ValueError if a value that should be the same for all members is not."""
@@ -312,7 +319,7 @@ class Stacking:
 def _sizes(value: Any, axis: int, label: str, name: str) -> list[int]:
     sizes = []
     for leaf in jax.tree.leaves(value):
-        shape = jnp.shape(leaf)
+        shape = np.shape(leaf)  # jnp.shape warns of what is no array, before the error below can name it
         if not -len(shape) <= axis < len(shape):
             raise ValueError(NO_SUCH_AXIS.format(name=name, label=label, axis=axis, shape=shape))
         sizes.append(shape[axis])
