@@ -5,6 +5,7 @@ a compiled step takes a flat list of arrays and does not flatten a tree.
 """
 
 import pickle
+import weakref
 from typing import Any, Generic, Never, TypeVar
 
 import jax
@@ -15,11 +16,12 @@ from nnx.core.dict_sequence import Dict
 from nnx.core.filters import Filter, check_wrt, describe
 from nnx.core.freezing import is_frozen
 from nnx.core.module import Module
-from nnx.core.module_info import ModuleBase
+from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.paths import listing
 from nnx.core.repr import short
 from nnx.core.state import State, parts_of
 from nnx.core.untied import warn_of_untied
+from nnx.core.user_warnings import warn_user
 from nnx.core.variables import Node, Param
 from nnx.sharding.defaults import AxesOf
 from nnx.sharding.placement import whole_beside
@@ -65,6 +67,14 @@ SCHEDULED = """Setting Optimizer.learning_rate: it follows a schedule, which wou
 update. Give `optax.inject_hyperparams` a number instead of a schedule, or change the schedule."""
 NOT_A_RATE = "Setting Optimizer.learning_rate: it is one number, got {value}."
 
+REPLACED = """Optimizer.update: since the Optimizer was made, the Modules at these paths have been replaced by others \
+of the same shapes: {paths}. They are updated with the moments of the old ones. Make a new nnx.Optimizer after \
+replacing layers."""
+
+# By the ModuleInfo of an optimizer: the Modules whose moments it has, by path. It is no part of an optimizer's state,
+# so copies, such as those inside a transform, are not in it.
+_owners: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+
 
 class Optimizer(Module, Generic[M]):
     """Updates the parameters of a model in place, by an optax transformation.
@@ -72,6 +82,10 @@ class Optimizer(Module, Generic[M]):
     Several optimizers can share a model: each uses the gradients that its `wrt` selects. Moments have the axis names
     and shardings of their parameters, whether the model is sharded before or after, or built together with the
     optimizer by `nnx.init_sharded`. The Optimizer of an abstract model (`nnx.eval_shape`) is abstract.
+
+    Moments belong to paths. A layer that is replaced by one of the same shapes is updated with the moments of the old
+    one: make a new Optimizer after replacing layers. An `update` outside `nnx.jit` warns of it; a compiled step, which
+    sees only structure and values, does not notice.
 
     For complex parameters, conjugate the gradients first: `jax.grad` returns the conjugate of the direction of steepest
     ascent, and optax subtracts what it gets.
@@ -126,6 +140,7 @@ class Optimizer(Module, Generic[M]):
             raise ValueError(text)
         warn_of_untied("nnx.Optimizer", model, params.items())
         self.trains = tuple(params)
+        _owners[info_of(self)] = {path: weakref.ref(info) for path, info in self._owners().items()}
         opt_state = init_state(tx, params)
         self.step = OptState(_zero(params))
         if skip_nonfinite:
@@ -149,6 +164,7 @@ class Optimizer(Module, Generic[M]):
         if tuple(params) != self.trains:
             raise ValueError(MODEL_CHANGED.format(changes=_changes(self.trains, tuple(params))))
         self._check_moments(params)
+        self._warn_of_replaced()
         grads = self._select(grads, params)
         if isinstance(extra.get("grad"), State):
             extra["grad"] = self._select(extra["grad"], params)
@@ -232,6 +248,20 @@ class Optimizer(Module, Generic[M]):
             was, now = moments[moment.path].shape, getattr(params[moment.parameter], "shape", None)
             if now is not None and was != now:
                 raise ValueError(OTHER_PARAMETER.format(path=moment.parameter, was=list(was), now=list(now)))
+
+    def _owners(self) -> dict[str, Any]:
+        """Returns the ModuleInfo of each Module that has a trained parameter of its own."""
+        paths = {path.rpartition("/")[0] for path in self.trains}
+        return {path: info_of(module) for path, module in self.model.named_modules() if path in paths}
+
+    def _warn_of_replaced(self) -> None:
+        """Warns once if a Module is not the one whose moments these are; not inside a transform, where all are new."""
+        known = _owners.get(info_of(self))
+        if known is not None:
+            replaced = [path for path, info in self._owners().items() if path in known and known[path]() is not info]
+            if replaced:
+                del _owners[info_of(self)]
+                warn_user(REPLACED.format(paths=listing(replaced)))
 
     def _params(self) -> State:
         params = Module.filter(self.model, self.wrt)

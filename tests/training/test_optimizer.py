@@ -524,3 +524,24 @@ def test_conjugated_gradients_minimize_over_complex_parameters():
         grads = nnx.grad(lambda model: jnp.abs(model.z - 3j) ** 2)(model)
         optimizer.update(jax.tree.map(jnp.conj, grads))
     assert jnp.allclose(model.z, 3j, atol=1e-4)
+
+
+def test_a_replaced_layer_of_the_same_shape_is_noticed_once_outside_jit():
+    model = nnx.Sequence([nnx.Linear(2, 2, ctx=nnx.context(0)), nnx.Linear(2, 2, ctx=nnx.context(1))])
+    optimizer = nnx.Optimizer(model, optax.adam(0.1))
+    grads = jax.tree.map(jnp.ones_like, model.filter(nnx.Param))
+    optimizer.update(grads)
+    model[1] = nnx.Linear(2, 2, ctx=nnx.context(2))
+    with pytest.warns(UserWarning, match="have been replaced by others of the same shapes: '1'.*a new nnx.Optimizer"):
+        optimizer.update(grads)
+    optimizer.update(grads)
+    nnx.Optimizer(model, optax.adam(0.1)).update(grads)
+
+
+def test_layers_that_only_change_their_values_are_not_replaced():
+    model = nnx.Sequence([nnx.Linear(2, 2, ctx=nnx.context(0))])
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1))
+    step = nnx.jit(lambda optimizer: optimizer.update(jax.tree.map(jnp.ones_like, optimizer.model.filter(nnx.Param))))
+    step(optimizer), optimizer.update(model.filter(nnx.Param))
+    model[0].kernel = jnp.ones((2, 2))
+    step(optimizer), optimizer.update(model.filter(nnx.Param)), optimizer.clone().update(model.filter(nnx.Param))
