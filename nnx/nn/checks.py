@@ -56,7 +56,7 @@ def check_sizes(layer: object, **sizes: int | Sequence[int]) -> None:
         ValueError: one of them is less than 1.
     """
     for argument, value in sizes.items():
-        entries = [*value] if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        entries: list[Any] = [*value] if isinstance(value, Sequence) and not isinstance(value, str) else [value]
         for entry in entries:
             if type(entry) is int and entry > 0:  # nearly always
                 continue

@@ -7,6 +7,8 @@ the `Signature`, which is hashed and compared for every call: small ints in a tu
 A *target* is what a transform was given: a function, a Module, or a bound method of one.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +36,15 @@ NOT_CALLABLE = "{transform} takes a function, a Module or a method; got {value}.
 REF_AS_ARGUMENT = """A transform of NNX (nnx.jit, nnx.grad, ...) was given {value}. A Ref ties attributes of Modules \
 together and is not an argument by itself: pass the Modules that hold it, whose attributes stay tied inside, or its \
 array, `ref.value`."""
+
+RUNS_LATER = """{transform} was given {name}, {kind} function: calling it only makes {kind}, whose body would run \
+after the transform has ended. {advice}"""
+
+_RUNS_LATER = {
+    inspect.CO_GENERATOR: ("a generator", "Return the values, in a list or stacked by nnx.scan."),
+    inspect.CO_COROUTINE: ("a coroutine", "Lift a plain function, and call that in the coroutine."),
+    inspect.CO_ASYNC_GENERATOR: ("an async generator", "Lift a plain function, and call that in the generator."),
+}
 
 
 # Leaves
@@ -200,6 +211,7 @@ def target_of(fun: Any, transform: str) -> Target:
         TypeError: it is not callable.
     """
     refuse_flax_module(fun, transform)
+    _check_runs_now(fun, transform)
     if isinstance(fun, ModuleBase):
         if not callable(fun):
             raise TypeError(NOT_CALLABLE_MODULE.format(transform=transform, name=type(fun).__name__))
@@ -210,6 +222,19 @@ def target_of(fun: Any, transform: str) -> Target:
     if not callable(fun):
         raise TypeError(NOT_CALLABLE.format(transform=transform, value=short(fun)))
     return Target(fun, (), fun.name if isinstance(fun, CallAt) else getattr(fun, "__name__", type(fun).__name__))
+
+
+def _check_runs_now(fun: Any, transform: str) -> None:
+    """Raises TypeError for functions whose body does not run when they are called."""
+    if not callable(fun):
+        return
+    called = type(fun).__call__ if isinstance(fun, ModuleBase) else fun
+    while isinstance(called, functools.partial):
+        called = called.func
+    code = getattr(inspect.unwrap(called), "__code__", None)
+    for flag, (kind, advice) in _RUNS_LATER.items():
+        if code is not None and code.co_flags & flag:
+            raise TypeError(RUNS_LATER.format(transform=transform, name=code.co_qualname, kind=kind, advice=advice))
 
 
 class CallAt(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nnx.core.module_info import ModuleBase
+from nnx.transforms.bad_arguments import explains_self
 from nnx.transforms.tracebacks import boundary
 
 class_forms: dict[str, Callable[..., Any]] = {}
@@ -34,7 +35,9 @@ def decorator(transform: Callable[..., Any]) -> Callable[..., Any]:
         # A class is a filter here (`@nnx.grad(nnx.Param)`), although it could be called.
         if args and callable(args[0]) and not isinstance(args[0], type):
             lifted = transform(*args, **options)
-            return named_after(boundary(lifted) if isinstance(lifted, types.FunctionType) else lifted, args[0])
+            if isinstance(lifted, types.FunctionType):
+                lifted = boundary(lifted, explains_self(f"nnx.{transform.__name__}", args[0]))
+            return named_after(lifted, args[0])
         return lambda fun: offered(fun, *args, **options)
 
     return offered

@@ -80,27 +80,7 @@ def value_and_grad(
     >>> float(value), float(grads["w"].value)
     (9.0, 6.0)
     """
-    target = target_of(fun, "nnx.grad")
-    argnums = argnums if isinstance(argnums, int) else tuple(argnums)
-    name = f"nnx.grad({target.name})"
-
-    def lifted(*args: Any, **kwargs: Any) -> Any:
-        part = Part(name, (*target.bound, *args), kwargs, argnums, wrt, allow_int, trained_only=True)
-        pure = part.function(target.fun)
-
-        def loss(differentiated: Any) -> tuple[Any, Outcome]:
-            outcome = pure(differentiated)
-            value, aux = outcome.out if has_aux else (outcome.out, None)
-            return value, Outcome(outcome.values, (value, aux), outcome.effects)
-
-        transform = jax.value_and_grad(loss, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
-        (value, outcome), (cells, data) = transform(part.primals())
-        if reduce_axes:
-            cells, data = jax.lax.psum((cells, data), tuple(reduce_axes))
-        _, aux = finish(part.call, outcome, stateful)
-        return ((value, aux) if has_aux else value), part.pack(cells, data)
-
-    return lifted
+    return _value_and_gradient(fun, wrt, argnums, stateful, has_aux, holomorphic, allow_int, reduce_axes)
 
 
 @overload
@@ -195,19 +175,43 @@ def grad(
       'w': Param(float32[]),
     })
     """
-    both = value_and_grad(
-        fun,
-        wrt,
-        argnums=argnums,
-        stateful=stateful,
-        has_aux=has_aux,
-        holomorphic=holomorphic,
-        allow_int=allow_int,
-        reduce_axes=reduce_axes,
-    )
+    both = _value_and_gradient(fun, wrt, argnums, stateful, has_aux, holomorphic, allow_int, reduce_axes)
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
         value, gradient = both(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
+
+    return lifted
+
+
+def _value_and_gradient(
+    fun: Any,
+    wrt: Any,
+    argnums: int | Sequence[int],
+    stateful: bool,
+    has_aux: bool,
+    holomorphic: bool,
+    allow_int: bool,
+    reduce_axes: Sequence[str],
+) -> Callable[..., Any]:
+    target = target_of(fun, "nnx.grad")
+    argnums = argnums if isinstance(argnums, int) else tuple(argnums)
+    name = f"nnx.grad({target.name})"
+
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        part = Part(name, (*target.bound, *args), kwargs, argnums, wrt, allow_int, trained_only=True)
+        pure = part.function(target.fun)
+
+        def loss(differentiated: Any) -> tuple[Any, Outcome]:
+            outcome = pure(differentiated)
+            value, aux = outcome.out if has_aux else (outcome.out, None)
+            return value, Outcome(outcome.values, (value, aux), outcome.effects)
+
+        transform = jax.value_and_grad(loss, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
+        (value, outcome), (cells, data) = transform(part.primals())
+        if reduce_axes:
+            cells, data = jax.lax.psum((cells, data), tuple(reduce_axes))
+        _, aux = finish(part.call, outcome, stateful)
+        return ((value, aux) if has_aux else value), part.pack(cells, data)
 
     return lifted

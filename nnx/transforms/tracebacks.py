@@ -13,7 +13,7 @@ for its own frames at its own boundaries, so what remains is the user's code. `J
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -33,14 +33,21 @@ class UnfilteredTraceback(Exception):
     """Holds the complete traceback of an exception, as its cause, under `JAX_TRACEBACK_FILTERING=remove_frames`."""
 
 
-def boundary(fun: F) -> F:
-    """Makes a function hide the frames of this package in exceptions that leave it; for functions that users call."""
+def boundary(fun: F, explain: Callable[[Exception, Sequence[Any]], Any] | None = None) -> F:
+    """Makes a function hide the frames of this package in exceptions that leave it; for functions that users call.
+
+    Args:
+        fun: the function.
+        explain: rewrites the message of an exception, given the positional arguments of the call.
+    """
 
     @functools.wraps(fun)
     def bounded(*args: Any, **kwargs: Any) -> Any:
         try:
             return fun(*args, **kwargs)
         except Exception as error:
+            if explain is not None:
+                explain(error, args)
             hide_frames(error)
             raise
 

@@ -220,6 +220,7 @@ def make_function(owner: Any) -> Callable[..., Any]:
                             return owner.call((first, *rest), kwargs)
             return any_arguments(*(() if first is nothing else (first, *rest)), **kwargs)
         except Exception as error:
+            owner.explain_error(error, () if first is nothing else (first, *rest), kwargs)
             hide_frames(error)
             raise
 
@@ -281,6 +282,7 @@ def make_function(owner: Any) -> Callable[..., Any]:
                 return owner.finish_unplanned(compiled, result, args, kwargs)
             return owner.call(args, kwargs, forks)
         except Exception as error:
+            owner.explain_error(error, args, kwargs)
             hide_frames(error)
             raise
 

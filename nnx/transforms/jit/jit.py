@@ -5,6 +5,7 @@ Compiled functions are kept per *signature*: where Modules and Contexts appear i
 cells, calls the compiled function with one flat list, and writes back what changed.
 """
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from nnx.sharding.rules import get_logical_axis_rules
 from nnx.sharding.unmatched import UNSETTLED, note_shardings, settle
 from nnx.transforms.annotations import JitDecorator, JitOptions, JitWrapped, P, R
 from nnx.transforms.arguments import Selection, make_static, unwrap_static
+from nnx.transforms.bad_arguments import explain_data
 from nnx.transforms.call import Call, Signature, target_of
 from nnx.transforms.decorators import named_after
 from nnx.transforms.effects import discard
@@ -128,6 +130,18 @@ class Jit:
         self._last = (key, compiled)
         return call, compiled
 
+    def explain_error(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Rewrites the message of an error that a call raised because it was given something that is no data."""
+        if type(error) is not TypeError:
+            return
+        given = args = (*self.bound, *args)
+        with contextlib.suppress(Exception):  # the arguments may be what is wrong; the first error counts
+            if self.static:
+                args, kwargs = make_static(self.static, args, kwargs, self.name)
+            call = Call(args, kwargs)
+            names = ArgumentNames(self.target, call.signature).data
+            explain_data(error, self.target, self.name, given, names, call.data)
+
     def finish_unplanned(
         self, compiled: Compiled, result: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -153,7 +167,11 @@ class Jit:
 
     def _stage(self, stage: str, args: Any, kwargs: Any) -> Any:
         call, compiled = self.prepare(args, kwargs)
-        staged = compiled.run(call, functools.partial(Staged.of, self, compiled, stage))
+        try:
+            staged = compiled.run(call, functools.partial(Staged.of, self, compiled, stage))
+        except TypeError as error:
+            self.explain_error(error, args, kwargs)
+            raise
         if UNSETTLED:
             _warn_of_rules(call)
         return staged
