@@ -24,6 +24,7 @@ from nnx.core.errors import (
 )
 from nnx.core.fields import constructor_signature, prepare_dataclass
 from nnx.core.filters import Filter, classify
+from nnx.core.finalizers import refuse_del
 from nnx.core.flat import flat_of
 from nnx.core.freezing import set_frozen
 from nnx.core.hints import MODULE as HINTS
@@ -127,13 +128,17 @@ class Module(ModuleBase, metaclass=ModuleType):
     __slots__ = ()
     _nnx_fields: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # how a dataclass wraps the values of its fields
     _nnx_frozen: ClassVar[bool] = False
+    _nnx_finalizers: ClassVar[bool] = False  # whether `__del__` is allowed; see finalizers
     _nnx_is_dataclass: ClassVar[bool | None] = None
     _nnx_hideable: ClassVar[frozenset[str]] = frozenset()  # names of methods that an attribute can hide; filled below
     _nnx_free_names: ClassVar[set[str]] = set()  # names known not to be on the class: the next assignment does not look
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, finalizers: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_slots(cls)
+        if finalizers:
+            cls._nnx_finalizers = True
+        refuse_del(cls)
         cls._nnx_is_dataclass = None
         cls._nnx_free_names = set()
         if "forward" in vars(cls) and not any("__call__" in vars(base) for base in cls.__mro__):
@@ -323,7 +328,8 @@ class Module(ModuleBase, metaclass=ModuleType):
         """Returns an independent copy with the same sharing.
 
         Args:
-            copy_arrays: whether to copy the buffers of JAX arrays as well, so that one copy can be donated.
+            copy_arrays: whether to copy the buffers of JAX arrays as well. A clone survives the donation of the
+                original to `nnx.jit` without it.
         """
         flat = flat_of(self)
         graph = build(flat.key, flat.statics, own_values(flat.values(), flat.ties, copy_arrays))

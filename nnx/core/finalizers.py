@@ -1,0 +1,25 @@
+"""`__del__` on a class of Modules: refused, because Python would call it on copies that the user never sees.
+
+A transform rebuilds the Modules of a call from their state, and drops them when the function has been traced.
+"""
+
+from typing import Any
+
+DEFINES_DEL = """{owner} has a __del__ method{origin}. Transforms make copies of a Module and drop them, and Python \
+calls __del__ on every copy: a file is closed by the first nnx.grad. Say what is to happen when the object itself dies:
+
+    def __init__(self, path):
+        self.file = open(path)
+        weakref.finalize(self, self.file.close)
+
+If the method comes from a class you cannot change, and may run on copies: \
+class {owner}(..., finalizers=True)."""
+
+
+def refuse_del(cls: Any) -> None:
+    """Raises TypeError if a class of Modules has `__del__`, defined or inherited, and has not opted out."""
+    if getattr(cls, "__del__", None) is None or cls._nnx_finalizers:
+        return
+    definer = next(base for base in cls.__mro__ if "__del__" in vars(base))
+    origin = "" if definer is cls else f", from {definer.__name__}"
+    raise TypeError(DEFINES_DEL.format(owner=cls.__name__, origin=origin))
