@@ -71,6 +71,11 @@ def is_eager() -> bool:
     return _EvalTrace is not None and type(level()) is _EvalTrace
 
 
+def looks_for_nans() -> bool:
+    """Whether JAX checks every result for NaN or infinity (`jax_debug_nans`, `jax_debug_infs`)."""
+    return jax.debug_nans.value or jax.debug_infs.value
+
+
 def is_of_this_trace(value: Any) -> bool:
     """Whether a value depends on the running trace; under a vmap, whether it differs from member to member."""
     level = current_level()

@@ -1,7 +1,4 @@
-"""What must not go wrong: after an exception or an interrupt a Module is unchanged or wholly changed."""
-
-import random
-import signal
+"""What must not go wrong: after an exception a Module is unchanged or wholly changed."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +6,7 @@ import pytest
 
 import nnx
 from tests.checks import assert_unchanged, photograph
-from tests.models import Count, linear, net
+from tests.models import linear, net
 from tests.transforms.harm import Boom, explode, vandalise
 
 
@@ -141,90 +138,3 @@ def test_the_context_still_works_after_an_exception():
     a = nnx.jit(lambda ctx: jax.random.uniform(ctx.make_rng("noise")))(ctx)
     b = jax.random.uniform(ctx.make_rng("noise"))
     assert a != b
-
-
-def interrupt_again_and_again(call, check):
-    """Calls under a timer that raises KeyboardInterrupt at random moments, checking after each; returns the hits."""
-
-    def interrupt(signum, frame):
-        raise KeyboardInterrupt
-
-    rng, interrupted = random.Random(0), 0
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for _ in range(80):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 2e-3))
-                for _ in range(40):
-                    call()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                interrupted += 1
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            check()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-    return interrupted
-
-
-def interruptible(test):
-    test = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")(test)
-    return pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")(test)
-
-
-class Many(nnx.Module):
-    def __init__(self, names):
-        for name in names:
-            setattr(self, name, Count(jnp.zeros((), jnp.int32)))
-
-
-@interruptible
-def test_an_interrupt_never_tears_the_write_back_of_values():
-    names = [f"count_{i}" for i in range(60)]
-    model = Many(names)
-
-    @nnx.jit
-    def step(m):
-        for name in names:
-            setattr(m, name, getattr(m, name) + 1)
-
-    def check():
-        assert len({int(getattr(model, name)) for name in names}) == 1
-
-    step(model)
-    assert interrupt_again_and_again(lambda: step(model), check) > 10
-    count = int(model.count_0)
-    step(model)
-    assert int(model.count_59) == count + 1
-
-
-@interruptible
-def test_an_interrupt_never_tears_a_structural_change():
-    names = [f"count_{i}" for i in range(20)]
-    model = Many(names)
-    for name in names:
-        setattr(model, f"mode_{name}", "a")
-
-    @nnx.jit
-    def toggle(m):
-        odd = m.mode_count_0 == "a"
-        for name in names:
-            setattr(m, f"mode_{name}", "b" if odd else "a")
-            if odd:
-                setattr(m, f"extra_{name}", nnx.Cache(getattr(m, name) * 1))
-            else:
-                delattr(m, f"extra_{name}")
-            setattr(m, name, getattr(m, name) + 1)
-
-    def check():
-        count = int(model.count_0)
-        assert {int(getattr(model, name)) for name in names} == {count}
-        assert {getattr(model, f"mode_{name}") for name in names} == {"b" if count % 2 else "a"}
-        assert {hasattr(model, f"extra_{name}") for name in names} == {count % 2 == 1}
-        assert len(model.get_state()) == len(names) * (1 + count % 2)
-
-    toggle(model)
-    toggle(model)
-    assert interrupt_again_and_again(lambda: toggle(model), check) > 10
-    assert toggle.trace_count == 2

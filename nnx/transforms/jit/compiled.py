@@ -12,20 +12,16 @@ from typing import Any
 
 import jax
 
-from nnx.core.trace import current_level, is_eager
+from nnx.core.trace import is_eager
 from nnx.core.untied import inputs_traced_as
 from nnx.transforms.arguments import StaticArgument, static_arguments
 from nnx.transforms.call import Call, Signature
 from nnx.transforms.captured import Captured, evaluate, trace_program
 from nnx.transforms.effects import Effects, Outcome, finish, run
-from nnx.transforms.jit.donation import Donation
+from nnx.transforms.jit.donation import Donation, NeedsGeneralPath, arguments_of
 from nnx.transforms.jit.placements import PlacedFunction, kept_shardings, placements_of
 from nnx.transforms.jit.shardings import InputShardings, constrain_outcome, input_shardings
 from nnx.transforms.jit.tracer_errors import TRACER_ERRORS, explain, standing_for
-
-
-class NeedsGeneralPath(Exception):
-    """Raised where the fast path cannot make a call, for instance because the function has to be traced."""
 
 
 class NeedsStaging(Exception):
@@ -87,7 +83,7 @@ class Compiled:
         if owner.in_shardings is not None:
             self.in_shardings = input_shardings(owner.in_shardings, call, args, len(owner.bound))
         self.placed: bool = False  # whether it was ever traced for cells on several devices
-        self.donation: Donation | None = Donation(self, call, args, kwargs) if owner.donated else None
+        self.donation: Donation | None = Donation(self, call, args, kwargs) if owner.donates else None
         self.jitted: Any = self._make()
 
     def _make(self) -> Any:
@@ -181,26 +177,37 @@ class Compiled:
         """Returns what a result of the compiled function says."""
         return Outcome(result[0], result[1], self.effects_of(result))
 
-    def execute(self, call: Call) -> Any:
-        return self.run(call, functools.partial(self._execute, call))
+    def call(self, call: Call) -> tuple[Any, Any]:
+        """Makes a call and writes what changed into the caller's Modules; returns its result and its output."""
+        if self.donation is not None and self.donation.applies_to(call):
+            return self.donation.call(call)
+        result = self.run(call, self._execute)
+        return result, self.finish(call, result)
+
+    def _execute(self, cells: list[Any], data: tuple[Any, ...], forks: tuple[Any, ...]) -> Any:
+        return self.jitted(*arguments_of(cells, data, forks))
 
     def eval_shape(self, cells: list[Any], data: tuple[Any, ...], forks: tuple[Any, ...]) -> Any:
         """Returns the shapes and dtypes of a result."""
         return jax.eval_shape(self.jitted, *arguments_of(cells, data, forks))
 
+    def cells_of(self, call: Call) -> list[Any]:
+        """Returns the values of all cells that the function takes: those of the call, then the captured ones."""
+        return [*call.cells(), *self.captured.values()]
+
     def run(self, call: Call, use: Callable[[list[Any], tuple[Any, ...], tuple[Any, ...]], Any]) -> Any:
         """Returns `use(cells, data, forks)` for the values of a call; JAX may trace the function in it."""
-        own, data, forks = call.cells(), tuple(call.data), tuple(call.forks())
+        data, forks = tuple(call.data), tuple(call.forks())
         current = self.owner.current
         try:
-            return current.run(call, use, [*own, *self.captured.values()], data, forks)
+            return current.run(call, use, self.cells_of(call), data, forks)
         except NeedsStaging:
             pass  # done below, outside the handler: errors must not be chained to this one
         outer = current.is_staging, current.program
         current.is_staging, current.program = True, None
         try:
-            current.program = current.run(call, self._stage, call, arguments_of(own, data, forks))
-            return current.run(call, use, [*own, *self.captured.values()], data, forks)
+            current.program = current.run(call, self._stage, call, arguments_of(call.cells(), data, forks))
+            return current.run(call, use, self.cells_of(call), data, forks)
         finally:
             current.is_staging, current.program = outer
 
@@ -215,8 +222,8 @@ class Compiled:
             body = functools.partial(self._body, call)
             program: Any = trace_program(standing_for(body, self.owner.target, self.owner.name), *arguments)
         else:
-            donation = self._donation_for(call)
-            program = (self.jitted if donation is None else donation.inner).trace(*arguments)
+            donates = self.donation is not None and self.donation.applies_to(call)
+            program = (self.donation.inner if donates else self.jitted).trace(*arguments)  # type: ignore[union-attr]
         self.captured.add(self.functions, program.jaxpr)
         if len(self.captured.names) > had:
             self.placed = False
@@ -226,25 +233,9 @@ class Compiled:
             self.owner.plans.clear()
         return program if self.captured or not is_outermost else None
 
-    def _donation_for(self, call: Call) -> Donation | None:
-        # Results that cannot be written back, to a Module of another level, must not cost the Module its buffers.
-        is_writable = call.flat is None or call.flat.level is current_level()
-        return self.donation if is_writable else None
-
-    def _execute(self, call: Call, cells: list[Any], data: tuple[Any, ...], forks: tuple[Any, ...]) -> Any:
-        donation = self._donation_for(call)
-        if donation is not None:
-            return donation.run(cells, data, forks)
-        return self.jitted(*arguments_of(cells, data, forks))
-
     def finish(self, call: Call, result: tuple[Any, ...]) -> Any:
         """Writes a result into the caller's Modules, unless `stateful=False`; returns the output."""
         return finish(call, self.outcome_of(result), self.owner.stateful)
-
-
-def arguments_of(cells: Any, data: Any, forks: Any) -> tuple[Any, ...]:
-    """Returns the arguments of a traced function: those of a call without Contexts have no forks."""
-    return (cells, data, forks) if forks else (cells, data)
 
 
 def _forget(weak: "weakref.ref[Compiled]") -> None:

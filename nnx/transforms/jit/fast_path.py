@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from operator import getitem, itemgetter, setitem
 from typing import Any, NamedTuple
 
+import jax
+
 from nnx.core.caches import WeakRegistry
 from nnx.core.flat import Flat, flat_that_came_back, joint_flat_if_cached
 from nnx.core.module_info import ModuleBase, cached_flat
@@ -20,7 +22,9 @@ from nnx.sharding.rules import current_rules
 from nnx.transforms.arguments import Selection
 from nnx.transforms.call import DATA_MARK, Call, data_types, is_data, is_module
 from nnx.transforms.jit.argument_forms import ArgumentForm
-from nnx.transforms.jit.compiled import Compiled, NeedsGeneralPath
+from nnx.transforms.jit.compiled import Compiled
+from nnx.transforms.jit.donation import NeedsGeneralPath
+from nnx.transforms.jit.holders import getrefcount
 from nnx.transforms.tracebacks import hide_frames
 
 
@@ -43,6 +47,7 @@ class CallPlan:
     output_names: list[str]
     spread: Callable[[Any], Any] | None  # returns one value per place to write, if that is not what came out
     contexts: tuple[Any, ...]
+    alone: int | None  # the sum of the reference counts of the cells to donate, if nobody else holds one of them
 
 
 class PlanCache:
@@ -84,6 +89,12 @@ class PlanCache:
             return  # a Module that was passed twice
         if sum(mark < DATA_MARK for mark in call.signature.marks) != len(call.contexts):
             return  # a Context that was passed twice
+        alone = None
+        if compiled.donation is not None:
+            if compiled.donation.runs_python or not compiled.donation.applies_to(call):
+                return
+            if compiled.donation.usual is not None:
+                alone = sum(compiled.donation.usual.counts_alone(flat))
         places = _places(flat, compiled.effects_of(result).changed if self.stateful else ())
         if places is None:
             return
@@ -121,6 +132,7 @@ class PlanCache:
             output_names=places.names,
             spread=places.spread,
             contexts=call.signature.contexts,
+            alone=alone,
         )
 
 
@@ -164,9 +176,11 @@ def make_function(owner: Any) -> Callable[..., Any]:
     `Compiled`): values changed, and nothing else did.
     """
     structure, nothing, leaf_types = STRUCTURE, object(), data_types
+    nans, infs = jax.debug_nans, jax.debug_infs
     token, forms, bound = owner.plans.token, owner.plans.forms, owner.bound
 
     def module_first(first: Any = nothing, /, *rest: Any, **kwargs: Any) -> Any:
+        done: Any = None  # the result of a donated call, in a list that C fills
         # Entering `try` costs nothing, and it has to be here: a wrapper would be a second frame per call.
         try:
             if not kwargs and isinstance(first, ModuleBase):
@@ -205,26 +219,56 @@ def make_function(owner: Any) -> Callable[..., Any]:
                                 if donation is None:
                                     jitted = compiled.jitted
                                     result = jitted(cells, rest)
-                                elif level is current_level():
-                                    result = donation.run(cells, rest, ())
-                                else:
+                                elif level is not current_level() or nans.value or infs.value:
                                     raise NeedsGeneralPath
+                                else:
+                                    done, variant = [], donation.usual
+                                    given = () if variant is None else variant.given(cells)
+                                    # No count is less than that of an array nobody else holds, so the sum tells.
+                                    if variant is not None and sum(map(getrefcount, given)) == plan.alone:
+                                        jitted, kept = variant.jitted, variant.kept(cells)
+                                        # Python handles a signal after a CALL, never within one. A result that
+                                        # this CALL returned would be lost then; one that is in `done` is not.
+                                        done.extend(map(jitted, (given,), (kept,), (rest,)))
+                                    else:
+                                        given = None  # which would count as a holder
+                                        donation.repeat(cells, rest, (), flat, done)
+                                    result = done[0]
                             except NeedsGeneralPath:
                                 pass  # made below, outside the handler: errors must not be chained to this one
+                            except Exception:
+                                if done != [] or variant is None or not variant.was_refused(cells, rest):
+                                    raise
                             else:
                                 if len(result) == 2 and level is current_level():
                                     # One C call, so Ctrl-C comes before all writes or after all of them; see effects.
                                     any(map(setitem, plan.output_dicts, plan.output_names, result[0]))
                                     return result[1]
-                                return owner.finish_unplanned(compiled, result, (first, *rest), kwargs)
+                                late = [result] if done is None else done
+                                return owner.finish_unplanned(compiled, late, (first, *rest), kwargs)
+                            # These would count as holders of the arrays that the general path is about to donate.
+                            done = cells = given = kept = None
                             return owner.call((first, *rest), kwargs)
             return any_arguments(*(() if first is nothing else (first, *rest)), **kwargs)
-        except Exception as error:
-            owner.explain_error(error, () if first is nothing else (first, *rest), kwargs)
-            hide_frames(error)
+        except BaseException as error:
+            if done:
+                # XLA has taken the old values, and an interrupt has come before the new ones were written, or just
+                # after: writing them twice does no harm. See donation.
+                if len(done[0]) == 2:
+                    assert plan is not None
+                    any(map(setitem, plan.output_dicts, plan.output_names, done[0][0]))
+                else:
+                    owner.finish_unplanned(compiled, done, (first, *rest), kwargs)
+            elif done is not None:
+                assert donation is not None
+                donation.note_loss(error, cells)
+            if isinstance(error, Exception):
+                owner.explain_error(error, () if first is nothing else (first, *rest), kwargs)
+                hide_frames(error)
             raise
 
     def any_arguments(*args: Any, **kwargs: Any) -> Any:
+        done: Any = None
         try:
             values = (*bound, *args, *kwargs.values())
             form = forms.get((len(values) - len(kwargs), *map(type, values), *kwargs))
@@ -258,7 +302,10 @@ def make_function(owner: Any) -> Callable[..., Any]:
             if plan is None or (contexts and not _are_like(contexts, plan.contexts)):
                 return owner.call(args, kwargs)
             compiled, level, spread = plan.compiled(), plan.level, plan.spread
-            if compiled is None or (compiled.donation is not None and level is not current_level()):
+            if compiled is None:
+                return owner.call(args, kwargs)
+            donation = compiled.donation
+            if donation is not None and (level is not current_level() or nans.value or infs.value):
                 return owner.call(args, kwargs)
             if plan.captured is not None and not plan.captured.is_current(compiled.functions):
                 return owner.call(args, kwargs)
@@ -266,24 +313,37 @@ def make_function(owner: Any) -> Callable[..., Any]:
             data = tuple([values[i] for i in positions.data])
             forks = tuple([ctx.fork_data() for ctx in contexts])
             try:
-                if compiled.donation is not None:
-                    result = compiled.donation.run(cells, data, forks)
+                if donation is not None:
+                    done = []
+                    donation.repeat(cells, data, forks, flat, done)
+                    result = done[0]
                 elif forks:
                     result = compiled.jitted(cells, data, forks)
                 else:
                     result = compiled.jitted(cells, data)
             except NeedsGeneralPath:
-                pass  # made below, with the same forks
+                done = cells = None  # which would count as a holder on the general path; it draws the same keys
             else:
                 if len(result) == 2 and level is current_level():
                     new = result[0] if spread is None else spread(result[0])
                     any(map(setitem, plan.output_dicts, plan.output_names, new))
                     return result[1]
-                return owner.finish_unplanned(compiled, result, args, kwargs)
+                return owner.finish_unplanned(compiled, [result] if done is None else done, args, kwargs)
             return owner.call(args, kwargs, forks)
-        except Exception as error:
-            owner.explain_error(error, args, kwargs)
-            hide_frames(error)
+        except BaseException as error:
+            if done:  # as above
+                if len(done[0]) == 2:
+                    assert plan is not None
+                    new = done[0][0] if spread is None else spread(done[0][0])
+                    any(map(setitem, plan.output_dicts, plan.output_names, new))
+                else:
+                    owner.finish_unplanned(compiled, done, args, kwargs)
+            elif done is not None:
+                assert donation is not None
+                donation.note_loss(error, cells)
+            if isinstance(error, Exception):
+                owner.explain_error(error, args, kwargs)
+                hide_frames(error)
             raise
 
     return module_first if owner.plans.leads_with_module else any_arguments

@@ -7,6 +7,7 @@ cells, calls the compiled function with one flat list, and writes back what chan
 
 import contextlib
 import functools
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack, overload
@@ -29,7 +30,10 @@ from nnx.transforms.decorators import named_after
 from nnx.transforms.effects import discard
 from nnx.transforms.jit.argument_names import ArgumentNames
 from nnx.transforms.jit.compiled import Compiled, CurrentCall
+from nnx.transforms.jit.donation import NO_COUNTS
 from nnx.transforms.jit.fast_path import PlanCache, make_function
+from nnx.transforms.jit.holders import counts_tell
+from nnx.transforms.jit.interrupts import uninterrupted
 from nnx.transforms.jit.staged import Staged
 from nnx.transforms.observed import OBSERVERS
 
@@ -68,6 +72,7 @@ class Jit:
         donate = (options.pop("donate_argnums"), options.pop("donate_argnames"))
         self.static: Selection = Selection(target.fun, *static, offset)
         self.donated: Selection = Selection(target.fun, *donate, offset)
+        self.donates: bool = bool(self.donated) and counts_tell()
         self.options: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
         self.bound: tuple[Any, ...] = target.bound
         self.target: Callable[..., Any] = target.fun
@@ -83,6 +88,8 @@ class Jit:
         self.function.trace_count = 0
         for method in (self.lower, self.trace, self.eval_shape, self.clear_cache):
             setattr(self.function, method.__name__, method)
+        if self.donated and not self.donates:
+            self.warn(NO_COUNTS.format(name=self.name, version=platform.python_version()), "counts")
 
     def count_trace(self, by: int) -> None:
         self.function.trace_count += by
@@ -94,12 +101,11 @@ class Jit:
         if call.flat is not None and call.flat.sown:
             self._warn_of_sown(call)
         start = time.perf_counter()
-        result = compiled.execute(call)
+        result, out = compiled.call(call)
         if compiled.outdated_path is not None:
             text = {"path": compiled.outdated_path, "seconds": time.perf_counter() - start}
-            self._warn(EMBEDDED.format(name=self.name, **text), "embedded")
+            self.warn(EMBEDDED.format(name=self.name, **text), "embedded")
             compiled.outdated_path = None
-        out = compiled.finish(call, result)
         self.plans.remember(call, compiled, result, (*self.bound, *args), kwargs)
         if UNSETTLED:
             _warn_of_rules(call)
@@ -143,10 +149,17 @@ class Jit:
             explain_data(error, self.target, self.name, given, names, call.data)
 
     def finish_unplanned(
-        self, compiled: Compiled, result: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, compiled: Compiled, done: list[tuple[Any, ...]], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Ends a call that was made from a plan, but whose result did not match the plan."""
-        return compiled.finish(self.prepare(args, kwargs)[0], result)
+        """Ends a call that was made from a plan, but whose result, the one in `done`, did not match the plan.
+
+        The result leaves the list when nothing can interrupt the call anymore. If it is still there, it is not written.
+        """
+
+        def finish() -> Any:
+            return compiled.finish(self.prepare(args, kwargs)[0], done.pop())
+
+        return finish() if compiled.donation is None else uninterrupted(finish)
 
     def forget(self, compiled: Compiled) -> None:
         """Forgets what is compiled for one signature."""
@@ -192,7 +205,8 @@ class Jit:
 
     # Warnings
 
-    def _warn(self, text: str, once: str) -> None:
+    def warn(self, text: str, once: str) -> None:
+        """Warns, the first time for each value of `once`."""
         if once not in self._warned:
             self._warned.add(once)
             warn_user(text)
@@ -206,12 +220,12 @@ class Jit:
                 for name in info_of(module).sown_names(module.__dict__)
             ]
             if paths:
-                self._warn(NOT_POPPED.format(name=self.name, paths=", ".join(paths)), "sown")
+                self.warn(NOT_POPPED.format(name=self.name, paths=", ".join(paths)), "sown")
 
     def _drop_oldest(self, reasons: str) -> None:
         """Forgets the signature that was compiled first, and warns once that there are too many."""
         self.compiled.pop(next(iter(self.compiled)), None)
-        self._warn(TOO_MANY_COMPILED.format(name=self.name, count=MAX_COMPILED, reasons=reasons), "compiled")
+        self.warn(TOO_MANY_COMPILED.format(name=self.name, count=MAX_COMPILED, reasons=reasons), "compiled")
 
     def _explain_structure(self, call: Call) -> str:
         """Returns how a call differs from the one before; warns about it if asked, and if a value keeps changing."""
@@ -246,7 +260,7 @@ class Jit:
                 if count == RETRACES_BEFORE_WARNING:
                     where, (before, after) = _place(path, modules), _stripped(before, after)
                     text = STATIC_RETRACES.format(name=self.name, count=count, path=where, before=before, after=after)
-                    self._warn(text, f"static {path}")
+                    self.warn(text, f"static {path}")
 
     def explain_shapes(self, compiled: Compiled, cells: Any, data: Any) -> None:
         """Warns, if asked, which shape changed when a known signature is traced again."""
