@@ -15,11 +15,12 @@ import jax
 import numpy as np
 
 import nnx
-from tests.fuzz import vocabulary
 from tests.fuzz.compare import Difference, Registry, differences, mutable_objects
 from tests.fuzz.constructions import DECORATORS, Construction, draw_construction, stack_everything
 from tests.fuzz.graphs import EVERYTHING, Features
+from tests.fuzz.holders import Holders
 from tests.fuzz.interpret import interpreted
+from tests.fuzz.interrupts import can_interrupt, interrupted
 from tests.fuzz.programs import Call, Program, draw_program
 from tests.fuzz.shrinking import shrink
 from tests.fuzz.transforms import TRANSFORMS, Gradient
@@ -108,6 +109,7 @@ class Run:
         self.drawn: set[Any] = set()
         self.used = sorted({call.world for call in program.calls})
         self.number = 0
+        self.rng = random.Random(program.seed)
         self.before: Any = None  # the last portrait, while it is true
 
     def run(self) -> None:
@@ -121,6 +123,8 @@ class Run:
             if call.edit is not None:
                 self.edit(call)
             self.step(call)
+        if self.stack[0].interruptible and self.program.compiled and self.program.illegal is None and can_interrupt():
+            self.interrupt(self.program.calls[-1])
 
     def edit(self, call: Call) -> None:
         errors = [attempt(lambda side=side: side.edit(self, call))[1] for side in (self.left, self.right)]
@@ -135,11 +139,15 @@ class Run:
         # a Ref with one owner left looks like a plain variable from outside, but is another structure
         traces = None if self.program.reties() else getattr(self.lifted, "trace_count", None)
         types = self.types(call) if traces is not None else ""
+        holders = Holders(self.rng, self.left.roots()) if self.program.compiled else None
         DRAWN.clear()
         with contextlib.nullcontext() if self.program.compiled else interpreted():
             out, error = attempt(lambda: self.left.call(self.lifted, call, self.scope))
         jax.effects_barrier()
         drawn = list(DRAWN)
+        if holders is not None and (complaint := holders.complaint()):
+            raise Found("an array that somebody else holds", complaint)
+        del holders
         if self.program.illegal is not None:
             self.expect_refusal(error)
             return
@@ -168,6 +176,23 @@ class Run:
             if types in self.traced and self.lifted.trace_count > traces:
                 raise Found("traced again", f"an equal call was traced before ({self.lifted.trace_count} traces)")
             self.traced.add(types)
+
+    def interrupt(self, call: Call) -> None:
+        """Repeats a call with an interrupt somewhere in it: all of its changes are there, or none."""
+        if self.types(call) not in self.traced or call.fails:
+            return  # what happens while tracing is for JAX to get right
+        before, right = Registry().portrait(self.left.roots()), self.replay()
+        start = time.perf_counter()
+        _, error = attempt(lambda: right.call(self.eager, call, self.scope))
+        seconds = self.rng.choice([1e-4, 1e-3, time.perf_counter() - start])
+        after = Registry().portrait(right.roots())
+        if error is not None:
+            return
+        ended = interrupted(lambda: self.left.call(self.lifted, call, self.scope), self.rng, seconds)
+        now = Registry().portrait(self.left.roots())
+        found = differences(after, now)
+        if found and (ended or differences(before, now)):
+            raise_found("an interrupted call is neither whole nor undone", found)
 
     def types(self, call: Call) -> str:
         world = self.left.worlds[call.world]
@@ -310,7 +335,6 @@ def run_program(program: Program | Construction) -> Failure | None:
     run = None
     with warnings.catch_warnings(), plain_tracebacks():
         warnings.simplefilter("ignore")
-        vocabulary.sharing[0] = isinstance(program, Construction) or not program.compiled
         try:
             if isinstance(program, Construction):
                 construct(program)

@@ -47,6 +47,7 @@ class Transform:
       stateless: whether changes are discarded.
       outermost: whether it must not be inside another transform.
       compiled: whether only XLA shows its effect.
+      interruptible: whether a compiled call can be repeated, with an interrupt.
       derivative: whether it returns one.
       lacks: features that programs leave out under it.
       unique_keys: whether no key may be drawn twice.
@@ -63,6 +64,7 @@ class Transform:
         self.stateless = flags.get("stateless", False)
         self.outermost = flags.get("outermost", False) or self.stateless
         self.compiled = flags.get("compiled", False)
+        self.interruptible = flags.get("interruptible", False)
         self.derivative = flags.get("derivative", False)
         self.reverse = self.derivative and self.name != "jvp"
         self.lacks = flags.get("lacks", ())
@@ -98,17 +100,17 @@ def same(f: Function) -> Function:
 # Bodies that run once
 
 
-@transform(same, 30)
+@transform(same, 30, interruptible=True)
 def jit(f: Function) -> Function:
     return nnx.jit(f)
 
 
-@transform(same, 2, outermost=True, compiled=True)
+@transform(same, 2, outermost=True, compiled=True, interruptible=True)
 def jit_donating(f: Function) -> Function:
     return nnx.jit(f, donate_argnums=(0,))
 
 
-@transform(same, 2, outermost=True, compiled=True)
+@transform(same, 2, outermost=True, compiled=True, interruptible=True)
 def jit_donating_both(f: Function) -> Function:
     return nnx.jit(f, donate_argnums=(0, 1))
 

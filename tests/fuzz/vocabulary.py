@@ -400,12 +400,11 @@ def digest(value: Any) -> float:
 
 
 _constants: dict[Any, jax.Array] = {}
-sharing = [True]
-"""Whether equal constants are one array; not where arrays are donated."""
+"""Equal constants are one array, in all programs: donation must leave it to the others."""
 
 
 def _constant(key: Any, value: np.ndarray) -> jax.Array:
-    if sharing[0] and key in _constants:
+    if key in _constants:
         return _constants[key]
     array = jnp.asarray(value)
     if not isinstance(array, jax.core.Tracer):
