@@ -6,14 +6,14 @@ Modules that the function reaches by name (`routes`), then of whoever holds the 
 arguments, gathered on every call like the others, so the program sees their current values and is compiled once.
 
 A program is traced again if what it captured is no longer where it was: a name on the route was bound to another
-Module, the structure of a Module changed, or a Module is gone. An array that cannot become an argument, because it is a
-constant of something inside the program (`jax.jit` in the body of a loop), is *embedded*: the program is traced again
-once its cell holds another array.
+Module, the structure of a Module changed, or a Module is gone. An array stays a constant, and its cell is *watched*, if
+it cannot become an argument (it is a constant of `jax.jit` in the body of a loop), if nothing says which of several
+holders the function read it from, or if no name leads to it. The program is traced again once such a cell changes.
 """
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -60,11 +60,25 @@ class Root:
 
 
 class Place(NamedTuple):
-    """A leaf of a captured cell."""
+    """A leaf of a cell that holds a captured array."""
 
+    module: "weakref.ref[Any]"
     cell: int
     leaf: int
-    path: str
+    route: Route | None
+
+    def path(self) -> str:
+        module = self.module()
+        return f"{type(module).__name__}.{flat_of(module).key.cell_roots()[self.cell].path.replace('/', '.')}"
+
+    def holds(self, array: Any) -> bool:
+        """Whether the array is still there, or the Module is gone, so that no function can read from it."""
+        module = self.module()
+        if module is None:
+            return True
+        values = flat_of(module).values()
+        leaves = jax.tree.leaves(values[self.cell]) if self.cell < len(values) else []
+        return self.leaf < len(leaves) and identity(leaves[self.leaf]) == identity(array)
 
 
 class Captured:
@@ -73,7 +87,7 @@ class Captured:
     It holds instance dicts but no Module. When one is gone, `when_gone` is called, to drop all that refers to its dict.
 
     Attributes:
-        dicts, names: the cells: `dicts[i][names[i]]` is the value of cell i.
+        dicts, names: the hidden arguments: `dicts[i][names[i]]` is the value of cell i.
     """
 
     def __init__(self, when_gone: Callable[[], Any]):
@@ -81,12 +95,11 @@ class Captured:
         self.names: list[str] = []
         self._numbers: dict[tuple[int, str], int] = {}
         self._roots: list[Root] = []
-        self._tied: list[list[Place]] = []  # leaves that were one array: while they are, any of them will do
-        self._embedded: list[tuple[Place, Any]] = []  # with a weak reference to the array inside the program
+        self._watched: list[tuple[Place, Any]] = []  # with a weak reference to the array, a constant of the program
         self._when_gone = when_gone
 
     def __bool__(self) -> bool:
-        return bool(self.names)
+        return bool(self.names or self._watched)
 
     def values(self) -> list[Any]:
         """Returns the hidden arguments."""
@@ -94,29 +107,37 @@ class Captured:
 
     def is_current(self, functions: Sequence[Any]) -> bool:
         """Whether the program still reads what it read when it was traced, given its functions."""
-        if not all([root.is_current(functions) for root in self._roots]):
-            return False
-        return self.changed_inside() is None and all([self._is_one_array(places) for places in self._tied])
+        return all([root.is_current(functions) for root in self._roots]) and not self.changed()
 
-    def changed_inside(self) -> str | None:
-        """Returns the path of a cell that no longer holds the array that is embedded in the program, or None."""
-        for place, array in self._embedded:
-            if self._leaf(place) is not array():
-                return place.path
-        return None
+    def changed(self) -> list[str]:
+        """Returns the paths of watched cells whose arrays have changed."""
+        return [place.path() for place, array in self._watched if not place.holds(array())]
+
+    def watched(self) -> list[str]:
+        """Returns the paths of all watched cells."""
+        return [place.path() for place, _ in self._watched if place.module() is not None]
 
     def add(self, functions: Sequence[Any], closed: Any) -> bool:
-        """Notes which constants of a program are held by cells; returns whether there are new ones."""
+        """Notes which constants of a program are held by cells; returns whether there are new hidden arguments."""
         outer, inner = _constants(closed)
         wanted = {**outer, **inner}
         if not wanted:
             return False
-        before, found = len(self.names), {}
-        for module, route in _modules_with(wanted, functions):
-            for key, place in self._cells_of(module, route, wanted):
-                found.setdefault(key, []).append(place)
-        self._tied += [places for places in found.values() if len(places) > 1]
-        self._embedded += [(found[key][0], weakref.ref(inner[key])) for key in inner if key in found]
+        before, cells = len(self.names), {}
+        for key, places, has_name in _places_of(wanted, functions):
+            first = places[0]
+            is_known = len(places) == 1 and first.route is not None and not has_name
+            if key in outer and is_known:
+                self._hide(first)
+            elif _is_array(wanted[key]):
+                self._watched += [(place, weakref.ref(wanted[key])) for place in places]
+            for place in places:
+                if place.route is not None or len(places) == 1:
+                    module = place.module()
+                    _, _, held = cells.setdefault(id(module), (module, place.route, {}))
+                    held[place.cell] = flat_of(module).dicts[place.cell]
+        for module, route, held in cells.values():
+            self._roots.append(Root(module, route, held, self._when_gone))
         return len(self.names) > before
 
     def inputs(self, hidden: Sequence[Any]) -> dict[Any, Any]:
@@ -124,31 +145,12 @@ class Captured:
         keys = [identity(leaf) for value in self.values() for leaf in jax.tree.leaves(value)]
         return dict(zip(keys, jax.tree.leaves(hidden), strict=True))
 
-    def _cells_of(self, module: Any, route: Route | None, wanted: Any) -> Iterator[tuple[Any, Place]]:
-        flat, cells = flat_of(module), {}
-        for i, value in enumerate(flat.values()):
-            for leaf, array in enumerate(jax.tree.leaves(value)):
-                key = identity(array)
-                if key in wanted:
-                    cells[i] = flat.dicts[i]
-                    path = f"{type(module).__name__}.{flat.key.cell_roots()[i].path.replace('/', '.')}"
-                    yield key, Place(self._number(flat.dicts[i], flat.names[i]), leaf, path)
-        if cells:
-            self._roots.append(Root(module, route, cells, self._when_gone))
-
-    def _number(self, values: dict[str, Any], name: str) -> int:
-        number = self._numbers.setdefault((id(values), name), len(self.names))
-        if number == len(self.names):
+    def _hide(self, place: Place) -> None:
+        flat = flat_of(place.module())
+        values, name = flat.dicts[place.cell], flat.names[place.cell]
+        if self._numbers.setdefault((id(values), name), len(self.names)) == len(self.names):
             self.dicts.append(values)
             self.names.append(name)
-        return number
-
-    def _leaf(self, place: Place) -> Any:
-        leaves = jax.tree.leaves(self.dicts[place.cell].get(self.names[place.cell]))
-        return leaves[place.leaf] if place.leaf < len(leaves) else None
-
-    def _is_one_array(self, places: Sequence[Place]) -> bool:
-        return len({identity(self._leaf(place)) for place in places}) == 1
 
 
 def identity(value: Any) -> Any:
@@ -186,21 +188,34 @@ def _is_array(value: Any) -> bool:
 
 def is_inlined(eqn: Any) -> bool:
     """Whether an equation calls a program in a way that can be replaced by the program itself."""
-    return eqn.primitive.name in ("jit", "pjit") and bool(eqn.params["jaxpr"].consts)
+    return eqn.primitive.name in ("jit", "pjit")
 
 
-def _modules_with(wanted: Any, functions: Sequence[Any]) -> Iterator[tuple[Any, Route | None]]:
-    """Yields the Modules that hold these arrays, with the routes to them, as far as there are any."""
-    missing = dict(wanted)
+def _places_of(wanted: Mapping[Any, Any], functions: Sequence[Any]) -> Iterator[tuple[Any, list[Place], bool]]:
+    """Yields the arrays that cells hold: the key, the places, and whether it also has a name of its own."""
+    places: dict[Any, dict[Any, Place]] = {}
+    named: set[Any] = set()
     for value, route in reached(functions):
         if isinstance(value, ModuleBase):
-            yield value, route
-            for cell in flat_of(value).values():
-                for leaf in jax.tree.leaves(cell):
-                    missing.pop(identity(leaf), None)
+            _note_places(places, wanted, value, route)
         else:
-            missing.pop(identity(value), None)  # a constant with a name of its own
-    yield from ((module, None) for module in _holders(list(filter(_is_array, missing.values()))))
+            named.add(identity(value))
+    missing = [array for key, array in wanted.items() if key not in places and key not in named and _is_array(array)]
+    for module in _holders(missing):
+        _note_places(places, {identity(array): array for array in missing}, module, None)
+    for key, found in places.items():
+        yield key, list(found.values()), key in named
+
+
+def _note_places(places: dict[Any, Any], wanted: Mapping[Any, Any], module: Any, route: Route | None) -> None:
+    flat = flat_of(module)
+    for i, value in enumerate(flat.values()):
+        for leaf, array in enumerate(jax.tree.leaves(value)):
+            key = identity(array)
+            if key in wanted:
+                # A cell that several Modules lead to is one place.
+                cell = id(flat.dicts[i]), flat.names[i], leaf
+                places.setdefault(key, {}).setdefault(cell, Place(weakref.ref(module), i, leaf, route))
 
 
 def _holders(arrays: list[Any]) -> Iterable[Any]:
@@ -238,8 +253,10 @@ def evaluate(program: Any, inputs: dict[Any, Any], operands: Any) -> Any:
 
 def _evaluate(closed: Any, inputs: dict[Any, Any], args: Sequence[Any]) -> list[Any]:
     consts = [inputs.get(identity(const), const) for const in closed.consts]
-    if not any(map(is_inlined, closed.jaxpr.eqns)):
+    opened = {id(eqn) for eqn in closed.jaxpr.eqns if is_inlined(eqn) and _uses(eqn.params["jaxpr"], inputs)}
+    if not opened:
         return eval_jaxpr(closed.jaxpr, consts, *args)
+    # As `eval_jaxpr` does it, except that programs inside with captured constants are opened.
     values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*consts, *args], strict=True))
 
     def read(variable: Any) -> Any:
@@ -247,11 +264,17 @@ def _evaluate(closed: Any, inputs: dict[Any, Any], args: Sequence[Any]) -> list[
 
     for eqn in closed.jaxpr.eqns:
         operands = [read(variable) for variable in eqn.invars]
-        if is_inlined(eqn):
-            outs = _evaluate(eqn.params["jaxpr"], inputs, operands)
-        else:
-            functions, params = eqn.primitive.get_bind_params(eqn.params)
-            with jax.named_scope(str(eqn.source_info.name_stack)):
-                outs = eqn.primitive.bind(*functions, *operands, **params)
+        with jax.named_scope(str(eqn.source_info.name_stack)), eqn.ctx.manager:
+            if id(eqn) in opened:
+                outs = _evaluate(eqn.params["jaxpr"], inputs, operands)
+            else:
+                outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
         values.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs]))
     return [read(variable) for variable in closed.jaxpr.outvars]
+
+
+def _uses(closed: Any, inputs: Mapping[Any, Any]) -> bool:
+    """Whether a program, or one inside it that can be opened, has a captured constant."""
+    if any(identity(const) in inputs for const in closed.consts):
+        return True
+    return any(_uses(eqn.params["jaxpr"], inputs) for eqn in closed.jaxpr.eqns if is_inlined(eqn))

@@ -337,6 +337,33 @@ def test_two_weights_that_were_one_array_are_told_apart_later():
     assert step(jnp.array(1.0)) == 7.0
 
 
+def test_an_array_that_is_also_in_a_captured_module_keeps_its_own_value():
+    zero = jnp.zeros(())
+    model = Scale(zero)
+    step = nnx.jit(lambda x: model(x) + zero)
+    assert step(jnp.array(1.0)) == 0.0
+    model.w = jnp.array(5.0)
+    assert step(jnp.array(1.0)) == 5.0
+    model.w = jnp.array(7.0)
+    assert step(jnp.array(1.0)) == 7.0
+    assert step.trace_count == 2
+
+
+def test_a_constant_that_another_module_happens_to_hold_is_no_weight_of_it():
+    hidden = iter([jnp.ones(())])
+    held = [next(hidden)]
+    constant = type("Hidden", (), {"__slots__": (), "__call__": lambda self, get=held.__getitem__: get(0)})()
+    other = Scale(held[0])
+    step = nnx.jit(lambda x: x + constant())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for value in (1.0, 2.0, 3.0):
+            other.w = jnp.array(value)
+            assert step(jnp.array(1.0)) == 2.0
+    del other
+    assert step(jnp.array(1.0)) == 2.0
+
+
 def test_a_module_that_is_an_argument_and_captured_is_read_as_it_was_before_the_call():
     model = Scale(1.0)
 
@@ -410,7 +437,7 @@ def test_a_weight_inside_a_program_that_cannot_be_opened_is_compiled_again_with_
 
     assert step(jnp.array(1.0)) == 2.0
     model.w = jnp.array(3.0)
-    with pytest.warns(UserWarning, match=r"step is compiled again, in [\d.]+ s: Scale\.w has changed"):
+    with pytest.warns(UserWarning, match=r"step was compiled again, in [\d.]+ s: Scale\.w has changed"):
         assert step(jnp.array(1.0)) == 3.0
 
 

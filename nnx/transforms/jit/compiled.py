@@ -75,7 +75,7 @@ class Compiled:
         # What the function is, for finding captured weights: a static argument may hold Modules as well.
         self.functions: list[Any] = [owner.target, *[argument.value for argument in self.static_arguments]]
         self.captured: Captured = Captured(functools.partial(_forget, weakref.ref(self)))
-        self.outdated_path: str | None = None  # what changed inside the function that this one replaces
+        self.outdated: list[str] = []  # what changed inside the function that this one replaces
         self.cell_count: int = 0 if call.signature.key is None else len(call.signature.key.cells)
         self.effects: list[Effects | None] = []  # None: the first set, before one that can be first has shown
         self.shapes: list[str] | None = None

@@ -48,9 +48,9 @@ TOO_MANY_COMPILED = """{name} has been compiled for {count} different structures
 The last call differed from the one before in: {reasons}. Keep what changes from call to call in a Variable, or pass \
 it as an array."""
 
-EMBEDDED = """{name} is compiled again, in {seconds:.1f} s: {path} has changed, and its array is a constant inside the \
-compiled function, where jax.jit was used in the body of a loop, a branch or the like. Use nnx.jit there, or pass the \
-Module to it as an argument."""
+CONSTANT_WEIGHT = """{name} was compiled again, in {seconds:.1f} s: {path} has changed, and its array is a constant of \
+the compiled function, which reads it in a way that nnx.jit cannot follow (jax.jit in the body of a loop or branch, or \
+a Module that no name leads to). Use nnx.jit there, or pass the Module as an argument."""
 
 NOT_POPPED = """{name} was called with sown values that have not been popped: {paths}. Every further sow() appends to \
 them, so they grow and the function is recompiled each time. Take them out after each call: \
@@ -102,10 +102,12 @@ class Jit:
             self._warn_of_sown(call)
         start = time.perf_counter()
         result, out = compiled.call(call)
-        if compiled.outdated_path is not None:
-            text = {"path": compiled.outdated_path, "seconds": time.perf_counter() - start}
-            self.warn(EMBEDDED.format(name=self.name, **text), "embedded")
-            compiled.outdated_path = None
+        if compiled.outdated:
+            path = next((path for path in compiled.captured.watched() if path in compiled.outdated), None)
+            if path is not None:  # if not, the array was in that cell by coincidence
+                text = {"path": path, "seconds": time.perf_counter() - start}
+                self.warn(CONSTANT_WEIGHT.format(name=self.name, **text), "constant")
+            compiled.outdated = []
         self.plans.remember(call, compiled, result, (*self.bound, *args), kwargs)
         if UNSETTLED:
             _warn_of_rules(call)
@@ -120,17 +122,17 @@ class Jit:
         if call.flat is not None:
             call.flat.settle_functions()
         key = (call.signature, get_logical_axis_rules())
-        last, outdated_path = self._last, None
+        last, outdated = self._last, []
         # Comparing with the last key is cheaper than a hash, and nearly always enough.
         compiled = last[1] if last is not None and key == last[0] else self.compiled.get(key)
         if compiled is not None and not compiled.captured.is_current(compiled.functions):
-            outdated_path = compiled.captured.changed_inside()
+            outdated = compiled.captured.changed()
             self.forget(compiled)
             compiled = None
         if compiled is None:
             reasons = self._explain_structure(call)
             compiled = self.compiled[key] = Compiled(self, call, args, kwargs)
-            compiled.outdated_path = outdated_path
+            compiled.outdated = outdated
             if len(self.compiled) > MAX_COMPILED:
                 self._drop_oldest(reasons)
         self._last = (key, compiled)
