@@ -31,7 +31,7 @@ from nnx.core.kinds import NODE, STATIC, SUBMODULE, TREE, TREE_SPEC, Absent, exp
 from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.refs import Ref
 from nnx.core.repr import short
-from nnx.core.ties import is_mutable_tree
+from nnx.core.ties import is_mutable_tree, is_news
 from nnx.core.trees import contains_itself, find_module, fresh, items_of, leaf_types
 from nnx.core.variables import Container, ContainerMetadata, Node, Spec, Static, spec_of
 from nnx.core.versions import forget_flat_forms
@@ -136,8 +136,7 @@ def _assign_to_variable(module: Any, name: str, spec: Spec, category: int, value
         return
     if spec.on_set is not None:
         value = spec.on_set(value, spec.metadata)
-    if is_mutable_tree(value) and not is_mutable_tree(module.__dict__.get(name)):
-        # A flat form keeps track of the cells that hold mutable trees. This one is about to be the first in its cell.
+    if is_news(value, module.__dict__.get(name)):
         info_of(module).changed()
     module.__dict__[name] = value
 
@@ -195,8 +194,8 @@ def place(module: Any, name: str, kind: Any, value: Any) -> None:
     if old is None and not name.isidentifier():
         _refuse_bad_name(module, name)
     if old is kind and kind in (NODE, TREE):
-        if is_mutable_tree(value) and not is_mutable_tree(values.get(name)):
-            info.changed()  # as in `_assign_to_variable`
+        if is_news(value, values.get(name)):
+            info.changed()
         values[name] = value
         return
     if old is kind and (kind is STATIC or kind is SUBMODULE):
@@ -219,6 +218,8 @@ def place(module: Any, name: str, kind: Any, value: Any) -> None:
             kind.attach(module, name)
     info.kinds[name] = kind
     values[name] = value
+    if type(old) is Absent:
+        info.keep_place(values)
     if kind is STATIC and type(value) in wrappers:
         info.unsettled = True
     info.changed()

@@ -26,7 +26,7 @@ def build(key: GraphKey, statics: Statics, values: Sequence[Any]) -> Graph:
     """Builds new Modules of a structure around the given values, one per cell; `MISSING` makes a variable absent."""
     level = current_level()
     blueprints = key.blueprints
-    modules = [new_module(blueprint.cls, dict(blueprint.kinds), level) for blueprint in blueprints]
+    modules = [new_module(b.cls, b.kinds.copy(), level, False, b.slots.copy()) for b in blueprints]
     instance_dicts = [module.__dict__ for module in modules]
     static_values, mutables = statics.attach(modules)
     for held, blueprint in zip(instance_dicts, blueprints, strict=True):
@@ -45,6 +45,7 @@ def build(key: GraphKey, statics: Statics, values: Sequence[Any]) -> Graph:
         if value is MISSING:
             kinds = info_of(modules[module]).kinds
             kinds[name] = absent(type(modules[module]), kinds[name])
+            del held[name]
         else:
             held[name] = value
     refs = _build_refs(key, modules, values, level) if key.shared else {}
@@ -62,4 +63,5 @@ def _build_refs(key: GraphKey, modules: list[Any], values: Sequence[Any], level:
                 refs[cell].adopt(module, name)
             else:
                 info_of(module).kinds[name] = absent(type(module), key.kinds[cell])
+                module.__dict__.pop(name, None)  # the first one has none anymore
     return refs

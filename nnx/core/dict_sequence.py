@@ -55,7 +55,7 @@ class Dict(Module, MutableMapping[str, Any]):
         remove(self, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([segment_of(name) for name in info_of(self).sorted_names()])
+        return iter([segment_of(name) for name in info_of(self).kinds])
 
     def __len__(self) -> int:
         return len(info_of(self).kinds)

@@ -16,8 +16,8 @@ from nnx.core.state import Layout, State
 from nnx.core.static_keys import settle
 from nnx.core.statics import Statics
 from nnx.core.structure import GraphKey
-from nnx.core.ties import NO_TIES, Ties, alias_groups, mutable_tree_cells
-from nnx.core.trees import fresh, leaf_types
+from nnx.core.ties import NO_TIES, Ties, alias_groups, mutable_tree_cells, orders_of
+from nnx.core.trees import KeyOrder, fresh, holds_dicts, key_order, leaf_types
 from nnx.core.variables import box_all
 from nnx.core.versions import STRUCTURE, Revision, Version
 from nnx.core.walk import Traversal, traverse
@@ -59,12 +59,18 @@ class Flat:
                 self.versions.append(ref.version)
         self.revisions: list[Revision] = list(map(_revision, self.versions))
         # Cells that hold containers. With two or more, every call has to ask which of them hold the same one.
-        trees = mutable_tree_cells(self.values())
+        values = self.values()
+        has_trees = not all(map(leaf_types.get, set(map(type, values))))
+        trees = mutable_tree_cells(values) if has_trees else []
         self.has_mutable_trees: bool = len(trees) > 1
         shared = set(self.key.shared)
         lone = tuple([i for i, ref in enumerate(walk.refs) if ref is not None and i not in shared])
         aliases = alias_groups(trees, [self.dicts[i][self.names[i]] for i in trees])
-        self.ties: Ties = Ties(lone, aliases, walk.twins) if lone or aliases or walk.twins else NO_TIES
+        # Cells that hold dicts. Every call has to ask in which order the items are.
+        dicts = [i for i, value in enumerate(values) if holds_dicts(value)] if has_trees else []
+        orders = orders_of([(i, values[i]) for i in dicts])
+        has_ties = lone or aliases or walk.twins or orders
+        self.ties: Ties = Ties(lone, aliases, walk.twins, orders) if has_ties else NO_TIES
         levels = {id(info.level): info.level for info in infos}
         self.level: Any = next(iter(levels.values())) if len(levels) == 1 else None  # None: there are several levels
         self.sown: bool = any(info.sown and not info.sown.isdisjoint(info.kinds) for info in infos)
@@ -73,15 +79,19 @@ class Flat:
         self.last_plan: Any = None  # the one used last, which is usually the next one, too
         # What a call checks, in this order. `ready` is the stamp at which the revisions were last compared: while it is
         # the global one, they are the same. `unchanged` asks what no stamp tells: whether watched static values still
-        # hold what they held, whether the same cells share a container, and whether functions whose keys are open are
-        # unchanged. It is None if there are none of these.
+        # hold what they held, whether the same cells share a container, whether dicts have their items in the same
+        # order, and whether functions whose keys are open are unchanged. It is None if there are none of these.
         self.ready: Any = stamp
         watches = [watch for watches in walk.watches for watch in watches]
         self.unchanged: Callable[[], bool] | None = comparison(watches) if watches else None
         if self.has_mutable_trees:
             # Not a method: a form that refers to itself would not be freed together with its Module.
-            cells = trees, [self.dicts[i] for i in trees], [self.names[i] for i in trees]
-            self.unchanged = functools.partial(_is_unchanged, *cells, aliases, self.unchanged)
+            places = trees, [self.dicts[i] for i in trees], [self.names[i] for i in trees]
+            self.unchanged = functools.partial(_shares_as_before, *places, aliases, self.unchanged)
+        if dicts:
+            places = [self.dicts[i] for i in dicts], [self.names[i] for i in dicts]
+            known = [key_order(values[i]) for i in dicts]
+            self.unchanged = functools.partial(_is_ordered_as_before, *places, known, self.unchanged)
         self._unchanged_once_settled = self.unchanged
         watches = [watch for function in walk.functions for watch in function.watches]
         if watches:
@@ -144,17 +154,25 @@ class Flat:
         return found
 
 
-def _is_unchanged(
+def _is_ordered_as_before(
+    dicts: Sequence[dict[str, Any]],
+    names: Sequence[str],
+    orders: list[KeyOrder | None],
+    rest: Callable[[], bool] | None,
+) -> bool:
+    """Whether the dicts in cells have their items in the same order as before, and the rest is unchanged."""
+    return [*map(key_order, map(getitem, dicts, names))] == orders and (rest is None or rest())
+
+
+def _shares_as_before(
     cells: Sequence[int],
     dicts: Sequence[dict[str, Any]],
     names: Sequence[str],
     aliases: tuple[tuple[int, ...], ...],
-    statics_unchanged: Callable[[], bool] | None,
+    rest: Callable[[], bool] | None,
 ) -> bool:
-    """Whether the same cells share a container as before, and the watched static values are unchanged."""
-    if alias_groups(cells, map(getitem, dicts, names)) != aliases:
-        return False
-    return statics_unchanged is None or statics_unchanged()
+    """Whether the same cells share a container as before, and the rest is unchanged."""
+    return alias_groups(cells, map(getitem, dicts, names)) == aliases and (rest is None or rest())
 
 
 def _are_unchanged(function_watches: Sequence[Watch], others_unchanged: Callable[[], bool] | None) -> bool:

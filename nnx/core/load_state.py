@@ -117,7 +117,7 @@ def _fitting(new: Any, leaf: Any, cast: bool) -> tuple[Any] | str:
             return short(new)
         if not fits(have, want, cast or was_narrower(have, want, type(leaf).__name__)):
             return described_misfit(short(new), have, want)
-    return (jax.tree.unflatten(old_tree, map(converted, new_leaves, old_leaves)),)
+    return (jax.tree.unflatten(old_tree, map(converted, new_leaves, old_leaves)),)  # `update` restores the order
 
 
 def _raw(leaf: Any) -> Any:

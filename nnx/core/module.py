@@ -290,7 +290,8 @@ class Module(ModuleBase, metaclass=ModuleType):
     def update_state(self, *updates: Any) -> None:
         """Writes States (or tuples of them, a Pure, or a Module of the same type) into this Module.
 
-        Values are updated and new variables are added. If anything does not fit, nothing is changed.
+        Values are updated and new variables are added, behind the others. A value that is a dict keeps the order of its
+        items, which JAX sorts. If anything does not fit, nothing is changed.
         """
         for u in updates:
             if isinstance(u, Module) and class_of(u) is not class_of(self):
@@ -370,7 +371,7 @@ class Module(ModuleBase, metaclass=ModuleType):
     # Looking around
 
     def modules(self) -> Iterator["Module"]:
-        """Yields every distinct Module, including this one, depth first."""
+        """Yields every distinct Module, including this one, depth first, in the order of the attributes."""
         return (module for _, module in named_modules(self))
 
     def named_modules(self) -> Iterator[tuple[str, "Module"]]:

@@ -6,14 +6,16 @@ The values are stored raw in the instance `__dict__`; the *kind* of each attribu
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
-from operator import attrgetter, setitem
+from operator import attrgetter, call, setitem
 from typing import Any
 
 from nnx.core.errors import HAS_SLOTS
 from nnx.core.paths import segment_order
 from nnx.core.trace import current_level
+from nnx.core.trees import holds_dicts
 from nnx.core.versions import STRUCTURE, Revision, Version, flat_holders
 
 MAX_FLAT_FORMS = 6  # per Module; a step that adds variables for the caller to pop needs two
@@ -25,12 +27,12 @@ class ModuleInfo:
     is_view = False  # see views
 
     __slots__ = (
-        "kinds", "level", "restructured", "version", "flat", "joint", "flats", "order", "ordered_at", "constructing",
-        "unsettled", "sown", "path", "__weakref__",
+        "kinds", "level", "restructured", "version", "flat", "joint", "flats", "order", "inserted", "ordered_at",
+        "constructing", "unsettled", "sown", "path", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, kinds: dict[str, Any], level: Any, constructing: bool = False):
-        self.kinds: dict[str, Any] = kinds
+        self.kinds: dict[str, Any] = kinds  # in the order in which the attributes were set, as in the instance dict
         self.level: Any = level
         self.restructured = False  # whether there has been a structural change
         # Made when a flat form starts to watch this Module. Until then nothing cached depends on it, so constructors
@@ -38,6 +40,7 @@ class ModuleInfo:
         self.version: Version | None = None
         self.flat: Any = None  # the flat form of the graph that starts here, the one used last
         self.order: list[str] | None = None  # attribute names in path order
+        self.inserted: tuple[str, ...] | None = None  # those names as they were set, if that is another order
         self.constructing: bool = constructing
         self.unsettled: bool = False  # whether a static list or dict was assigned that may still come to hold Modules
         self.joint: Any = None  # the flat form of several roots, of which this Module is the first; the one used last
@@ -85,7 +88,7 @@ class ModuleInfo:
             values[name] = value
             self.order = None
             return
-        revision = version.revision.after(name, self.kinds.get(name), kind)
+        revision = version.revision.after(name, self.kinds.get(name), revised(kind, value))
         # One C call: a thread that walks the graph meanwhile must not find the new kind under the old revision, nor the
         # reverse. What it wrote down would be taken for valid when that revision comes back.
         writes = map(setitem, (self.kinds, values), (name, name), (kind, value))
@@ -103,6 +106,12 @@ class ModuleInfo:
         revision = version.revision.after(name, self.kinds[name], None)
         removals = map(dict.pop, (self.kinds, values), (name, name), (None, None))
         deque(chain(removals, map(setattr, (version, STRUCTURE), _MOVED, (revision, object()))), maxlen=0)
+
+    def keep_place(self, values: dict[str, Any]) -> None:
+        """Moves a variable that had no state to its place in the instance dict, in which it is the last one now."""
+        names = [name for name in self.kinds if name in values]
+        if [name for name in values if name in self.kinds] != names:
+            deque(map(call, arrange(values, names)), maxlen=0)
 
     # Flat forms
 
@@ -160,11 +169,44 @@ class ModuleInfo:
         """Returns the attribute names in path order."""
         order, revision = self.order, None if self.version is None else self.version.revision
         if order is None or self.ordered_at is not revision:
-            order = sorted(self.kinds, key=segment_order)
+            names = [*self.kinds]
+            order = sorted(names, key=segment_order)
             # Unless another thread has just added or removed a variable: then this may be the order before or after.
             if (None if self.version is None else self.version.revision) is revision:
+                self.inserted = None if order == names else tuple(names)
                 self.order, self.ordered_at = order, revision
         return order
+
+    def printed_names(self) -> list[str]:
+        """Returns the attribute names in the order in which they were set, or those of a Sequence by number."""
+        names = [*self.kinds]
+        return self.sorted_names() if all(map(str.isdecimal, names)) else names
+
+    def insertion_order(self) -> tuple[str, ...] | None:
+        """Returns the attribute names in the order in which they were set, or None if that is path order."""
+        self.sorted_names()
+        return self.inserted
+
+
+def revised(kind: Any, value: Any) -> Any:
+    """Returns what a revision knows of a plain variable.
+
+    That is its kind, and whether it holds dicts: a flat form of this revision has to ask for the order of their items.
+    """
+    return (kind, dict) if holds_dicts(value) else kind
+
+
+def arrange(held: dict[str, Any], names: Iterable[str]) -> list[Callable[[], Any]]:
+    """Returns the steps that put the items of a dict in order, as calls of C functions.
+
+    The dict is empty in between, so all of them have to run in one C call.
+
+    Args:
+        held: the dict.
+        names: the names that it has, or will have by then, in order; any others come last.
+    """
+    items = dict.fromkeys(names)  # a place for every item: `update` fills places that exist
+    return [partial(items.update, held), held.clear, partial(held.update, items)]
 
 
 _MOVED = ("revision", "stamp")  # what `bind` and `unbind` set, on the version and on the global stamp
@@ -190,6 +232,9 @@ def check_slots(cls: type) -> None:
 info_of: Callable[[Any], ModuleInfo] = attrgetter("_nnx_info")
 """Returns the ModuleInfo of a Module."""
 
+inserted_names: Callable[[Any], tuple[str, ...] | None] = attrgetter("_nnx_info.inserted")
+"""Returns what `insertion_order` last returned for a Module; valid as long as the sorted names are."""
+
 cached_flat: Callable[[Any], Any] = attrgetter("_nnx_info.flat")
 """Returns the cached flat form of the graph that starts at a Module, or None; it may no longer be valid."""
 
@@ -213,11 +258,17 @@ def class_of(module: Any) -> type:
     return module._nnx_viewed or type(module)
 
 
-def new_module(cls: type, kinds: dict[str, Any], level: Any = None, constructing: bool = False) -> Any:
-    """Makes an instance of `cls` with the given kinds and no values; no constructor runs."""
+def new_module(
+    cls: type,
+    kinds: dict[str, Any],
+    level: Any = None,
+    constructing: bool = False,
+    values: dict[str, Any] | None = None,
+) -> Any:
+    """Makes an instance of `cls` with the given kinds, and `values` for its instance dict; no constructor runs."""
     module = _new(cls)
     # A dict whose keys are not shared with other instances of the class: attribute reads stay specialized.
-    _set_dict(module, {})
+    _set_dict(module, {} if values is None else values)
     _set_info(module, ModuleInfo(kinds, current_level() if level is None else level, constructing))
     return module
 

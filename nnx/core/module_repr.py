@@ -39,7 +39,7 @@ def module_repr(root: Any) -> str:
             known = defaults[type(item)] = constructor_defaults(type(item))
         shown = [
             attribute
-            for attribute in info.sorted_names()
+            for attribute in info.printed_names()
             if not (info.kinds[attribute] is STATIC and is_option_left_alone(known, attribute, values[attribute]))
         ]
         if not shown:

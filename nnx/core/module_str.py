@@ -55,7 +55,7 @@ class _Tree:
         if cls not in self._defaults:
             self._defaults[cls] = constructor_defaults(cls)
         defaults, found = self._defaults[cls], []
-        for name in info.sorted_names():
+        for name in info.printed_names():
             kind, value = info.kinds[name], values.get(name)
             if kind is STATIC and (value is None or _is_default(defaults, name, value)):
                 continue

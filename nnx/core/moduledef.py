@@ -10,7 +10,7 @@ from nnx.core.attributes import set_spec
 from nnx.core.build import MISSING, build
 from nnx.core.flat import flat_of
 from nnx.core.kinds import STATIC
-from nnx.core.paths import join
+from nnx.core.paths import join, segment_of
 from nnx.core.proxies import Access
 from nnx.core.pure import Pure
 from nnx.core.repr import short
@@ -142,7 +142,18 @@ class ModuleDef(Generic[M]):
                 if before == after:
                     before, after = _told_apart(before, key, other_key)
                 differences.append(Difference(path, before, after))
-        return differences
+        return [*differences, *self._order_differences(other, prefixes)]
+
+    def _order_differences(self, other: "ModuleDef[Any]", prefixes: Sequence[str]) -> Iterator[Difference]:
+        """Yields the Modules whose common attributes are in another order."""
+        theirs = dict(zip(other._key.module_paths(prefixes), range(other._key.module_count)))
+        for module, path in enumerate(self._key.module_paths(prefixes)):
+            if path in theirs and self._key.has_order and other._key.has_order:
+                before, after = self._key.insertion_order(module), other._key.insertion_order(theirs[path])
+                before, after = [n for n in before if n in after], [n for n in after if n in before]
+                if before != after:
+                    texts = [", ".join(map(segment_of, names)) for names in (before, after)]
+                    yield Difference(path, *[f"attributes in the order {text}" for text in texts])
 
     def describe(self, prefixes: Sequence[str] = ("",)) -> dict[str, tuple[Any, str]]:
         """Returns for every path of the structure something to compare and a text; there is one prefix per root."""
@@ -176,7 +187,7 @@ class ModuleDef(Generic[M]):
         return lines
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ModuleDef) and self._key is other._key
+        return isinstance(other, ModuleDef) and self._key.agrees_with(other._key)
 
     def __hash__(self) -> int:
         return self._key.hash

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, REF_AT_OTHER_LEVEL, TraceContextError
 from nnx.core.module_info import ModuleBase, info_of
 from nnx.core.repr import short
-from nnx.core.ties import is_mutable_tree
+from nnx.core.ties import is_news
 from nnx.core.trace import current_level, same_level
 from nnx.core.trees import fresh
 from nnx.core.variables import Container, Node, Spec, refuse_modules, spec_of
@@ -126,8 +126,7 @@ class Ref:
         refuse_modules(spec.type, value)
         if spec.on_set is not None:
             value = spec.on_set(value, spec.metadata)
-        if is_mutable_tree(value) and not is_mutable_tree(self.__dict__["value"]):
-            # A flat form keeps track of the cells that hold mutable trees. This one is about to be the first here.
+        if is_news(value, self.__dict__["value"]):
             self.version.changed()
         for owner, name in self.owners():
             owner.__dict__[name] = value

@@ -8,6 +8,8 @@ their attributes is, what is static about them, and what is shared. Modules, cel
 - *Cells* are numbered depth first, which is the order of their paths in a State. Attributes on one Ref have one cell.
 - *Static values* are numbered in the order of the Modules that hold them.
 
+Numbers do not depend on the order in which attributes were set, but rebuilding a graph does, so a structure has it.
+
 A `GraphKey` is an interned GraphStructure: graphs of equal structure have one and the same key. It also caches the
 answers to questions about the structure, and the *blueprints* for building such a graph again (see build).
 """
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from nnx.core.kinds import ABSENT, SUBMODULE, absent, container_spec, is_cell, is_static
+from nnx.core.kinds import ABSENT, SUBMODULE, Absent, absent, container_spec, is_cell, is_static
 from nnx.core.paths import join, segment_of
 from nnx.core.state import Layout
 from nnx.core.variables import Spec
@@ -93,11 +95,19 @@ class GraphStructure(NamedTuple):
 
     roots: tuple[int, ...]
     outlines: tuple[Outline, ...]
+    # Per Module, the names of its attributes as they were inserted, or None if that is path order; as a whole None if
+    # nobody knows: in ModuleDefs that NNX 0.2 has pickled.
+    orders: tuple[tuple[str, ...] | None, ...] | None = None
 
     @staticmethod
-    def from_rows(roots: tuple[int, ...], outlines: Sequence[tuple[type, tuple[Any, ...]]]) -> "GraphStructure":
+    def from_rows(
+        roots: tuple[int, ...],
+        outlines: Sequence[tuple[type, tuple[Any, ...]]],
+        orders: tuple[tuple[str, ...] | None, ...] | None = None,
+    ) -> "GraphStructure":
         """Returns the structure of plain tuples with the same content."""
-        return GraphStructure(roots, tuple([Outline(cls, tuple(map(_attribute, rows))) for cls, rows in outlines]))
+        records = [Outline(cls, tuple(map(_attribute, rows))) for cls, rows in outlines]
+        return GraphStructure(roots, tuple(records), orders)
 
     def data_attributes(self) -> Iterator[tuple[int, DataAttribute]]:
         """Yields every attribute that holds data, with the number of its Module."""
@@ -109,7 +119,7 @@ class GraphStructure(NamedTuple):
     def mapped(self, change: Callable[[Attribute], Attribute]) -> "GraphStructure":
         """Returns the structure with every attribute replaced by what a function returns for it."""
         outlines = [Outline(cls, tuple(map(change, attributes))) for cls, attributes in self.outlines]
-        return GraphStructure(self.roots, tuple(outlines))
+        return GraphStructure(self.roots, tuple(outlines), self.orders)
 
 
 class Cell(NamedTuple):
@@ -161,6 +171,7 @@ class Blueprint(NamedTuple):
     statics: list[tuple[str, int]]  # (name, number of the static value)
     children: list[tuple[str, int]]  # (name, number of the Module)
     shared: list[tuple[str, int]]  # (name, number of the cell), for cells that several attributes share
+    slots: dict[str, None]  # an instance dict without values: a copy of it holds them in order
 
 
 class GraphKey:
@@ -182,7 +193,7 @@ class GraphKey:
     shared: tuple[int, ...]  # the cells that several attributes share
 
     @staticmethod
-    def of(structure: GraphStructure | tuple[Any, Any]) -> "GraphKey":
+    def of(structure: GraphStructure | tuple[Any, Any, Any]) -> "GraphKey":
         """Returns the one key of all structures equal to this one.
 
         Args:
@@ -194,7 +205,7 @@ class GraphKey:
         if key is None:
             key = GraphKey()
             key._rows = structure
-            key.hash = hash(structure)
+            key.hash = hash(structure[:2])  # without the orders, which may be unknown; see `agrees_with`
             key.roots = structure[0]
             key._structure = key._cells = key._cell_numbers = key._blueprints = None
             key._cell_roots = key._layout = key._module_paths = None
@@ -237,6 +248,17 @@ class GraphKey:
             structure = self._structure = GraphStructure.from_rows(*self._rows)
         return structure
 
+    def agrees_with(self, other: "GraphKey") -> bool:
+        """Whether two structures are the same, as far as the order of their attributes is known."""
+        if self is other:
+            return True
+        return not (self.has_order and other.has_order) and self._rows[:2] == other._rows[:2]
+
+    @property
+    def has_order(self) -> bool:
+        """Whether the order of the attributes is known, as it is unless NNX 0.2 has pickled the structure."""
+        return self._rows[2] is not None
+
     # Modules
 
     @property
@@ -251,6 +273,12 @@ class GraphKey:
     def attributes(self, module: int) -> tuple[Attribute, ...]:
         """Returns the attributes of a Module, in path order."""
         return self.structure.outlines[module].attributes
+
+    def insertion_order(self, module: int) -> tuple[str, ...]:
+        """Returns the names of the attributes of a Module in the order in which they were set."""
+        orders = self.structure.orders
+        found = None if orders is None else orders[module]
+        return tuple([attribute.name for attribute in self.attributes(module)]) if found is None else found
 
     def children(self, module: int) -> Iterator[int]:
         """Yields the numbers of the submodules of a Module; one that it holds twice comes twice."""
@@ -289,7 +317,9 @@ class GraphKey:
         blueprints = self._blueprints
         if blueprints is None:
             shared = set(self.shared)
-            blueprints = self._blueprints = [_blueprint(outline, shared) for outline in self.structure.outlines]
+            outlines = enumerate(self.structure.outlines)
+            made = [_blueprint(outline, self.insertion_order(module), shared) for module, outline in outlines]
+            blueprints = self._blueprints = made
         return blueprints
 
     # Cells
@@ -377,8 +407,8 @@ class GraphKey:
 _keys: "weakref.WeakValueDictionary[GraphStructure, GraphKey]" = weakref.WeakValueDictionary()
 
 
-def _blueprint(outline: Outline, shared_cells: set[int]) -> Blueprint:
-    kinds: dict[str, Any] = {}
+def _blueprint(outline: Outline, names: Sequence[str], shared_cells: set[int]) -> Blueprint:
+    kinds: dict[str, Any] = dict.fromkeys(names)
     statics, children, shared = [], [], []
     for attribute in outline.attributes:
         name = attribute.name
@@ -392,4 +422,5 @@ def _blueprint(outline: Outline, shared_cells: set[int]) -> Blueprint:
             children.append((name, attribute.module))
         elif type(attribute) is AbsentAttribute:
             kinds[name] = absent(outline.cls, attribute.spec)
-    return Blueprint(outline.cls, kinds, statics, children, shared)
+    slots = dict.fromkeys([name for name, kind in kinds.items() if type(kind) is not Absent])
+    return Blueprint(outline.cls, kinds, statics, children, shared, slots)

@@ -1,13 +1,20 @@
-"""Pytrees in one attribute: telling leaves from trees, copying trees, and finding Modules that hide in them."""
+"""Pytrees in one attribute: telling leaves from trees, copying trees, and finding Modules that hide in them.
 
-from typing import Any
+JAX sorts the items of a dict by key. A `KeyOrder` says in which order the dicts of a tree had their items, so that they
+can be put back: a tree that is copied here, or handed through JAX by a transform, keeps the order of its dicts.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from operator import is_
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from nnx.core.caches import outlives_caches
 
-leaf_types: dict[type, bool] = {}
+leaf_types: dict[type, bool] = {dict: False, list: False, tuple: False}
 """Whether values of a type are leaves that hold data; types are entered as they are met."""
 
 constant_types: dict[type, bool] = {}
@@ -26,7 +33,8 @@ def is_leaf(value: Any) -> bool:
     found = leaf_types.get(cls)
     if found is None:
         found = (value is None or is_pytree_leaf(value)) and not holds_state(value)
-        if outlives_caches(cls):
+        # A class of dicts that JAX does not know is a leaf to it. None is remembered, so that each is looked at.
+        if outlives_caches(cls) and not (found and issubclass(cls, dict)):
             leaf_types[cls] = found
     return found
 
@@ -38,7 +46,7 @@ def fresh(value: Any) -> Any:
         return value
     if cls is tuple and all(map(leaf_types.get, map(type, value))):
         return value  # nothing in it can be shared by accident; what `sow` records is nearly always such a tuple
-    return jax.tree.map(lambda leaf: leaf, value)
+    return mapped(lambda leaf: leaf, value)
 
 
 def can_change(value: Any) -> bool:
@@ -70,7 +78,7 @@ def own(value: Any, copies: dict[int, Any], buffers: bool = False) -> Any:
             return copy
         return leaf.copy() if buffers and isinstance(leaf, jax.Array) else leaf
 
-    return own_leaf(value) if is_leaf(value) else jax.tree.map(own_leaf, value)
+    return own_leaf(value) if is_leaf(value) else mapped(own_leaf, value)
 
 
 def holds_state(value: Any) -> bool:
@@ -109,3 +117,96 @@ def contains_itself(value: Any) -> bool:
 def items_of(container: Any) -> Any:
     """Returns the values of a dict, or the items of a list or tuple."""
     return list(container.values()) if isinstance(container, dict) else container
+
+
+# The order of the items of dicts
+
+
+class KeyOrder(NamedTuple):
+    """The order of the items in one node of a tree, and in the nodes below it."""
+
+    keys: tuple[Any, ...] | None  # of a dict, unless they are sorted
+    children: tuple[tuple[Any, "KeyOrder"], ...]  # by key or position, those that are not sorted throughout
+
+
+_DICTS: frozenset[Any] = frozenset({dict, defaultdict, OrderedDict})  # those that JAX takes apart by itself
+
+
+def holds_dicts(value: Any) -> bool:
+    """Whether there is a dict in a tree, or a list, which may come to hold one in place."""
+    cls = type(value)
+    if leaf_types.get(cls) or is_leaf(value):
+        return False
+    if cls is tuple:
+        return any(map(holds_dicts, value))
+    return any(map(_is_dict_or_list, jax.tree.leaves(value, is_leaf=_is_dict_or_list)))
+
+
+def _is_dict_or_list(value: Any) -> bool:
+    return isinstance(value, (dict, list))
+
+
+def key_order(value: Any, complete: bool = False) -> KeyOrder | None:
+    """Returns the order of the dicts in a tree, or None if all of them are sorted, as JAX leaves them.
+
+    Args:
+        value: the tree.
+        complete: whether to include dicts that are sorted.
+    """
+    cls = type(value)
+    known = leaf_types.get(cls)
+    if known or (known is None and is_leaf(value)):
+        return None
+    keys, names, items = None, None, value
+    if cls in _DICTS:
+        names, items = [*value], value.values()
+        if complete or names != _sorted(names):
+            keys = tuple(names)
+    elif cls is not list and not issubclass(cls, tuple):
+        if not holds_dicts(value):
+            return None
+        items = _children(value)[0]
+    below: tuple[Any, ...] = ()
+    if not all(map(leaf_types.get, map(type, items))):
+        orders = [key_order(item, complete) for item in items]
+        places = range(len(orders)) if names is None else names
+        below = tuple([(at, order) for at, order in zip(places, orders) if order is not None])
+    return None if keys is None and not below else KeyOrder(keys, below)
+
+
+def in_order(value: Any, order: KeyOrder | None) -> Any:
+    """Returns a tree with its dicts in this order, with new nodes where that changes something.
+
+    A dict of which the order says nothing, or that has other keys, stays as it is.
+    """
+    cls = type(value)
+    if order is None or leaf_types.get(cls) or is_leaf(value):
+        return value
+    below = dict(order.children)
+    if cls in _DICTS:
+        keys = [*value] if order.keys is None or {*order.keys} != value.keys() else order.keys
+        items = {key: in_order(value[key], below.get(key)) for key in keys}
+        if [*items] == [*value] and all(map(is_, items.values(), value.values())):
+            return value
+        return defaultdict(value.default_factory, items) if cls is defaultdict else cls(items)
+    children, rebuild = _children(value)
+    ordered = [in_order(child, below.get(at)) for at, child in enumerate(children)]
+    return value if all(map(is_, ordered, children)) else rebuild(ordered)
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Returns `jax.tree.map(function, tree)` with the dicts in the order of the tree."""
+    return in_order(jax.tree.map(function, tree), key_order(tree))
+
+
+def _sorted(keys: list[Any]) -> list[Any]:
+    try:
+        return sorted(keys)
+    except TypeError:  # an OrderedDict can have keys that cannot be sorted
+        return keys
+
+
+def _children(node: Any) -> tuple[list[Any], Callable[[Any], Any]]:
+    """Returns the children of a node of a tree, and a function that makes a node of others."""
+    children, treedef = jax.tree.flatten(node, is_leaf=lambda value: value is not node)
+    return children, treedef.unflatten

@@ -12,9 +12,9 @@ from nnx.core.paths import join, segment_of
 from nnx.core.refs import Ref
 from nnx.core.repr import short
 from nnx.core.state import Layout, State, parts_of
-from nnx.core.ties import is_mutable_tree
+from nnx.core.ties import is_mutable_tree, is_news
 from nnx.core.trace import current_level, same_level
-from nnx.core.trees import fresh, leaf_types
+from nnx.core.trees import fresh, in_order, key_order, leaf_types
 from nnx.core.variables import Container, Spec, spec_of
 from nnx.core.versions import forget_flat_forms
 
@@ -44,7 +44,10 @@ def update(root: Any, *states: State) -> None:
         layout, leaves = parts_of(state)
         for i, path, leaf in zip(flat.indices(layout), layout.paths, leaves, strict=True):
             if i >= 0:
-                writes.append((i, _fitting_value(kinds[i], leaf, path)))
+                value = _fitting_value(kinds[i], leaf, path)
+                if not leaf_types.get(type(value)):  # the dicts of a State may have been through JAX, which sorts them
+                    value = in_order(value, key_order(flat.dicts[i][flat.names[i]], complete=True))
+                writes.append((i, value))
             else:
                 additions.append(_addition(root, path, leaf))
     note_mutable_trees(flat, [i for i, _ in writes], [value for _, value in writes])
@@ -57,18 +60,16 @@ def update(root: Any, *states: State) -> None:
         else:
             info.kinds[name] = kind
             owner.__dict__[name] = value
+            info.keep_place(owner.__dict__)
             info.changed()
 
 
 def note_mutable_trees(flat: Flat, cells: Sequence[int], values: Sequence[Any]) -> None:
-    """Notes a structural change where a cell is about to hold its first mutable tree.
-
-    A flat form knows which of its cells hold mutable trees, because a call has to ask which of those are one object.
-    """
+    """Notes a structural change where a cell is about to hold its first mutable tree, or its first dict."""
     if all(map(leaf_types.get, set(map(type, values)))):
         return
     for i, value in zip(cells, values):
-        if is_mutable_tree(value) and not is_mutable_tree(flat.dicts[i][flat.names[i]]):
+        if is_news(value, flat.dicts[i][flat.names[i]]):
             module = flat.modules[flat.key.cells[i].module]()
             if module is not None:
                 info_of(module).changed()

@@ -7,12 +7,12 @@ revisions it saw with the current ones.
 
 Revisions can come back. A *series* is a run of revisions that differ in plain variables alone: variables that were
 added, removed or given another spec, but for Refs. Inside a series, the revision is found by the difference from the
-first one, regardless of the order of the changes. So a variable that every step creates and the caller pops (`sow` and
-`pop_state`) moves a Module between two revisions, and the flat forms of both remain useful. Any other change, such as
-one to a static value or a submodule, starts a new series, even if it restores what was there.
+first one: what has changed or is gone, and what was added, in order. So a variable that every step creates and the
+caller pops (`sow` and `pop_state`) moves a Module between two revisions, and the flat forms of both remain useful. Any
+other change, such as one to a static value or a submodule, starts a new series, even if it restores what was there.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from nnx.core.caches import WeakRegistry
 
@@ -31,7 +31,11 @@ class GlobalStamp:
 STRUCTURE = GlobalStamp()
 
 
-_NO_DIFFERENCE: frozenset[Any] = frozenset()
+class Difference(NamedTuple):
+    """How one revision differs from the first of its series."""
+
+    changed: frozenset[tuple[str, Any]] = frozenset()  # first variables with another kind, or None for those removed
+    added: tuple[tuple[str, Any], ...] = ()  # in order; a variable that was removed and set again is in both
 
 
 class Revision:
@@ -39,14 +43,14 @@ class Revision:
 
     Args:
         series: the series it belongs to. The first revision gets one when a second follows: most never do.
-        difference: the plain variables, as (name, kind), that are not as in the first; None for those not there.
+        difference: the plain variables, as (name, kind), that are not as in the first.
     """
 
     __slots__ = ("series", "difference")
 
-    def __init__(self, series: "Series | None" = None, difference: frozenset[tuple[str, Any]] = _NO_DIFFERENCE):
+    def __init__(self, series: "Series | None" = None, difference: Difference = Difference()):  # noqa: B008
         self.series: Series | None = series
-        self.difference: frozenset[tuple[str, Any]] = difference
+        self.difference: Difference = difference
 
     def can_lead_to(self, other: "Revision") -> bool:
         """Whether changes of plain variables alone can lead from this revision to another one."""
@@ -60,7 +64,7 @@ class Revision:
         """
         if self.series is None:
             self.series = Series(self)
-        return self.series.find(dict(self.difference), name, before, after)
+        return self.series.find(dict(self.difference.changed), dict(self.difference.added), name, before, after)
 
 
 class Series:
@@ -70,15 +74,19 @@ class Series:
 
     def __init__(self, first: Revision) -> None:
         self.first_kinds: dict[str, Any] = {}  # of variables that have changed since the first revision
-        self.revisions: dict[frozenset[Any], Revision] = {first.difference: first}
+        self.revisions: dict[Difference, Revision] = {first.difference: first}
 
-    def find(self, kinds: dict[str, Any], name: str, before: Any, after: Any) -> Revision:
-        """Returns the revision that differs from the first in these kinds and one more."""
-        if self.first_kinds.setdefault(name, before) is after:
-            kinds.pop(name, None)
+    def find(self, changed: dict[str, Any], added: dict[str, Any], name: str, before: Any, after: Any) -> Revision:
+        """Returns the revision that differs from the first in these variables and one more."""
+        if name in added and after is None:
+            del added[name]
+        elif name in added or before is None:
+            added[name] = after
+        elif self.first_kinds.setdefault(name, before) is after:
+            changed.pop(name, None)
         else:
-            kinds[name] = after
-        difference = frozenset(kinds.items())
+            changed[name] = after
+        difference = Difference(frozenset(changed.items()), tuple(added.items()))
         found = self.revisions.get(difference)
         if found is None:
             if len(self.revisions) >= MAX_REVISIONS:

@@ -77,6 +77,7 @@ class ViewInfo(ModuleInfo):
     restructured = property(lambda self: info_of(self.source).restructured)  # type: ignore[assignment]
     sown = property(lambda self: info_of(self.source).sown)  # type: ignore[assignment]
     path = property(lambda self: info_of(self.source).path)  # type: ignore[assignment]
+    inserted = property(lambda self: info_of(self.source).inserted)  # type: ignore[assignment]
     constructing = unsettled = False
 
     def changed(self) -> None:

@@ -10,7 +10,7 @@ import jax
 
 from nnx.core.errors import FOREIGN_METHOD, REGISTERED_AS_PYTREE, STATIC_HOLDS_STATE
 from nnx.core.kinds import ABSENT, NODE, STATIC, SUBMODULE, TREE, Absent, is_cell, is_static
-from nnx.core.module_info import class_of, info_of, is_view, values_of
+from nnx.core.module_info import class_of, info_of, inserted_names, is_view, values_of
 from nnx.core.paths import join
 from nnx.core.refs import Ref
 from nnx.core.static_keys import ForeignMethod, Freezer, HoldsState, OpenFunction
@@ -28,6 +28,10 @@ class Numbering(NamedTuple):
     owners: dict[int, list[tuple[int, str]]]  # the attributes on a Ref, as (Module, name), by the id of the Ref
     statics: list[tuple[int, str, Any]]  # the static attributes, as (Module, name, kind)
     data_kinds: set[Any]  # the kinds of all attributes that hold data, but for Refs
+
+    def depth_first(self) -> Iterator[int]:
+        """Yields the numbers of the Modules depth first, each Module's children as its attributes were set."""
+        return depth_first(self.parents, [info_of(module).insertion_order() for module in self.modules])
 
 
 def number_modules(roots: Iterable[Any]) -> Numbering:
@@ -67,12 +71,21 @@ def number_modules(roots: Iterable[Any]) -> Numbering:
     return Numbering(modules, parents, index, owners, statics, data_kinds)
 
 
-def depth_first(parents: Sequence[Parent]) -> Iterator[int]:
-    """Yields the numbers of Modules in the order of their canonical paths, from the parents of all of them."""
+def depth_first(parents: Sequence[Parent], orders: Sequence[Sequence[str] | None] = ()) -> Iterator[int]:
+    """Yields the numbers of Modules depth first, from the parents of all of them.
+
+    Args:
+        parents: the parents, by number.
+        orders: for each Module, the order of its attributes, or None if that is path order; by default, all are.
+    """
     children: list[list[int]] = [[] for _ in parents]
     stack: list[int] = []
     for module, parent in reversed(list(enumerate(parents))):
         (stack if parent is ROOT else children[parent.module]).append(module)
+    for found, order in zip(children, orders):
+        if order is not None and len(found) > 1:
+            places = {name: place for place, name in enumerate(order)}
+            found.sort(key=lambda child: -places[parents[child].name])
     while stack:
         yield (module := stack.pop())
         stack.extend(children[module])  # in reverse, so that the first child is on top
@@ -80,9 +93,10 @@ def depth_first(parents: Sequence[Parent]) -> Iterator[int]:
 
 def named_modules(root: Any) -> Iterator[tuple[str, Any]]:
     """Yields every distinct Module of the graph with its canonical path, depth first; the path of the root is `""`."""
-    modules, parents, *_ = number_modules((root,))
+    numbering = number_modules((root,))
+    modules, parents, *_ = numbering
     paths = [""] * len(modules)
-    for i in depth_first(parents):
+    for i in numbering.depth_first():
         parent, name = parents[i]
         if parents[i] is not ROOT:
             paths[i] = join(paths[parent], name)
@@ -188,7 +202,8 @@ def traverse(roots: Sequence[Any], functions: Iterable[OpenFunction] = ()) -> Tr
     for found, position, name, spec, shared in ahead:
         found[position] = (name, spec, shared_cells[shared])
     outlines = [(class_of(module), tuple(found)) for module, found in zip(modules, attributes, strict=True)]
-    walk.key = GraphKey.of((root_numbers, tuple(outlines)))
+    orders = tuple(map(inserted_names, modules))  # up to date, like the sorted names just used
+    walk.key = GraphKey.of((root_numbers, tuple(outlines), orders))
     return walk
 
 

@@ -133,7 +133,7 @@ def _attributes(module: Any) -> dict[str, Any]:
     """Returns the attributes of a Module to show: variables in their containers, everything else unchanged."""
     info, values = info_of(module), values_of(module)
     shown = {}
-    for name in info.sorted_names():
+    for name in info.printed_names():
         kind = info.kinds[name]
         if type(kind) is not Absent:
             is_variable = isinstance(kind, (Spec, Ref))

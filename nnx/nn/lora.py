@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.core.filters import Filter, PathMatches, to_predicate
 from nnx.core.module import Module
+from nnx.core.paths import path_order
 from nnx.core.variables import Variable
 from nnx.nn.checks import check_last_axis, check_sizes
 from nnx.nn.initializers import he_uniform
@@ -309,7 +310,9 @@ def add_lora(
     ['layers/0/lora/lora_a', 'layers/0/lora/lora_b']
     """
     matches = to_predicate(PathMatches(where) if isinstance(where, str) else where)
-    linear = {path: module for path, module in Module.named_modules(model) if type(module) in _ADAPTED}
+    # By path: which keys a layer draws must not depend on the order in which attributes were set.
+    modules = sorted(Module.named_modules(model), key=lambda found: path_order(found[0]))
+    linear = {path: module for path, module in modules if type(module) in _ADAPTED}
     chosen = {path: module for path, module in linear.items() if matches(path, module)}
     if not chosen:
         paths = ", ".join(map(repr, linear)) or "(none)"

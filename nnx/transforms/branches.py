@@ -12,6 +12,7 @@ from nnx.core.paths import join
 from nnx.core.repr import type_text
 from nnx.core.structure import GraphKey, module_path
 from nnx.transforms.annotations import R
+from nnx.transforms.body_order import BodyOrder
 from nnx.transforms.body_rules import check_aliases, check_structure
 from nnx.transforms.call import Call, target_of
 from nnx.transforms.eager_traces import kept_trace
@@ -42,6 +43,7 @@ class BranchCall:
         bound = {id(owner): owner for target in self.targets for owner in target.bound}
         self.bound: list[Any] = list(bound.values())
         self.call: Call = Call((self.bound, *operands), {})
+        self.order: BodyOrder = BodyOrder()
         self.effects: list[Any] = []
         self.shapes: list[Any] = []
         self.rewrite: Rewrite | None = None
@@ -79,10 +81,12 @@ class BranchCall:
         def run(cells: Any, data: Any, forks: Any) -> Outcome:
             signature = self.call.signature
             entered, args, _ = enter_call(signature, self.call.statics, cells, data, signature.contexts_from(forks))
+            self.order.keep(entered)
             owners, *operands = args
             owner = [owners[i] for i, o in enumerate(self.bound) for b in target.bound if o is b]
             out = run_in_scope(target.fun, (*owner, *operands), {})
             refuse_records(entered, self.name)
+            self.order.keep(entered, out)
             return leave(entered, out, self.name)
 
         return run
@@ -167,7 +171,8 @@ class BranchCall:
         first = self.effects[0]
         sown = tuple(dict.fromkeys(item for effects in self.effects for item in effects.sown))
         changed = () if self.rewrite is not None else tuple(self.union())
-        return Outcome(values, out, first.replace(changed=changed, rewrite=self.rewrite, sown=sown))
+        orders = tuple({cell: order for effects in reversed(self.effects) for cell, order in effects.orders}.items())
+        return Outcome(values, out, first.replace(changed=changed, rewrite=self.rewrite, sown=sown, orders=orders))
 
 
 def _rewritten_path(key: GraphKey | None, rewrite: Rewrite, cell: int) -> str:

@@ -20,6 +20,7 @@ from nnx.core.flat import joint_flat_of
 from nnx.core.moduledef import ModuleDef
 from nnx.core.variables import Param
 from nnx.transforms.annotations import CustomOptions, P, Q, R, T
+from nnx.transforms.body_order import BodyOrder
 from nnx.transforms.call import Call, Signature, target_of, with_values
 from nnx.transforms.decorators import decorator, named_after
 from nnx.transforms.differentiated_part import Part, positions_of, with_modules, without_modules, zero_tangent
@@ -55,6 +56,7 @@ class CustomCall:
         # Other arrays are passed as arguments, too, since they may be tracers. Python values stay Python values.
         self.constants: list[int] = [i for i, value in data if i not in chosen and isinstance(value, jax.Array)]
         self.effects: dict[str, Effects] = {}
+        self.order: BodyOrder = BodyOrder()
 
     def arguments(self) -> tuple[Any, ...]:
         """Returns the arguments of the function JAX sees: cells, differentiated data, other arrays, and forks."""
@@ -78,6 +80,7 @@ class CustomCall:
         Raises:
             ValueError: they do not change the same state.
         """
+        self.order.keep(entered, out)
         outcome = leave(entered, out, self.name)
         self.effects[runner] = outcome.effects
         if any(effects != outcome.effects for effects in self.effects.values()):

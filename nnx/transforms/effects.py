@@ -17,8 +17,9 @@ from nnx.core.flat import Flat
 from nnx.core.module_info import info_of
 from nnx.core.paths import join
 from nnx.core.structure import GraphKey
-from nnx.core.ties import mutable_tree_cells
+from nnx.core.ties import is_news, orders_of
 from nnx.core.trace import current_level, same_level
+from nnx.core.trees import KeyOrder, in_order, leaf_types
 from nnx.core.updates import check_level, note_mutable_trees
 from nnx.transforms.call import Call, Signature, is_context, is_module
 from nnx.transforms.entered import Entered, enter
@@ -61,10 +62,15 @@ class Effects:
         aliases: groups of cells that hold one container after the function.
         regrouped: cells, numbered before the function, that came to share a container or no longer do.
         trees: the values that come out as mutable trees, by position. A flat form has to know of these.
+        orders: the order of the dicts in a cell after the function, unless they are sorted; those of released Refs
+            have the numbers -1, -2, ...
         simple: whether values changed and nothing else did, so that a repeated call can be made from a plan.
     """
 
-    __slots__ = ("changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped", "trees", "simple")
+    __slots__ = (
+        "changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped", "trees", "orders", "simple",
+        "_positions",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -75,6 +81,7 @@ class Effects:
         aliases: tuple[tuple[int, ...], ...] = (),
         regrouped: tuple[int, ...] = (),
         trees: tuple[int, ...] = (),
+        orders: tuple[tuple[int, KeyOrder], ...] = (),
     ):
         self.changed: tuple[int, ...] = changed
         self.rewrite: Rewrite | None = rewrite
@@ -83,11 +90,13 @@ class Effects:
         self.aliases = aliases
         self.regrouped: tuple[int, ...] = regrouped
         self.trees: tuple[int, ...] = trees
+        self.orders = orders
+        self._positions: tuple[list[tuple[int, KeyOrder]], list[tuple[int, int]]] | None = None  # see `tie`
         self.simple: bool = rewrite is None and not sown and not returns_modules and not aliases
 
     def replace(self, **parts: Any) -> "Effects":
         """Returns the same effects with some parts replaced."""
-        names = ("changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped", "trees")
+        names = ("changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped", "trees", "orders")
         return Effects(**{name: parts[name] if name in parts else getattr(self, name) for name in names})
 
     @property
@@ -100,18 +109,30 @@ class Effects:
         return self.changed if self.rewrite is None else self.rewrite.outputs()
 
     def tie(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Returns the values that came out, with one container for all cells that shared one."""
-        if not self.aliases:
+        """Returns the values that came out, with dicts in order and one container for all cells that shared one."""
+        if not self.aliases and not self.orders:
             return values
-        values, places = list(values), {cell: i for i, cell in enumerate(self.outputs())}
-        for first, *others in self.aliases:
-            for cell in others:
-                if first in places and cell in places:
-                    values[places[cell]] = values[places[first]]
+        if self._positions is None:
+            self._positions = self._find_positions()
+        orders, aliases = self._positions
+        values = list(values)
+        for position, order in orders:
+            values[position] = in_order(values[position], order)
+        for first, other in aliases:
+            values[other] = values[first]
         return values
 
+    def _find_positions(self) -> tuple[list[tuple[int, KeyOrder]], list[tuple[int, int]]]:
+        """Returns `orders` and `aliases`, the latter in pairs, with the positions of values in place of cells."""
+        places = {cell: position for position, cell in enumerate(self.outputs())}
+        released = () if self.rewrite is None else self.rewrite.released
+        places.update({-1 - number: len(places) + number for number in range(len(released))})
+        orders = [(places[cell], order) for cell, order in self.orders if cell in places]
+        pairs = [(first, other) for first, *others in self.aliases for other in others]
+        return orders, [(places[one], places[other]) for one, other in pairs if one in places and other in places]
+
     def _parts(self) -> Any:
-        return self.changed, self.rewrite, self.sown, self.returns_modules, self.aliases, self.trees
+        return self.changed, self.rewrite, self.sown, self.returns_modules, self.aliases, self.trees, self.orders
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Effects) and self._parts() == other._parts())
@@ -211,19 +232,27 @@ def leave(entered: Entered, out: Any, name: str) -> Outcome:
     if found is not None and found.rewrite is not None:
         known = {id(module): i for i, module in enumerate(found.walk.modules)}
         values = found.values
-        trees = tuple(mutable_tree_cells(values))
-        effects = Effects((), found.rewrite, sown, bool(returned), found.aliases, found.regrouped, trees)
+        parts = {"aliases": found.aliases, "regrouped": found.regrouped}
+        effects = Effects((), found.rewrite, sown, bool(returned), **parts, trees=_trees(values), orders=found.orders)
     else:
         current = [entered.value(i) for i in range(len(entered.before))]
         aliases, regrouped = entered.regrouped(range(len(current)), current)
         others = set(regrouped)
         changed = tuple([i for i, value in enumerate(current) if i in others or entered.is_changed(i, value)])
         values = [current[i] for i in changed]
-        trees = tuple(mutable_tree_cells(values))
-        effects = Effects(changed, None, sown, bool(returned), aliases, tuple(regrouped), trees)
+        parts = {"aliases": aliases, "regrouped": tuple(regrouped)}
+        orders = orders_of(enumerate(current))
+        effects = Effects(changed, None, sown, bool(returned), **parts, trees=_trees(values), orders=orders)
     if returned:
         out = jax.tree.unflatten(treedef, [Returned(known[id(x)], type(x)) if is_module(x) else x for x in leaves])
     return Outcome(values, out, effects)
+
+
+def _trees(values: Sequence[Any]) -> tuple[int, ...]:
+    """Returns the positions of the values that flat forms have to know of."""
+    if all(map(leaf_types.get, set(map(type, values)))):
+        return ()
+    return tuple([i for i, value in enumerate(values) if is_news(value, None)])
 
 
 def _check_levels(walk: Any, name: str) -> None:
@@ -355,10 +384,12 @@ def discard(call: Call, outcome: Outcome) -> Any:
     They are built the way the body's own were, so they share only immutable values with the caller's.
     """
     effects = outcome.effects
-    keep_records(lambda: _modules(call), effects.rewrite, outcome.values)
-    if not effects.returns_modules:
+    if not effects.survives_discard:
         return outcome.out
     signature, values = call.signature, effects.tie(outcome.values)
+    keep_records(lambda: _modules(call), effects.rewrite, values)
+    if not effects.returns_modules:
+        return outcome.out
     copies = enter(signature.key, call.statics, call.cells(), signature.ties)
     modules = copies.graph.modules
     if effects.rewrite is not None:

@@ -7,7 +7,7 @@ cell: any other Ref found when the body has ended was made by the body.
 
 from collections.abc import Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,8 +19,16 @@ from nnx.core.static_keys import OpenFunction
 from nnx.core.statics import Statics
 from nnx.core.structure import GraphKey
 from nnx.core.ties import NO_TIES, Ties, alias_groups, mutable_tree_cells, own_values
-from nnx.core.trees import can_change, is_leaf
+from nnx.core.trees import KeyOrder, can_change, is_leaf, key_order
 from nnx.core.walk import traverse
+
+
+class Tree(NamedTuple):
+    """What a cell that holds a pytree had on entry."""
+
+    leaves: list[Any]
+    treedef: Any
+    order: KeyOrder | None
 
 
 class Entered:
@@ -33,7 +41,7 @@ class Entered:
     ties: Ties
     refs: dict[int, Ref]  # by cell, those with one owner included
     before: list[Any]
-    trees: dict[int, tuple[list[Any], Any]]  # leaves and treedef of the cells that hold pytrees
+    trees: dict[int, Tree]  # by cell
     arrays: dict[int, list[tuple[int, np.ndarray]]]  # copies of the numpy arrays in a cell, each with its leaf's number
     # Those whose keys were open outside. One that changes its own closure in the body is still the same function.
     functions: tuple[OpenFunction, ...]
@@ -54,8 +62,8 @@ class Entered:
         """Whether a value differs from what the cell held on entry, in-place changes included."""
         if cell in self.trees:
             leaves, treedef = jax.tree.flatten(value)
-            old_leaves, old_treedef = self.trees[cell]
-            if treedef != old_treedef or not all(map(is_, leaves, old_leaves)):
+            old = self.trees[cell]
+            if treedef != old.treedef or not all(map(is_, leaves, old.leaves)) or key_order(value) != old.order:
                 return True
         elif value is not self.before[cell]:
             return True
@@ -127,7 +135,8 @@ def _remember(entered: Entered, cell: int, value: Any) -> None:
     """Notes what is needed to detect a change in place."""
     leaves = [value]
     if not is_leaf(value):
-        leaves, _ = entered.trees[cell] = jax.tree.flatten(value)
+        tree = entered.trees[cell] = Tree(*jax.tree.flatten(value), key_order(value))
+        leaves = tree.leaves
     arrays = [(i, leaf.copy()) for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
     if arrays:
         entered.arrays[cell] = arrays

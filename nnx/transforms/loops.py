@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from nnx.transforms.annotations import T
+from nnx.transforms.body_order import BodyOrder
 from nnx.transforms.body_rules import NEW_VARIABLE, check_aliases, check_carry, check_structure
 from nnx.transforms.call import Call
 from nnx.transforms.eager_traces import kept_trace
@@ -31,6 +32,7 @@ class LoopCall:
         self.call: Call = Call((init,), {})
         self.structure: Any = carry_structure(init, self.call)
         self.found: list[Effects] = []
+        self.order: BodyOrder = BodyOrder()
 
     def fork(self) -> list[Any]:
         """Returns keys for a function of the loop, by Context; each function has its own."""
@@ -78,6 +80,7 @@ class LoopCall:
         entered, args, contexts = self._enter(step, cells, data, keys)
         out = with_contexts_by_number(run_in_scope(fun, (*before, *args), {}), contexts)
         refuse_records(entered, self.name)
+        self.order.keep(entered, out)
         outcome = leave(entered, out, self.name)
         check_carry(self.name, "a value", self.structure, outcome.out, self.call.signature.key)
         self._check(outcome.effects)
@@ -91,6 +94,7 @@ class LoopCall:
         entered, args, _ = self._enter(step, cells, data, keys)
         out = run_in_scope(fun, args, {})
         refuse_records(entered, self.name)
+        self.order.keep(entered, out)
         outcome = leave(entered, out, self.name)
         if outcome.effects.changed or outcome.effects.rewrite is not None:
             raise ValueError(CONDITION_CHANGES.format(name=self.name))
@@ -102,6 +106,7 @@ class LoopCall:
             for definition, keys in zip(self.call.signature.contexts, keys_of)
         ]
         entered, args, _ = enter_call(self.call.signature, self.call.statics, cells, data, contexts)
+        self.order.keep(entered)
         return entered, args, contexts
 
     def _check(self, effects: Effects) -> None:
@@ -115,7 +120,8 @@ class LoopCall:
         _, cells, data = carry
         changed = self.found[0].changed if self.found else ()
         sown = self.found[0].sown if self.found else ()
-        effects = Effects(changed, None, sown, bool(self.call.roots), self.call.signature.ties.aliases)
+        ties = self.call.signature.ties
+        effects = Effects(changed, None, sown, bool(self.call.roots), ties.aliases, orders=ties.orders)
         return Outcome([cells[i] for i in changed], jax.tree.unflatten(self.structure, data), effects)
 
 

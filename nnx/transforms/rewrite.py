@@ -18,15 +18,15 @@ from operator import call
 from typing import Any, NamedTuple
 
 from nnx.core.kinds import SUBMODULE, Absent, absent, is_cell
-from nnx.core.module_info import class_of, info_of, new_module, values_of
+from nnx.core.module_info import arrange, class_of, info_of, new_module, revised, values_of
 from nnx.core.refs import Ref
 from nnx.core.statics import Statics
 from nnx.core.structure import AbsentAttribute, ChildAttribute, DataAttribute, GraphKey, StaticAttribute
-from nnx.core.ties import is_mutable_tree
+from nnx.core.ties import is_mutable_tree, orders_of
 from nnx.core.trace import current_level
-from nnx.core.trees import can_change
+from nnx.core.trees import KeyOrder, can_change
 from nnx.core.updates import check_levels
-from nnx.core.versions import Revision, forget_flat_forms
+from nnx.core.versions import forget_flat_forms
 from nnx.core.views import view_class
 from nnx.core.walk import Traversal, traverse
 from nnx.core.watches import watched_unchanged
@@ -123,6 +123,8 @@ class Rewrite:
         for index in range(len(replay.modules)):
             replay.plan_module(index)
         replay.plan_cells()
+        for index in range(len(replay.modules)):
+            replay.plan_order(index)
         replay.plan_revisions()
         # A deque of length 0 exhausts the iterator in C, and every step is a call of a C function. Python delivers
         # signals only between bytecodes, so an interrupt arrives before the first step or after the last one.
@@ -130,6 +132,14 @@ class Rewrite:
         if replay.marked:  # else only plain variables were added or removed, and no submodule can have left
             forget_flat_forms()
         return replay.modules
+
+
+class Change(NamedTuple):
+    """A change of a plain variable; None stands for its absence."""
+
+    name: str
+    before: Any
+    after: Any
 
 
 class Replay:
@@ -149,8 +159,7 @@ class Replay:
         key = rewrite.key
         self.modules: list[Any] = list(old_modules)
         for index in range(rewrite.old_count, key.module_count):
-            taken = index in taking
-            self.modules.append(taking[index] if taken else new_module(key.class_of(index), {}, self.level))
+            self.modules.append(taking[index] if index in taking else self._new_module(index))
         self.values: dict[int, Any] = dict(zip(rewrite.outputs(), values))
         self.released: dict[int, Any] = dict(zip(rewrite.released, values[len(self.values) :]))
         self.places: list[list[tuple[int, str]]] = [[] for _ in rewrite.key.cells]  # per cell, its attributes
@@ -158,10 +167,16 @@ class Replay:
             self.places[cell].append(place)
         self.owners: dict[int, tuple[Ref, list[Any]]] = {}  # the future owners of the Refs whose owners change, by id
         self.marked: set[int] = set()  # by id, the ModuleInfos with a change that starts a new series; see versions
-        self.revisions: dict[int, tuple[Any, Revision]] = {}  # by id, the future revisions of the others
+        # By id, the ModuleInfos of the others, with the changes of their plain variables.
+        self.changes: dict[int, tuple[Any, list[Change]]] = {}
         existing = {number: mutables[old] for number, (old, _) in enumerate(rewrite.mutables) if old >= 0}
         changed = [number for number in existing if rewrite.mutables[number][1]]
         self.statics, self.steps = rewrite.statics.attach_onto(self.modules, existing, changed)
+
+    def _new_module(self, index: int) -> Any:
+        """Makes a Module with places for its attributes, in order."""
+        blueprint = self.rewrite.key.blueprints[index]
+        return new_module(blueprint.cls, dict.fromkeys(blueprint.kinds), self.level, values=dict(blueprint.slots))
 
     # Attributes that hold no data
 
@@ -193,13 +208,32 @@ class Replay:
             elif type(attribute) is AbsentAttribute:
                 current = info.kinds.get(name)
                 if type(current) is not Absent or current.spec is not attribute.spec:
-                    self._remove(module, name)
+                    self._untie(module, name)
+                    self.steps.append(partial(dict.pop, module.__dict__, name, None))
                     self._set(info.kinds, name, absent(type(module), attribute.spec))
                     self._mark(info)
         present = {attribute.name for attribute in attributes}
         for name in before:
             if name not in present:
                 self._remove(module, name)
+
+    def plan_order(self, index: int) -> None:
+        """Plans to put the attributes of a Module in order, after the steps that set and remove them."""
+        module, names = self.modules[index], self.rewrite.key.insertion_order(index)
+        info: Any = info_of(module)
+        while info.is_view:
+            info = info_of(info.source)
+        kinds, held, present = info.kinds, module.__dict__, self.rewrite.key.blueprints[index].slots
+        wanted = {*names}
+        stay = [name for name in kinds if name in wanted]
+        added = {name: place for place, name in enumerate(names) if name not in kinds}
+        if id(info) in self.changes:
+            self.changes[id(info)][1].sort(key=lambda change: added.get(change.name, -1))
+        is_moved = stay != [*names[: len(stay)]]
+        if is_moved:
+            self._mark(info)
+        if is_moved or len(added) > 1 or any([name not in held and name not in added for name in present]):
+            self.steps += [*arrange(kinds, names), *arrange(held, present)]
 
     # Attributes that hold data
 
@@ -269,7 +303,7 @@ class Replay:
         self._set(info.kinds, name, kind)
         self._set(module.__dict__, name, value)
         if is_cell(kind) and (before is None or is_cell(before)) and not is_mutable_tree(value):
-            self._revise(info, name, before, kind)
+            self._revise(info, name, before, revised(kind, value))
             return
         self._untie(module, name)
         if type(kind) is Ref:
@@ -317,13 +351,15 @@ class Replay:
 
     def _revise(self, info: Any, name: str, before: Any, after: Any) -> None:
         """Plans to note that a plain variable was added, removed or changed; None stands for its absence."""
-        revision = self.revisions[id(info)][1] if id(info) in self.revisions else info.watch().revision
-        self.revisions[id(info)] = (info, revision.after(name, before, after))
+        self.changes.setdefault(id(info), (info, []))[1].append(Change(name, before, after))
 
     def plan_revisions(self) -> None:
         """Plans to note all changes of plain variables, unless the Module starts a new series anyway."""
-        for info, revision in self.revisions.values():
+        for info, changes in self.changes.values():
             if id(info) not in self.marked:
+                revision = info.watch().revision
+                for change in changes:
+                    revision = revision.after(*change)
                 self._assign([(info, "restructured", True), *info.watch().change_steps(revision)])
 
     def _mark(self, info: Any) -> None:
@@ -346,6 +382,7 @@ class Found(NamedTuple):
     values: Sequence[Any] = ()
     aliases: tuple[tuple[int, ...], ...] = ()  # see Effects
     regrouped: tuple[int, ...] = ()
+    orders: tuple[tuple[int, KeyOrder], ...] = ()
 
 
 def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
@@ -380,7 +417,9 @@ def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
         if cell not in held and entered.is_changed(cell, ref.__dict__["value"])
     ]
     values = [value for value, source in zip(current, sources) if source < 0]
-    values += [entered.refs[cell].__dict__["value"] for cell in released]
+    released_values = [entered.refs[cell].__dict__["value"] for cell in released]
+    orders = orders_of([*enumerate(current), *((-1 - i, value) for i, value in enumerate(released_values))])
+    values += released_values
     rewrite = Rewrite(
         key=walk.key,
         statics=walk.detached(),
@@ -391,7 +430,8 @@ def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
         released=tuple(released),
         old_count=len(old_modules),
     )
-    return Found(walk, rewrite, values, aliases, tuple([origins[i] for i in others if origins[i] >= 0]))
+    regrouped = tuple([origins[i] for i in others if origins[i] >= 0])
+    return Found(walk, rewrite, values, aliases, regrouped, orders)
 
 
 def _origins_of_mutables(entered: Entered, walk: Any) -> tuple[tuple[int, bool], ...]:
@@ -407,6 +447,8 @@ def _origins_of_mutables(entered: Entered, walk: Any) -> tuple[tuple[int, bool],
 def _is_as_before(entered: Entered, walk: Any, places: Mapping[tuple[int, str], int], refs: Sequence[int]) -> bool:
     """Whether the structure is the one that was entered: an attribute may have been deleted and set again."""
     if entered.key is None or len(walk.modules) > len(entered.graph.modules):
+        return False
+    if entered.key.structure.orders != walk.key.structure.orders:
         return False
     outlines = zip(entered.key.structure.outlines, walk.key.structure.outlines, strict=True)
     if not all(before.agrees_with(after) for before, after in outlines):

@@ -13,6 +13,7 @@ from nnx.core.old_names import old_names
 from nnx.core.repr import type_text
 from nnx.core.structure import GraphKey
 from nnx.transforms.annotations import Decorator, P, R, ScanOptions
+from nnx.transforms.body_order import BodyOrder
 from nnx.transforms.body_rules import check_carry
 from nnx.transforms.call import Call, is_module, target_of, with_values
 from nnx.transforms.decorators import decorator
@@ -169,6 +170,7 @@ class ScanCall:
         self.carry_structure: Any = carry_structure(args[1], self.call)
         self.inner: GraphKey | None = stacking.inner_key(self.call.signature.key, self.groups)
         self.found: list[Any] = []
+        self.order: BodyOrder = BodyOrder()
 
     def run(self, in_axes: Any, out_axes: Any, reverse: bool, unroll: Any) -> Outcome:
         call = self.call
@@ -238,11 +240,13 @@ class ScanCall:
         signature = self.call.signature._replace(key=self.inner)
         cells = self.stacking.transformed(self.inner, cells)
         entered, args, kwargs = enter_call(signature, self.call.statics, cells, data, contexts)
+        self.order.keep(entered)
         out = run_in_scope(self.fun, args, kwargs)
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             raise TypeError(NOT_A_PAIR.format(name=self.name, got=type(out).__name__))
         if not isinstance(out_axes, int):
             check_module_axes(self.stacking, "out_axes", [out_axes], [out[1]], ["the collected result"])
+        self.order.keep(entered, out)
         outcome = leave(entered, self.stacking.name_new_axes(entered, (out[0], out[1])), self.stacking.name)
         return self._collect(entered, outcome, cells)
 
@@ -312,7 +316,7 @@ def current_values(name: str, key: GraphKey | None, entered: Entered, cells: Seq
         value = entered.graph.modules[at].__dict__[attribute]
         before, after = type_text(entered.before[i]), type_text(value)
         if i in entered.trees:
-            before = type_text(jax.tree.unflatten(entered.trees[i][1], entered.trees[i][0]))
+            before = type_text(jax.tree.unflatten(entered.trees[i].treedef, entered.trees[i].leaves))
         if before != after:
             path = cell_paths(key)[i]
             raise TypeError(OTHER_TYPE.format(name=name, path=path, before=before, after=after))

@@ -12,6 +12,7 @@ from nnx.core.module_info import info_of, new_module
 from nnx.core.trace import is_of_this_trace
 from nnx.core.variables import BatchStat, Cache, Intermediate, Spec
 from nnx.transforms.annotations import Decorator, P, R, VmapOptions
+from nnx.transforms.body_order import BodyOrder
 from nnx.transforms.call import Call, target_of, with_values
 from nnx.transforms.decorators import decorator
 from nnx.transforms.effects import Effects, Outcome, cell_paths, commit, enter_call, finish, leave
@@ -37,6 +38,7 @@ def map_call(
     inner = stacking.inner_key(outer, groups)
     signature = call.signature._replace(key=inner)
     found: list[tuple[Effects, dict[int, Any]]] = []
+    order = BodyOrder()
 
     mapped_data = [i for i, axis in enumerate(axes_of_data) if axis is not None]
 
@@ -44,9 +46,11 @@ def map_call(
         contexts = stacking.contexts(call, split, shared, size, shared_by)
         data = with_values(call.data, (mapped_data, slices))  # what is not mapped need not even be an array
         entered, args, kwargs = enter_call(signature, call.statics, stacking.transformed(inner, cells), data, contexts)
+        order.keep(entered)
         out = run_in_scope(fun, args, kwargs)
         if not isinstance(out_axes, int):
             check_module_axes(stacking, "out_axes", [out_axes], [out], ["the result"])
+        order.keep(entered, out)
         outcome = leave(entered, stacking.name_new_axes(entered, out), stacking.name)
         effects = outcome.effects
         out_groups = stacking.output_groups(inner, groups, effects)

@@ -75,15 +75,19 @@ def test_values_and_shapes_are_no_part_of_it():
     assert Block(width=7).get_module_def() == Block(width=2).get_module_def()
 
 
-def test_it_does_not_depend_on_the_order_of_assignment():
+def test_the_order_of_attributes_is_part_of_it():
     class Free(nnx.Module):
         pass
 
     first, second = Free(), Free()
     first.a, first.b, first.c = nnx.Param(1.0), 2, Block()
     second.c, second.b, second.a = Block(), 2, nnx.Param(1.0)
-    assert first.get_module_def() == second.get_module_def()
-    assert hash(first.get_module_def()) == hash(second.get_module_def())
+    assert first.get_module_def() != second.get_module_def()
+    (difference,) = first.get_module_def().diff(second.get_module_def())
+    assert str(difference) == "(root): attributes in the order a, b, c -> attributes in the order c, b, a"
+    second.b = second.d = 2
+    paths = [path for path, _, _ in first.get_module_def().diff(second.get_module_def())]
+    assert paths == ["d", ""]  # what only one of them has is no matter of order
 
 
 def test_it_tells_shared_from_separate_submodules():

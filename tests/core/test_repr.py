@@ -52,10 +52,10 @@ class Options(nnx.Module):
 
 
 def test_flags_functions_and_dtypes_are_left_out_where_the_constructor_has_them_as_defaults():
-    assert repr(Options()) == "Options(\n  kept: None\n  size: 4\n)"
+    assert repr(Options()) == "Options(\n  size: 4\n  kept: None\n)"
     text = repr(Options(bias=False, scale=2.0, act=jax.nn.gelu, dtype=jnp.bfloat16))
     names = [line.split(":")[0].strip() for line in text.splitlines()[1:-1]]
-    assert names == ["act", "bias", "dtype", "kept", "scale", "size"]
+    assert names == ["size", "bias", "scale", "act", "dtype", "kept"]
     changed = Options()
     changed.bias = 1  # equal to True, but no flag
     assert "bias: 1" in repr(changed)
@@ -64,7 +64,7 @@ def test_flags_functions_and_dtypes_are_left_out_where_the_constructor_has_them_
 def test_a_layer_prints_what_tells_it_from_others():
     text = repr(nnx.Linear(2, 3, ctx=nnx.context(0)))
     assert text == (
-        "Linear(\n  bias: Param(float32[3])\n  in_features: 2\n  kernel: Param(float32[2,3])\n  out_features: 3\n)"
+        "Linear(\n  in_features: 2\n  out_features: 3\n  kernel: Param(float32[2,3])\n  bias: Param(float32[3])\n)"
     )
 
 
@@ -90,9 +90,9 @@ def test_a_cycle_prints_as_its_name_the_second_time():
     assert text.count("Linear(...)") == 2
 
 
-def test_items_are_in_numeric_order():
+def test_attributes_are_in_the_order_of_assignment_and_items_in_numeric_order():
     text = repr(Model())
-    positions = [text.index(f"{marker}") for marker in ("first", "host", "layers", "second")]
+    positions = [text.index(f"{marker}") for marker in ("first", "second", "layers", "host")]
     assert positions == sorted(positions)
     keys = [line.strip().split(":")[0].split("=")[0] for line in repr(nnx.Sequence([1.5] * 12)).splitlines()]
     numbers = [int(key.strip("'\"[]() ")) for key in keys if key.strip("'\"[]() ").isdigit()]
@@ -156,19 +156,19 @@ class Block(nnx.Module):
 
 def test_print_has_one_line_per_layer_and_one_entry_for_equal_items():
     model = nnx.Dict(blocks=[Block(2), Block(2), Block(2), Block(4)], scale=0.5)
-    linear = "Linear(bias: Param(float32[{0}]), in_features: {0}, kernel: Param(float32[{0},{0}]), out_features: {0})"
-    kernel = "kernel: Param(float32[3,3,{0},{0}]), kernel_size: (3, 3)"
-    conv = f"Conv(in_features: {{0}}, {kernel}, out_features: {{0}}, use_bias: False)"
+    features = "in_features: {0}, out_features: {0}"
+    linear = f"Linear({features}, kernel: Param(float32[{{0}},{{0}}]), bias: Param(float32[{{0}}]))"
+    conv = f"Conv({features}, kernel_size: (3, 3), use_bias: False, kernel: Param(float32[3,3,{{0}},{{0}}]))"
     expected = f"""\
 Dict(
   blocks: Sequence(
     0-2: Block(
-      conv: {conv.format(2)}
       inner: {linear.format(2)}
+      conv: {conv.format(2)}
     )
     3: Block(
-      conv: {conv.format(4)}
       inner: {linear.format(4)}
+      conv: {conv.format(4)}
     )
   )
   scale: 0.5

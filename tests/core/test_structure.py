@@ -124,7 +124,7 @@ def test_equal_structures_have_one_key_and_plain_tuples_find_it():
     key = flat_of(Tree()).key
     assert flat_of(Tree()).key is key
     rows = tuple((cls, tuple(map(tuple, attributes))) for cls, attributes in key.structure.outlines)
-    assert GraphKey.of((key.roots, rows)) is key
+    assert GraphKey.of((key.roots, rows, key.structure.orders)) is key
     assert hash((key.roots, rows)) == key.hash
 
 

@@ -75,7 +75,7 @@ def test_a_variable_added_and_removed_again_leads_back_to_the_same_flat_form():
     assert flat_of(model) is with_variable and model.get_state().keys() == {"a/v", "a/w"}
 
 
-def test_the_order_of_additions_and_removals_does_not_matter():
+def test_additions_in_another_order_lead_elsewhere_and_removals_in_any_order_lead_back():
     model = nnx.Dict(w=nnx.Param(jnp.ones(1)))
     flat = flat_of(model)
     model.x, model.y = nnx.Variable(1.0), nnx.Variable(2.0)
@@ -83,7 +83,31 @@ def test_the_order_of_additions_and_removals_does_not_matter():
     del model.x, model.y
     assert flat_of(model) is flat
     model.y, model.x = nnx.Variable(2.0), nnx.Variable(1.0)
+    assert flat_of(model) is not both and list(model.clone()) == ["w", "y", "x"]
+    del model.y, model.x
+    assert flat_of(model) is flat
+    model.x, model.y = nnx.Variable(1.0), nnx.Variable(2.0)
     assert flat_of(model) is both and list(model.get_state()) == ["w", "x", "y"]
+
+
+def test_a_variable_removed_and_set_again_is_behind_the_others():
+    model = nnx.Dict(v=nnx.Variable(1.0), w=nnx.Param(jnp.ones(1)))
+    before = flat_of(model)
+    for _ in range(3):
+        del model.v
+        model.v = nnx.Variable(1.0)
+        assert flat_of(model) is not before and list(model.clone()) == ["w", "v"]
+
+
+def test_a_variable_that_comes_back_with_a_dict_has_its_items_in_order():
+    model = nnx.Dict(w=nnx.Param(jnp.ones(1)))
+    seen = []
+    step = nnx.jit(lambda m: seen.append(list(m.v[0]) if isinstance(m.v[0], dict) else None))
+    for value in (jnp.ones(1), {"a": 1.0, "b": 2.0}, {"b": 2.0, "a": 1.0}):
+        model.v = nnx.Intermediate((value,))
+        step(model)
+        del model.v
+    assert seen == [None, ["a", "b"], ["b", "a"]]
 
 
 def test_a_variable_of_another_type_leads_elsewhere():

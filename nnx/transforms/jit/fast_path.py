@@ -95,9 +95,12 @@ class PlanCache:
                 return
             if compiled.donation.usual is not None:
                 alone = sum(compiled.donation.usual.counts_alone(flat))
-        places = _places(flat, compiled.effects_of(result).changed if self.stateful else ())
+        effects = compiled.effects_of(result)
+        places = _places(flat, effects.changed if self.stateful else ())
         if places is None:
             return
+        if not {cell for cell, _ in effects.orders}.isdisjoint(effects.changed):  # dicts to put back in order
+            places = places._replace(spread=_after(effects.tie, places.spread))
         values = (*args, *kwargs.values())
         form_key = (len(args), *map(type, values), *kwargs)
         form = self.forms.get(form_key) or ArgumentForm(args, kwargs, self.static)
@@ -134,6 +137,10 @@ class PlanCache:
             contexts=call.signature.contexts,
             alone=alone,
         )
+
+
+def _after(first: Callable[[Any], Any], then: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    return first if then is None else lambda values: then(first(values))
 
 
 class _Places(NamedTuple):

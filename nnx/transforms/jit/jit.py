@@ -248,8 +248,12 @@ class Jit:
             reasons.append(f"the Contexts: {old.contexts} -> {new.contexts}")
         if (old.treedef, old.marks) != (new.treedef, new.marks):
             reasons += names_before.differences(names) or ["which arguments are one Module"]
-        if old.ties != new.ties:
+        if old.ties._replace(orders=()) != new.ties._replace(orders=()):
             reasons.append("the attributes that share a Ref or hold one container")
+        if old.key is new.key and old.ties.orders != new.ties.orders:
+            cells = {cell for cell, _ in {*old.ties.orders} ^ {*new.ties.orders}}
+            paths = [path for cell, path in enumerate(names.cells()) if cell in cells]
+            reasons.append(f"the order of the items in {', '.join(paths)}")
         text = "; ".join(reasons)
         if self.explain and reasons:
             warn_user(COMPILED_AGAIN.format(name=self.name, reasons=text))
