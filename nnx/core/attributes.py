@@ -26,6 +26,7 @@ from nnx.core.errors import (
     STATIC_HOLDS_ARRAY,
     STORES_CONTEXT,
 )
+from nnx.core.foreign_dicts import refuse_foreign_dicts
 from nnx.core.hints import refuse_flax_module
 from nnx.core.kinds import NODE, STATIC, SUBMODULE, TREE, TREE_SPEC, Absent, explain_missing, is_cell, is_static
 from nnx.core.module_info import ModuleBase, info_of
@@ -179,6 +180,7 @@ def decide(module: Any, name: str, category: int, value: Any) -> tuple[Any, Any]
         return SUBMODULE, wrappers[type(value)](value)
     if _is_data(module, name, value):
         return TREE, value
+    refuse_foreign_dicts(value, f"The attribute {name!r} of {type(module).__name__}", with_arrays=True)
     _refuse_captured(module, name, value)
     _refuse_array(module, name, value)
     return STATIC, value

@@ -18,6 +18,7 @@ import numpy as np
 
 from nnx.core.collection_names import register_collection, snake_case
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, JAX_REF_IN_CONTAINER, MODULE_IN_CONTAINER
+from nnx.core.foreign_dicts import refuse_foreign_dicts
 from nnx.core.hints import refuse_axis_names
 from nnx.core.module_info import ModuleBase
 from nnx.core.repr import short
@@ -278,9 +279,10 @@ def _rebox(spec: Spec, value: Any) -> Any:
 
 
 def refuse_modules(cls: type[Container[Any]], value: Any) -> None:
-    """Raises ValueError if a value for this type of container is or holds a Module, a Ref or a `jax.Ref`."""
+    """Raises ValueError if a value for this type of container holds a Module, a Ref, a `jax.Ref`, or a foreign dict."""
     if leaf_types.get(type(value)) or issubclass(cls, Static):
         return
+    refuse_foreign_dicts(value, cls.__name__, with_arrays=False)
     found = find_module(value)
     if isinstance(found, jax.Ref):
         raise ValueError(JAX_REF_IN_CONTAINER.format(type=cls.__name__))

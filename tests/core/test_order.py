@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import nnx
+from nnx.core.foreign_dicts import FOREIGN_DICT
 from nnx.core.trees import in_order, key_order
 
 ONE = jnp.ones(1)
@@ -150,6 +151,34 @@ def test_the_order_of_a_tree_can_be_restored_after_jax_has_sorted_it(tree: Any):
 def test_a_dict_with_other_keys_than_its_order_stays_as_it_is():
     order = key_order({"b": 1, "a": {"d": 1, "c": 1}})
     assert repr(in_order({"a": {"c": 1, "d": 1}, "x": 1, "b": 1}, order)) == "{'a': {'d': 1, 'c': 1}, 'x': 1, 'b': 1}"
+
+
+# Dicts that JAX does not take apart
+
+
+class Table(dict):
+    pass
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, nnx.Param, lambda value: [value]], ids=["bare", "Param", "list"])
+@pytest.mark.parametrize(
+    ("value", "reason", "advice"),
+    [
+        ({1: ONE, "a": ONE}, "its keys cannot be sorted", "Use keys of one type"),
+        (Table(a=ONE), "it does not know the class", "Convert it to a plain dict"),
+    ],
+    ids=["keys", "class"],
+)
+def test_a_dict_that_jax_cannot_take_apart_is_refused_with_advice(wrap: Any, value: Any, reason: str, advice: str):
+    with pytest.raises(ValueError, match=FOREIGN_DICT.split("{")[1].split("} ")[1]) as caught:
+        nnx.Dict().d = wrap(value)
+    assert reason in str(caught.value) and advice in str(caught.value)
+
+
+def test_a_dict_without_arrays_is_static_whatever_its_keys():
+    model = nnx.Dict()
+    model.d, model.e, model.f = {1: 2, "a": 3}, Table(a=1), {"axes": {nnx.Param: 0, nnx.Cache: 0}}
+    assert [*model.clone().d] == [1, "a"] and type(model.clone().e) is Table and not model.get_state()
 
 
 # What 0.2 has pickled
