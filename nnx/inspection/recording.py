@@ -49,7 +49,7 @@ class Mark:
 class Recording(NamedTuple):
     """The results of one run, by the number of the Module in `named_modules()`."""
 
-    outputs: dict[int, list[Any]]  # the distinct outputs, as pytrees of ShapeDtypeStruct
+    outputs: dict[int, list[Any]]  # the distinct outputs, as pytrees of ShapeDtypeStruct; in the order of the calls
     flops: Counter[int]
 
 
@@ -77,12 +77,13 @@ class _Run:
         if number is None or (self.active and self.active[-1] is module):  # the latter is a super().__call__
             return function(*args, **kwargs)
         self.active.append(module)
+        seen = self.outputs.setdefault(number, [])
         try:
             with scope(number):
                 out = function(*args, **kwargs)
         finally:
             self.active.pop()
-        shapes, seen = jax.tree.map(_shape, out), self.outputs.setdefault(number, [])
+        shapes = jax.tree.map(_shape, out)
         if shapes not in seen:
             seen.append(shapes)
         return out

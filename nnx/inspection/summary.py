@@ -159,6 +159,8 @@ def summary(
 ) -> Summary:
     """Returns a table of a model: path, layer, output, parameters, bytes and FLOPs of every Module.
 
+    With inputs, layers are in the order in which they are called; otherwise as they were assigned.
+
     The call is traced on abstract values. Nothing is allocated, compiled or changed, so the model can have any size or
     be abstract. The FLOPs are counted in the traced program: two for a multiply-add of a product or convolution, one
     for each element of other floating-point arithmetic.
@@ -200,7 +202,7 @@ def summary(
     warn_of_untied("nnx.summary", model, Module.filter(model, Param).items())
     parameters, sizes, collections = _held(Module.get_state(model))
     rows = []
-    for number, (path, module) in enumerate(Module.named_modules(model)):
+    for number, path, module in _in_order_of_calls(model, recording):
         output, flops = _called(recording, number)
         rows.append(Row(path, type(module).__name__, output, parameters.get(path, 0), sizes.get(path, 0), flops))
     return Summary(rows, collections)
@@ -223,6 +225,27 @@ def count_params(model: Module | State | Pure[Any], where: Filter = Param) -> in
         raise TypeError(NOT_COUNTABLE.format(value=short(model), type=type(model).__name__))
     chosen = Module.filter(model, where) if isinstance(model, Module) else model.filter(where)
     return sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(chosen))
+
+
+def _in_order_of_calls(model: Module, recording: Recording | None) -> list[tuple[int, str, Module]]:
+    """Returns every Module with its number and path: depth first, those on one level as they were first called.
+
+    Modules that were not called, nor any inside them, come last, in the order of the attributes.
+    """
+    modules = [(number, path, module) for number, (path, module) in enumerate(Module.named_modules(model))]
+    numbers = {path: number for number, path, _ in modules}
+    calls = {} if recording is None else {number: place for place, number in enumerate(recording.outputs)}
+    first = dict.fromkeys(numbers, len(modules))  # by path: the first call of the Module there, or of one inside it
+    for number, path, _ in modules:
+        for above in _prefixes(path):
+            first[above] = min(first[above], calls.get(number, len(modules)))
+    return sorted(modules, key=lambda item: [(first[above], numbers[above]) for above in _prefixes(item[1])])
+
+
+def _prefixes(path: str) -> list[str]:
+    """Returns the paths of the Modules that one is in, from the root down to itself."""
+    segments = path.split("/") if path else []
+    return ["/".join(segments[:count]) for count in range(len(segments) + 1)]
 
 
 def _called(recording: Recording | None, number: int) -> tuple[str | None, int | None]:

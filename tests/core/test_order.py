@@ -80,6 +80,23 @@ def test_items_of_a_sequence_are_printed_by_number():
     assert [line.split(":")[0].strip() for line in repr(model).splitlines()[1:-1]] == ["0", "1", "2"]
 
 
+def test_a_summary_of_a_call_is_in_the_order_of_the_calls():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.spare, self.last, self.blocks = nnx.Dropout(0.5), nnx.Identity(), nnx.Dict(z=Step(), y=Step())
+
+        def __call__(self, x: Any) -> Any:
+            return self.last(self.blocks.z(self.blocks.y(x)))
+
+    class Step(nnx.Module):
+        def __call__(self, x: Any) -> Any:
+            return x + 1
+
+    assert [row.path for row in nnx.summary(Net()).rows] == ["", "spare", "last", "blocks", "blocks/z", "blocks/y"]
+    called = [row.path for row in nnx.summary(Net(), ONE).rows]
+    assert called == ["", "blocks", "blocks/y", "blocks/z", "last", "spare"]
+
+
 def test_models_built_by_the_same_code_have_one_structure_and_another_order_is_another():
     assert Model().get_module_def() == Model().get_module_def()
     model = Model()
