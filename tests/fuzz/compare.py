@@ -1,9 +1,10 @@
 """Portraits: everything about a world that the contract promises, as plain values that can be compared.
 
 A portrait has the class of every Module ever seen, each attribute's kind (the container's type and metadata), values,
-static values, which Module is where (by number), which static containers and pytrees are one
-object, and which attributes are tied. Of data, values and dtypes count; whether a number is a Python number, a numpy
-array or a `jax.Array` does not, since a transform may turn one into another. Static values keep their exact types.
+static values, the order of attributes and of the items of dicts, which Module is where (by number), which static
+containers and pytrees are one object, and which attributes are tied. Of data, values and dtypes count; whether a number
+is a Python number, a numpy array or a `jax.Array` does not, since a transform may turn one into another. Static values
+keep their exact types.
 """
 
 import functools
@@ -16,7 +17,7 @@ import numpy as np
 import nnx
 from tests.fuzz.transforms import Gradient
 from tests.fuzz.vocabulary import canonical
-from tests.fuzz.walks import attributes, modules_of, tied, variable_of
+from tests.fuzz.walks import attributes, items_of, modules_of, tied, variable_of
 
 Difference = tuple[str, Any, Any]
 
@@ -56,6 +57,7 @@ class Registry:
         variables: list[Any] = []
         for number, module in enumerate(self.modules):
             lines[f"#{number}"] = type(module).__qualname__
+            lines[f"#{number} order"] = (list(vars(module)), list(module) if isinstance(module, nnx.Dict) else None)
             for name, value in attributes(module):
                 place = f"#{number}.{name}"
                 if isinstance(value, nnx.Module):
@@ -120,7 +122,8 @@ def name_of(dtype: Any) -> str:
 
 def abstract(value: Any) -> Any:
     """The types of a data value, as a compiled function sees them."""
-    return str(jax.tree.map(lambda leaf: str(jax.typeof(leaf)) + str(getattr(leaf, "weak_type", True)), value))
+    types = jax.tree.map(lambda leaf: str(jax.typeof(leaf)) + str(getattr(leaf, "weak_type", True)), value)
+    return f"{types} {items_of(value)}"
 
 
 def differences(expected: Any, actual: Any, path: str = "") -> list[Difference]:

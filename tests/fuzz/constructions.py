@@ -7,13 +7,12 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 import nnx
 from tests.fuzz.graphs import Builder, Features
 from tests.fuzz.programs import definition
-from tests.fuzz.walks import cells_of, modules_of, tied
+from tests.fuzz.walks import cells_of, mapped_in_order, modules_of, tied
 
 DECORATORS = {
     "vmap": "nnx.vmap(variable_axes={...: 0}, axis_size=2)",
@@ -57,13 +56,13 @@ def stack_everything(root: Any) -> None:
     cells = cells_of(modules_of([root]))
     variables = [cell for cell in cells if isinstance(cell[0].variable(cell[1]), nnx.Variable)]
     for module, name in [group[0] for group in tied(variables)]:
-        setattr(module, name, jax.tree.map(twice, vars(module)[name]))
+        setattr(module, name, mapped_in_order(twice, vars(module)[name]))
     memo: dict[int, Any] = {}
     for module, name in cells:
         if (module, name) not in variables:
             value = vars(module)[name]
             if id(value) not in memo:  # one pytree under two attributes stays one
-                memo[id(value)] = jax.tree.map(twice, value)
+                memo[id(value)] = mapped_in_order(twice, value)
             setattr(module, name, memo[id(value)])
 
 

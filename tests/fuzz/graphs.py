@@ -150,15 +150,22 @@ class Builder:
             self.attribute(module, "p0", f"{kind}({value})")
         if self.chance(25, "dict value"):
             kind = rng.choice(["nnx.Cache", "Count", "nnx.Param"])
-            self.attribute(module, "d0", f"{kind}({{'a': {self.array(kind)}, 'b': [{self.array(kind)}]}})")
+            items = self.dict_of(f"'a': {self.array(kind)}", f"'b': [{self.array(kind)}]")
+            self.attribute(module, "d0", f"{kind}({items})")
         if self.chance(25, "pytree"):
-            self.attribute(module, "t0", f"{{'a': num({self.number()}), 'b': [num(1.0), 2]}}")
+            inner = self.dict_of("'x': num(1.0)", "'y': 2")
+            items = self.dict_of(f"'a': num({self.number()})", f"'b': [num(1.0), {self.rng.choice(['2', inner])}]")
+            self.attribute(module, "t0", items)
         for name, sort in self.sorts.items():
             if self.chance(45):
                 self.attribute(module, name, sort.source.format(k=rng.randrange(4)))
         callables = self.features.enabled(CALLABLES)
         if callables and self.chance(8):
             self.attribute(module, "f0", rng.choice(callables).source.format(k=rng.randrange(4)))
+
+    def dict_of(self, *items: str) -> str:
+        """A dict whose items are in some order, in which no transform may change them."""
+        return f"{{{', '.join(self.rng.sample(items, len(items)))}}}"
 
     def attribute(self, module: str, name: str, source: str) -> None:
         self.lines.append(f"{module}.{name} = {source}")
@@ -179,7 +186,8 @@ class Builder:
             self.lines.append(f"{places} = {sort.source.format(k=self.rng.randrange(4))}")
         if len(modules) > 1 and self.chance(15, "shared pytree"):
             first, second = self.rng.sample(list(modules), 2)
-            self.lines.append(f"{first}.t0 = {second}.t0 = {{'a': num({self.number()}), 'b': [num(1.0), 2]}}")
+            items = self.dict_of(f"'a': num({self.number()})", "'b': [num(1.0), 2]")
+            self.lines.append(f"{first}.t0 = {second}.t0 = {items}")
             self.names.add("t0")
 
     def methods(self, modules: Sequence[str]) -> None:

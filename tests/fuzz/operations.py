@@ -135,6 +135,14 @@ def read_identity(scope: Scope) -> str:
     return when(scope, name, f"total += 4.0 * (p.{name} is q.{name})", name)
 
 
+@operation("read order", READ, 12)
+def read_order(scope: Scope) -> str:
+    name = scope.rng.choice(["d0", "t0"])
+    if scope.rng.random() < 0.5:
+        return when(scope, name, f"total += digest([*p.{name}])")
+    return when(scope, "", "total += digest([*(p if isinstance(p, nnx.Dict) else vars(p))])")
+
+
 # Writes that keep the structure
 
 
@@ -169,11 +177,31 @@ def write_dict(scope: Scope) -> str:
     return when(scope, name, guarded(scope, name, f"{target} = {target} + {scope.amount()}"))
 
 
+@operation("set again", WRITE, 8)
+def set_again(scope: Scope) -> str:
+    """Moves an attribute behind the others, except in bodies that run many times."""
+    name = scope.rng.choice(["v0", "v1", "a0", "d0", "t0", "i0"])
+    change = " + 1" if name in ("v0", "v1", "i0") else ""
+    again = f"held = p.variable({name!r})\ndel p.{name}\np.{name} = held.replace(held.value{change})"
+    if name in ("a0", "t0"):
+        again = f"held = p.{name}\ndel p.{name}\np.{name} = held"
+    return when(scope, name, guarded(scope, name, again))
+
+
+@operation("reorder dict", WRITE, 8)
+def reorder_dict(scope: Scope) -> str:
+    name = scope.rng.choice(["d0", "t0"])
+    in_place, anew = f"p.{name}['a'] = p.{name}.pop('a')", f"p.{name} = dict(reversed(p.{name}.items()))"
+    # A body that runs many times must not give one of two attributes with one dict a dict of its own.
+    return when(scope, name, guarded(scope, name, in_place if scope.many else scope.rng.choice([in_place, anew])))
+
+
 def guarded(scope: Scope, name: str, statement: str) -> str:
     """A write that leaves alone what the body must not change."""
     if scope.read_only:
         kinds = ", ".join(scope.read_only)
-        return f"if not isinstance(p.variable({name!r}), ({kinds},)): {statement}"
+        inner = statement.replace("\n", "\n    ")
+        return f"if not isinstance(p.variable({name!r}), ({kinds},)):\n    {inner}"
     return statement
 
 
@@ -215,13 +243,15 @@ def change_shape(scope: Scope) -> str:
 @operation("replace pytree", STRUCTURE, 6)
 def replace_pytree(scope: Scope) -> str:
     value = scope.new_value("nnx.Cache")
-    return when(scope, "t0", scope.rng.choice([f"p.t0 = {{'a': {value}, 'b': [{value}, 1]}}", f"p.t0['z'] = {value}"]))
+    new = [f"p.t0 = {{'b': [{value}, 1], 'a': {value}}}", f"p.t0['z'] = {value}", f"p.t0['A'] = {value}"]
+    return when(scope, "t0", scope.rng.choice(new))
 
 
 @operation("replace dict value", STRUCTURE, 6)
 def replace_dict(scope: Scope) -> str:
     value = scope.new_value("nnx.Param")
-    return when(scope, "d0", f"p.d0 = {{'a': {value}, 'b': [{value}]}}")
+    items = scope.rng.choice([f"'a': {value}, 'b': [{value}]", f"'b': [{value}], 'a': {value}"])
+    return when(scope, "d0", f"p.d0 = {{{items}}}")
 
 
 @operation("share pytree", STRUCTURE, 5)

@@ -25,6 +25,7 @@ from tests.fuzz.programs import Call, Program, draw_program
 from tests.fuzz.shrinking import shrink
 from tests.fuzz.transforms import TRANSFORMS, Gradient
 from tests.fuzz.vocabulary import DRAWN, NAMES, canonical
+from tests.fuzz.walks import mapped_in_order
 
 SCOPE = {**NAMES, **TRANSFORMS, "__name__": "tests.fuzz.program"}
 
@@ -233,7 +234,7 @@ class Run:
             for key in keys:
                 arg, path = key.split(":")
                 leaf = getattr(side.worlds[call.world], arg).mutable_state_dict()[path]
-                leaf.value = jax.tree.map(lambda v: v + 1, leaf.value)
+                leaf.value = mapped_in_order(lambda v: v + 1, leaf.value)
             total = gradients_in(side.call(self.eager, call, self.scope))[depth].total
             return float(total) - float(place.total)
 

@@ -14,8 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 
 import nnx
+from nnx.core.module_info import info_of
 from tests.fuzz.vocabulary import fold, keys
-from tests.fuzz.walks import cells_of, modules_of, restore, snapshot, tied
+from tests.fuzz.walks import (
+    arrange_items,
+    cells_of,
+    items_of,
+    mapped_in_order,
+    modules_of,
+    put_in_order,
+    restore,
+    snapshot,
+    tied,
+)
 
 Function = Callable[..., Any]
 STEPS = np.array([0, 1], np.float32)
@@ -30,6 +41,34 @@ class Gradient(NamedTuple):
 
     form: str
     total: Any
+
+
+def in_order(f: Function) -> Function:
+    """The function as a body that runs many times, or never: what was there before stays in its place."""
+
+    def call(m: Any, n: Any, *args: Any) -> Any:
+        before = [(module, list(vars(module)), data_of(module)) for module in modules_of((m, n))]
+        orders = [{name: items_of(value) for name, value in data.items()} for _, _, data in before]
+        out = f(m, n, *args)
+        for (module, names, _), order in zip(before, orders):
+            arrange(module, names)
+            for name, value in data_of(module).items():
+                arrange_items(value, order.get(name))
+        return out
+
+    return call
+
+
+def data_of(module: Any) -> dict[str, Any]:
+    return {name: vars(module)[name] for _, name in cells_of([module])}
+
+
+def arrange(module: Any, names: list[str]) -> None:
+    """Puts the attributes of a Module in order, by means that no user has."""
+    if [name for name in names if name in vars(module)] != list(vars(module))[: len(names)]:
+        for held in (info_of(module).kinds, vars(module)):
+            put_in_order(held, names)
+        info_of(module).changed()
 
 
 class Transform:
@@ -55,8 +94,9 @@ class Transform:
 
     def __init__(self, lifted: Function, eager: Function, weight: int = 10, **flags: Any):
         self.name = lifted.__name__
-        self.lifted, self.eager, self.weight = lifted, eager, weight
         self.many = flags.get("many", False)
+        self.lifted, self.weight = lifted, weight
+        self.eager = (lambda *functions: eager(*map(in_order, functions))) if self.many else eager
         self.stacked = flags.get("stacked", False)
         self.mapped = flags.get("mapped", False)
         self.broadcast = flags.get("broadcast", False)
@@ -333,7 +373,7 @@ def run_on_slices(roots: Any, runs: Any) -> Any:
     results, slices, added = [], [], []
     for i, run in enumerate(runs):
         for (module, name), stack in zip(cells, stacks):
-            setattr(module, name, jax.tree.map(lambda v, i=i: v[i], stack))
+            setattr(module, name, mapped_in_order(lambda v, i=i: v[i], stack))
         results.append(run())
         slices.append([vars(module)[name] for module, name in cells])
         new = [cell for cell in cells_of(modules_of(roots), nnx.Param) if (id(cell[0]), cell[1]) not in known]
@@ -341,7 +381,7 @@ def run_on_slices(roots: Any, runs: Any) -> Any:
         for module, name in new:  # every run starts without them
             delattr(module, name)
     for (module, name), *values in zip(cells, *slices):
-        setattr(module, name, jax.tree.map(lambda *v: jnp.stack(v), *values))
+        setattr(module, name, mapped_in_order(lambda *v: jnp.stack(v), *values))
     for (module, name, first), (_, _, second) in zip(*added):
         setattr(module, name, first.replace(jnp.stack([first.value, second.value])))
     return results

@@ -15,7 +15,7 @@ _PROBE = jnp.zeros((), jnp.float32)
 
 
 def attributes(module: Any) -> list[tuple[str, Any]]:
-    """The attributes of a Module, in order."""
+    """The attributes of a Module, by name."""
     return sorted(vars(module).items())
 
 
@@ -29,6 +29,37 @@ def modules_of(roots: Iterable[Any]) -> list[Any]:
             found[id(module)] = module
             stack += [value for _, value in reversed(attributes(module)) if isinstance(value, nnx.Module)]
     return list(found.values())
+
+
+def items_of(value: Any) -> Any:
+    """The keys of a data value in order, at every level."""
+    if isinstance(value, dict):
+        return {key: items_of(item) for key, item in value.items()}
+    return [items_of(item) for item in value] if isinstance(value, (list, tuple)) else None
+
+
+def arrange_items(value: Any, order: Any) -> None:
+    if isinstance(value, dict) and isinstance(order, dict):
+        if value.keys() == order.keys():
+            put_in_order(value, list(order))
+        for key in value.keys() & order.keys():
+            arrange_items(value[key], order[key])
+    elif isinstance(value, list) and isinstance(order, list):
+        for item, inner in zip(value, order):
+            arrange_items(item, inner)
+
+
+def put_in_order(held: dict[str, Any], names: list[str]) -> None:
+    items = {name: held[name] for name in names if name in held} | held
+    held.clear()
+    held.update(items)
+
+
+def mapped_in_order(function: Any, tree: Any, *others: Any) -> Any:
+    """`jax.tree.map`, but dicts keep the order of their items."""
+    new = jax.tree.map(function, tree, *others)
+    arrange_items(new, items_of(tree))
+    return new
 
 
 def variable_of(module: Any, name: str) -> Any:
