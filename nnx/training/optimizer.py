@@ -252,7 +252,7 @@ class Optimizer(Module, Generic[M]):
     def _owners(self) -> dict[str, Any]:
         """Returns the ModuleInfo of each Module that has a trained parameter of its own."""
         paths = {path.rpartition("/")[0] for path in self.trains}
-        return {path: info_of(module) for path, module in self.model.named_modules() if path in paths}
+        return {path: info_of(module) for path, module in Module.named_modules(self.model) if path in paths}
 
     def _warn_of_replaced(self) -> None:
         """Warns once if a Module is not the one whose moments these are; not inside a transform, where all are new."""
