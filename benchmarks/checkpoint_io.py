@@ -97,7 +97,7 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 def no_checksums() -> Any:
-    return mock.patch("nnx.training.chunk_writer.checksum", lambda data: 0)
+    return mock.patch("nnx.storage.checkpoints.chunk_writer.checksum", lambda data: 0)
 
 
 def main() -> None:

@@ -4,54 +4,54 @@ import typing as _typing
 
 # isort: split
 # core: what a Module is
-from nnx.core.attributes import register_node_type as register_node_type
 from nnx.core.context import Context as Context
 from nnx.core.context import ContextDef as ContextDef
 from nnx.core.context import PureContext as PureContext
 from nnx.core.context import context as context
-from nnx.core.dict_sequence import Dict as Dict
-from nnx.core.dict_sequence import Sequence as Sequence
 from nnx.core.errors import TraceContextError as TraceContextError
-from nnx.core.fields import dataclass as dataclass
-from nnx.core.fields import field as field
-from nnx.core.fields import node_field as node_field
-from nnx.core.fields import param_field as param_field
-from nnx.core.fields import static_field as static_field
-from nnx.core.fields import var_field as var_field
-from nnx.core.filters import All as All
-from nnx.core.filters import Any as Any
-from nnx.core.filters import Filter as Filter
-from nnx.core.filters import Not as Not
-from nnx.core.filters import OfType as OfType
-from nnx.core.filters import PathMatches as PathMatches
-from nnx.core.filters import buffers as buffers
-from nnx.core.load_report import LoadReport as LoadReport
-from nnx.core.modes import set_mode as set_mode
-from nnx.core.module import Module as Module
-from nnx.core.moduledef import ModuleDef as ModuleDef
-from nnx.core.on_demand import node as node
-from nnx.core.on_demand import param as param
-from nnx.core.on_demand import static as static
-from nnx.core.on_demand import var as var
-from nnx.core.pure import Pure as Pure
-from nnx.core.pure import PureModule as PureModule
-from nnx.core.pytree import Pytree as Pytree
-from nnx.core.pytree import is_node as is_node
-from nnx.core.refs import Ref as Ref
-from nnx.core.state import State as State
-from nnx.core.variables import BatchStat as BatchStat
-from nnx.core.variables import Cache as Cache
-from nnx.core.variables import Container as Container
-from nnx.core.variables import ContainerMetadata as ContainerMetadata
-from nnx.core.variables import Intermediate as Intermediate
-from nnx.core.variables import Loss as Loss
-from nnx.core.variables import Node as Node
-from nnx.core.variables import Param as Param
-from nnx.core.variables import Static as Static
-from nnx.core.variables import TreeNode as TreeNode
-from nnx.core.variables import Variable as Variable
-from nnx.core.variables import with_metadata as with_metadata
-from nnx.core.variables import with_partitioning as with_partitioning
+from nnx.core.module.attributes import register_node_type as register_node_type
+from nnx.core.module.dict_sequence import Dict as Dict
+from nnx.core.module.dict_sequence import Sequence as Sequence
+from nnx.core.module.fields import dataclass as dataclass
+from nnx.core.module.fields import field as field
+from nnx.core.module.fields import node_field as node_field
+from nnx.core.module.fields import param_field as param_field
+from nnx.core.module.fields import static_field as static_field
+from nnx.core.module.fields import var_field as var_field
+from nnx.core.module.modes import set_mode as set_mode
+from nnx.core.module.module import Module as Module
+from nnx.core.state.filters import All as All
+from nnx.core.state.filters import Any as Any
+from nnx.core.state.filters import Filter as Filter
+from nnx.core.state.filters import Not as Not
+from nnx.core.state.filters import OfType as OfType
+from nnx.core.state.filters import PathMatches as PathMatches
+from nnx.core.state.filters import buffers as buffers
+from nnx.core.state.moduledef import ModuleDef as ModuleDef
+from nnx.core.state.pure import Pure as Pure
+from nnx.core.state.pure import PureModule as PureModule
+from nnx.core.state.pytree import Pytree as Pytree
+from nnx.core.state.pytree import is_node as is_node
+from nnx.core.state.state import State as State
+from nnx.core.variables.on_demand import node as node
+from nnx.core.variables.on_demand import param as param
+from nnx.core.variables.on_demand import static as static
+from nnx.core.variables.on_demand import var as var
+from nnx.core.variables.refs import Ref as Ref
+from nnx.core.variables.variables import BatchStat as BatchStat
+from nnx.core.variables.variables import Cache as Cache
+from nnx.core.variables.variables import Container as Container
+from nnx.core.variables.variables import ContainerMetadata as ContainerMetadata
+from nnx.core.variables.variables import Intermediate as Intermediate
+from nnx.core.variables.variables import Loss as Loss
+from nnx.core.variables.variables import Node as Node
+from nnx.core.variables.variables import Param as Param
+from nnx.core.variables.variables import Static as Static
+from nnx.core.variables.variables import TreeNode as TreeNode
+from nnx.core.variables.variables import Variable as Variable
+from nnx.core.variables.variables import with_metadata as with_metadata
+from nnx.core.variables.variables import with_partitioning as with_partitioning
+from nnx.storage.load_report import LoadReport as LoadReport
 
 # isort: split
 # sharding: logical axes to meshes
@@ -79,31 +79,31 @@ from nnx.sharding.specs import logical_to_mesh_sharding as logical_to_mesh_shard
 
 # isort: split
 # transforms: JAX transforms, lifted
-from nnx.transforms.annotations import JitWrapped as JitWrapped
-from nnx.transforms.branches import cond as cond
-from nnx.transforms.branches import switch as switch
-from nnx.transforms.checkify import checkify as checkify
-from nnx.transforms.class_forms import Remat as Remat
-from nnx.transforms.class_forms import Scan as Scan
-from nnx.transforms.class_forms import Vmap as Vmap
-from nnx.transforms.custom_derivatives import custom_jvp as custom_jvp
-from nnx.transforms.custom_derivatives import custom_vjp as custom_vjp
-from nnx.transforms.derivatives import hessian as hessian
-from nnx.transforms.derivatives import jacfwd as jacfwd
-from nnx.transforms.derivatives import jacrev as jacrev
-from nnx.transforms.derivatives import jvp as jvp
-from nnx.transforms.derivatives import linearize as linearize
-from nnx.transforms.derivatives import vjp as vjp
-from nnx.transforms.eval_shape import eval_shape as eval_shape
-from nnx.transforms.grad import grad as grad
-from nnx.transforms.grad import value_and_grad as value_and_grad
+from nnx.transforms.control.branches import cond as cond
+from nnx.transforms.control.branches import switch as switch
+from nnx.transforms.control.checkify import checkify as checkify
+from nnx.transforms.control.class_forms import Remat as Remat
+from nnx.transforms.control.class_forms import Scan as Scan
+from nnx.transforms.control.class_forms import Vmap as Vmap
+from nnx.transforms.control.eval_shape import eval_shape as eval_shape
+from nnx.transforms.control.loops import fori_loop as fori_loop
+from nnx.transforms.control.loops import while_loop as while_loop
+from nnx.transforms.control.remat import remat as remat
+from nnx.transforms.control.scan import scan as scan
+from nnx.transforms.control.shard_map import shard_map as shard_map
+from nnx.transforms.control.vmap import vmap as vmap
+from nnx.transforms.derivatives.custom_derivatives import custom_jvp as custom_jvp
+from nnx.transforms.derivatives.custom_derivatives import custom_vjp as custom_vjp
+from nnx.transforms.derivatives.grad import grad as grad
+from nnx.transforms.derivatives.grad import value_and_grad as value_and_grad
+from nnx.transforms.derivatives.jacobians import hessian as hessian
+from nnx.transforms.derivatives.jacobians import jacfwd as jacfwd
+from nnx.transforms.derivatives.jacobians import jacrev as jacrev
+from nnx.transforms.derivatives.jacobians import jvp as jvp
+from nnx.transforms.derivatives.jacobians import linearize as linearize
+from nnx.transforms.derivatives.jacobians import vjp as vjp
+from nnx.transforms.engine.annotations import JitWrapped as JitWrapped
 from nnx.transforms.jit.jit import jit as jit
-from nnx.transforms.loops import fori_loop as fori_loop
-from nnx.transforms.loops import while_loop as while_loop
-from nnx.transforms.remat import remat as remat
-from nnx.transforms.scan import scan as scan
-from nnx.transforms.shard_map import shard_map as shard_map
-from nnx.transforms.vmap import vmap as vmap
 
 # isort: split
 # nn: layers
@@ -144,14 +144,31 @@ from nnx.nn.activations import squareplus as squareplus
 from nnx.nn.activations import standardize as standardize
 from nnx.nn.activations import swish as swish
 from nnx.nn.activations import tanh as tanh
-from nnx.nn.attention import MultiHeadAttention as MultiHeadAttention
-from nnx.nn.attention_kernel import attention_implementation as attention_implementation
-from nnx.nn.batch_norm import BatchNorm as BatchNorm
-from nnx.nn.cell_base import RNNCellBase as RNNCellBase
+from nnx.nn.attention.attention import MultiHeadAttention as MultiHeadAttention
+from nnx.nn.attention.attention_kernel import attention_implementation as attention_implementation
+from nnx.nn.attention.dot_product import dot_product_attention as dot_product_attention
+from nnx.nn.attention.kv_cache import DecoderCache as DecoderCache
+from nnx.nn.attention.kv_cache import KVCache as KVCache
+from nnx.nn.attention.kv_cache import LayerCache as LayerCache
+from nnx.nn.attention.masks import combine_masks as combine_masks
+from nnx.nn.attention.masks import make_attention_mask as make_attention_mask
+from nnx.nn.attention.masks import make_causal_mask as make_causal_mask
+from nnx.nn.attention.masks import make_padding_mask as make_padding_mask
+from nnx.nn.attention.masks import make_segment_mask as make_segment_mask
+from nnx.nn.attention.masks import make_sliding_window_mask as make_sliding_window_mask
+from nnx.nn.attention.ring_attention import ring_attention as ring_attention
+from nnx.nn.attention.rotary import RotaryEmbedding as RotaryEmbedding
+from nnx.nn.attention.rotary import apply_rotary as apply_rotary
+from nnx.nn.attention.rotary_scaling import DynamicNTKScaling as DynamicNTKScaling
+from nnx.nn.attention.rotary_scaling import LinearScaling as LinearScaling
+from nnx.nn.attention.rotary_scaling import Llama3Scaling as Llama3Scaling
+from nnx.nn.attention.rotary_scaling import LongRoPEScaling as LongRoPEScaling
+from nnx.nn.attention.rotary_scaling import NTKScaling as NTKScaling
+from nnx.nn.attention.rotary_scaling import RotaryScaling as RotaryScaling
+from nnx.nn.attention.rotary_scaling import YaRNScaling as YaRNScaling
 from nnx.nn.conv import Conv as Conv
 from nnx.nn.conv import ConvTranspose as ConvTranspose
 from nnx.nn.cross_entropy import cross_entropy as cross_entropy
-from nnx.nn.dot_product import dot_product_attention as dot_product_attention
 from nnx.nn.dtypes import set_dtypes as set_dtypes
 from nnx.nn.einsum import Bilinear as Bilinear
 from nnx.nn.einsum import Einsum as Einsum
@@ -159,9 +176,6 @@ from nnx.nn.embed import Embed as Embed
 from nnx.nn.embed import LearnedPositionEmbed as LearnedPositionEmbed
 from nnx.nn.embed import SinusoidalPositionEmbed as SinusoidalPositionEmbed
 from nnx.nn.embed import sinusoidal_positions as sinusoidal_positions
-from nnx.nn.kv_cache import DecoderCache as DecoderCache
-from nnx.nn.kv_cache import KVCache as KVCache
-from nnx.nn.kv_cache import LayerCache as LayerCache
 from nnx.nn.linear import Linear as Linear
 from nnx.nn.linear import LinearGeneral as LinearGeneral
 from nnx.nn.lora import LoRA as LoRA
@@ -170,22 +184,19 @@ from nnx.nn.lora import LoRALinearGeneral as LoRALinearGeneral
 from nnx.nn.lora import LoRAParam as LoRAParam
 from nnx.nn.lora import add_lora as add_lora
 from nnx.nn.lora import merge_lora as merge_lora
-from nnx.nn.masks import combine_masks as combine_masks
-from nnx.nn.masks import make_attention_mask as make_attention_mask
-from nnx.nn.masks import make_causal_mask as make_causal_mask
-from nnx.nn.masks import make_padding_mask as make_padding_mask
-from nnx.nn.masks import make_segment_mask as make_segment_mask
-from nnx.nn.masks import make_sliding_window_mask as make_sliding_window_mask
 from nnx.nn.mlp import MLP as MLP
 from nnx.nn.mlp import GatedMLP as GatedMLP
 from nnx.nn.mlp import Identity as Identity
-from nnx.nn.moe import MoE as MoE
-from nnx.nn.moe import RouterLosses as RouterLosses
-from nnx.nn.moe import router_losses as router_losses
-from nnx.nn.norm import GroupNorm as GroupNorm
-from nnx.nn.norm import InstanceNorm as InstanceNorm
-from nnx.nn.norm import LayerNorm as LayerNorm
-from nnx.nn.norm import RMSNorm as RMSNorm
+from nnx.nn.moe.moe import MoE as MoE
+from nnx.nn.moe.moe import RouterLosses as RouterLosses
+from nnx.nn.moe.moe import router_losses as router_losses
+from nnx.nn.norms.batch_norm import BatchNorm as BatchNorm
+from nnx.nn.norms.norm import GroupNorm as GroupNorm
+from nnx.nn.norms.norm import InstanceNorm as InstanceNorm
+from nnx.nn.norms.norm import LayerNorm as LayerNorm
+from nnx.nn.norms.norm import RMSNorm as RMSNorm
+from nnx.nn.norms.weight_norm import SpectralNorm as SpectralNorm
+from nnx.nn.norms.weight_norm import WeightNorm as WeightNorm
 from nnx.nn.pool import AvgPool as AvgPool
 from nnx.nn.pool import MaxPool as MaxPool
 from nnx.nn.pool import MinPool as MinPool
@@ -193,11 +204,17 @@ from nnx.nn.pool import avg_pool as avg_pool
 from nnx.nn.pool import max_pool as max_pool
 from nnx.nn.pool import min_pool as min_pool
 from nnx.nn.pool import pool as pool
-from nnx.nn.quantize import dequantize as dequantize
-from nnx.nn.quantize import quantize as quantize
-from nnx.nn.quantized import QuantizedParam as QuantizedParam
-from nnx.nn.recurrent import RNN as RNN
-from nnx.nn.recurrent import Bidirectional as Bidirectional
+from nnx.nn.quantized.quantize import dequantize as dequantize
+from nnx.nn.quantized.quantize import quantize as quantize
+from nnx.nn.quantized.quantized import QuantizedParam as QuantizedParam
+from nnx.nn.recurrent.cell_base import RNNCellBase as RNNCellBase
+from nnx.nn.recurrent.recurrent import RNN as RNN
+from nnx.nn.recurrent.recurrent import Bidirectional as Bidirectional
+from nnx.nn.recurrent.rnn_cells import ConvLSTMCell as ConvLSTMCell
+from nnx.nn.recurrent.rnn_cells import GRUCell as GRUCell
+from nnx.nn.recurrent.rnn_cells import LSTMCell as LSTMCell
+from nnx.nn.recurrent.rnn_cells import OptimizedLSTMCell as OptimizedLSTMCell
+from nnx.nn.recurrent.rnn_cells import SimpleCell as SimpleCell
 from nnx.nn.resize import AdaptiveAvgPool as AdaptiveAvgPool
 from nnx.nn.resize import AdaptiveMaxPool as AdaptiveMaxPool
 from nnx.nn.resize import GlobalAvgPool as GlobalAvgPool
@@ -207,38 +224,21 @@ from nnx.nn.resize import adaptive_avg_pool as adaptive_avg_pool
 from nnx.nn.resize import adaptive_max_pool as adaptive_max_pool
 from nnx.nn.resize import global_avg_pool as global_avg_pool
 from nnx.nn.resize import global_max_pool as global_max_pool
-from nnx.nn.ring_attention import ring_attention as ring_attention
-from nnx.nn.rnn_cells import ConvLSTMCell as ConvLSTMCell
-from nnx.nn.rnn_cells import GRUCell as GRUCell
-from nnx.nn.rnn_cells import LSTMCell as LSTMCell
-from nnx.nn.rnn_cells import OptimizedLSTMCell as OptimizedLSTMCell
-from nnx.nn.rnn_cells import SimpleCell as SimpleCell
-from nnx.nn.rotary import RotaryEmbedding as RotaryEmbedding
-from nnx.nn.rotary import apply_rotary as apply_rotary
-from nnx.nn.rotary_scaling import DynamicNTKScaling as DynamicNTKScaling
-from nnx.nn.rotary_scaling import LinearScaling as LinearScaling
-from nnx.nn.rotary_scaling import Llama3Scaling as Llama3Scaling
-from nnx.nn.rotary_scaling import LongRoPEScaling as LongRoPEScaling
-from nnx.nn.rotary_scaling import NTKScaling as NTKScaling
-from nnx.nn.rotary_scaling import RotaryScaling as RotaryScaling
-from nnx.nn.rotary_scaling import YaRNScaling as YaRNScaling
 from nnx.nn.stochastic import Dropout as Dropout
 from nnx.nn.stochastic import DropPath as DropPath
 from nnx.nn.stochastic import GaussianNoise as GaussianNoise
-from nnx.nn.weight_norm import SpectralNorm as SpectralNorm
-from nnx.nn.weight_norm import WeightNorm as WeightNorm
 
 # isort: split
 # training: fitting a model
-from nnx.training.checkpoint import CheckpointEntry as CheckpointEntry
-from nnx.training.checkpoint import load as load
-from nnx.training.checkpoint import save as save
-from nnx.training.checkpoint_manager import CheckpointManager as CheckpointManager
+from nnx.storage.checkpoints.checkpoint import CheckpointEntry as CheckpointEntry
+from nnx.storage.checkpoints.checkpoint import load as load
+from nnx.storage.checkpoints.checkpoint import save as save
+from nnx.storage.checkpoints.manager import CheckpointManager as CheckpointManager
+from nnx.storage.checkpoints.manifest import CheckpointError as CheckpointError
 from nnx.training.dynamic_scale import DynamicScale as DynamicScale
 from nnx.training.early_stopping import EarlyStopping as EarlyStopping
 from nnx.training.ema import EMA as EMA
 from nnx.training.ema import EmaState as EmaState
-from nnx.training.manifest import CheckpointError as CheckpointError
 from nnx.training.metrics import Accuracy as Accuracy
 from nnx.training.metrics import Average as Average
 from nnx.training.metrics import Metric as Metric
@@ -268,13 +268,13 @@ from nnx.inspection.train_log import TrainLog as TrainLog
 
 # isort: split
 # interop: other people's weights
-from nnx.interop.entries import checkpoint_entries as checkpoint_entries
 from nnx.interop.export import export as export
 from nnx.interop.exported import Exported as Exported
 from nnx.interop.exported import load_exported as load_exported
-from nnx.interop.safetensors import load_safetensors as load_safetensors
-from nnx.interop.safetensors import save_safetensors as save_safetensors
 from nnx.interop.torch_state_dict import load_torch_state_dict as load_torch_state_dict
+from nnx.storage.listing import checkpoint_entries as checkpoint_entries
+from nnx.storage.safetensors.safetensors import load_safetensors as load_safetensors
+from nnx.storage.safetensors.safetensors import save_safetensors as save_safetensors
 
 # isort: split
 # models: published architectures, under `nnx.models`
@@ -379,6 +379,11 @@ else:  # a checker would take `__getattr__` to mean that the package has every n
         from nnx.core.hints import package_error
 
         raise package_error(name)
+
+    from nnx.core.old_modules import answer_for_old_modules
+
+    answer_for_old_modules()
+    del answer_for_old_modules
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,7 @@ import nnx
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md"))}
-ROOMS = ["core", "generation", "inspection", "interop", "models", "nn", "sharding", "training", "transforms"]
+ROOMS = ["core", "generation", "inspection", "interop", "models", "nn", "sharding", "storage", "training", "transforms"]
 
 # A name is documented by a block that mkdocstrings fills (`::: nnx.Linear`) or by a row of a table.
 ENTRY = re.compile(r"^::: (?P<block>nnx\.\S+)$|^\| `(?P<row>nnx\.[\w.]+)` \| *(?P<text>\S.*?) *\|$", re.MULTILINE)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.core.moduledef import FORMER_ATTRIBUTES
 from nnx.core.old_names import BOTH_NAMES
-from nnx.core.variables import UNBOX_FN
+from nnx.core.state.moduledef import FORMER_ATTRIBUTES
+from nnx.core.variables.variables import UNBOX_FN
 from tests.models import Linear, Scale
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.core.filters import Filter
+from nnx.core.state.filters import Filter
 
 ROOMS = {"core", "sharding", "transforms", "nn", "training", "inspection", "interop"}
 

@@ -21,7 +21,7 @@ from nnx.core.errors import CONTEXT_AT_OTHER_LEVEL, TraceContextError
 from nnx.core.hints import CONTEXT as HINTS
 from nnx.core.hints import add_hints
 from nnx.core.repr import short
-from nnx.core.statics import Frozen, own_copy
+from nnx.core.statics.statics import Frozen, own_copy
 from nnx.core.trace import NO_GUARD, current_level, same_level, transfer_guard
 from nnx.core.user_warnings import warn_user
 

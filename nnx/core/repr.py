@@ -7,7 +7,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from nnx.core.trees import contains_itself, items_of
+from nnx.core.variables.trees import contains_itself, items_of
 
 MAX_WIDTH = 80
 

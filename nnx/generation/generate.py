@@ -9,8 +9,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from nnx.core.context import Context
-from nnx.core.module import Module
-from nnx.core.statics import Frozen
+from nnx.core.module.module import Module
+from nnx.core.statics.statics import Frozen
 from nnx.core.trace import is_tracer
 from nnx.generation.arguments import (
     STREAM_IN_TRANSFORM,

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nnx.core.modes import set_mode
-from nnx.core.module import Module
-from nnx.core.pure import Pure
+from nnx.core.module.modes import set_mode
+from nnx.core.module.module import Module
 from nnx.core.sizes import size_in_bytes
-from nnx.core.statics import Frozen
+from nnx.core.state.pure import Pure
+from nnx.core.statics.statics import Frozen
 from nnx.generation.buckets import Pace, rows_to_run
 from nnx.generation.sampling import Sampling, choose
-from nnx.nn.kv_cache import LayerCache
+from nnx.nn.attention.kv_cache import LayerCache
 from nnx.sharding.rules import Rules
 
 TWO_BATCH_AXES = (

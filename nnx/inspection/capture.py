@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.repr import short
-from nnx.core.selectors import ModuleSelector
+from nnx.core.state.selectors import ModuleSelector
 from nnx.inspection.observing import ObservedCall
-from nnx.transforms.annotations import P, R
-from nnx.transforms.decorators import decorator
-from nnx.transforms.effects import finish
-from nnx.transforms.observed import Observer, add_record, check_recordable, next_probe
+from nnx.transforms.engine.annotations import P, R
+from nnx.transforms.engine.decorators import decorator
+from nnx.transforms.engine.effects import finish
+from nnx.transforms.engine.observed import Observer, add_record, check_recordable, next_probe
 
 NOT_DATA = """nnx.capture cannot record {path!r} ({kind}): its output holds {leaf}, which is not an array or a number. \
 Narrow `where=` so that it does not select this Module."""

@@ -12,18 +12,18 @@ import sys
 import warnings
 from typing import Any
 
-from nnx.core.attributes import variable_of
-from nnx.core.dict_sequence import Dict, Sequence
 from nnx.core.extras import require
-from nnx.core.files import local_path
-from nnx.core.kinds import Absent
-from nnx.core.module import Module
-from nnx.core.module_info import info_of, values_of
-from nnx.core.paths import segment_of
-from nnx.core.refs import Ref
+from nnx.core.module.attributes import variable_of
+from nnx.core.module.dict_sequence import Dict, Sequence
+from nnx.core.module.info import info_of, values_of
+from nnx.core.module.kinds import Absent
+from nnx.core.module.module import Module
 from nnx.core.repr import short
-from nnx.core.state import State
-from nnx.core.variables import Container, Spec
+from nnx.core.state.paths import segment_of
+from nnx.core.state.state import State
+from nnx.core.variables.refs import Ref
+from nnx.core.variables.variables import Container, Spec
+from nnx.storage.files import local_path
 
 PAGE = """<!doctype html>
 <html lang="en">

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx.core.module_info import info_of
+from nnx.core.module.info import info_of
 from nnx.core.trace import same_level
 from nnx.inspection.observing import ObservedCall
-from nnx.transforms.annotations import P
-from nnx.transforms.decorators import named_after
-from nnx.transforms.observed import Observer, add_record
-from nnx.transforms.tracebacks import boundary
+from nnx.transforms.engine.annotations import P
+from nnx.transforms.engine.decorators import named_after
+from nnx.transforms.engine.observed import Observer, add_record
+from nnx.transforms.engine.tracebacks import boundary
 
 
 class NotFinite(NamedTuple):

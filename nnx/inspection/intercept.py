@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, Unpack, overload
 
 from nnx.core.repr import short
-from nnx.core.selectors import ModuleSelector
+from nnx.core.state.selectors import ModuleSelector
 from nnx.inspection.observing import ObservedCall
-from nnx.transforms.annotations import Decorator, P, R
-from nnx.transforms.decorators import decorator
-from nnx.transforms.effects import finish
-from nnx.transforms.function_keys import CanChange, function_key
-from nnx.transforms.observed import Observer
+from nnx.transforms.engine.annotations import Decorator, P, R
+from nnx.transforms.engine.decorators import decorator
+from nnx.transforms.engine.effects import finish
+from nnx.transforms.engine.function_keys import CanChange, function_key
+from nnx.transforms.engine.observed import Observer
 
 NO_HOOK = """nnx.intercept takes a function and a hook, nnx.intercept(f, hook, where=...), where the hook is called as \
 hook(path, module, call, *args, **kwargs); got {value}."""

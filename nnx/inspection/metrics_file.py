@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from nnx.core.files import local_path
-from nnx.training.manifest import CheckpointError
+from nnx.storage.checkpoints.manifest import CheckpointError
+from nnx.storage.files import local_path
 
 NO_RECORDS = '{path} holds no metrics. Each line should be a JSON object with a "step", as nnx.TrainLog writes them.'
 NOT_READABLE = "The metrics file {path} cannot be read: {reason}."

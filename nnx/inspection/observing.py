@@ -1,6 +1,6 @@
 """One call of a function on rebuilt Modules, some of which are observed: what `capture` and its kin share.
 
-See `nnx.transforms.observed` for observed Modules, observers, records and probes.
+See `nnx.transforms.engine.observed` for observed Modules, observers, records and probes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 import jax
 
-from nnx.core.module_info import ModuleBase, info_of
-from nnx.core.paths import listing
-from nnx.core.proxies import Way
+from nnx.core.module.call_chains import Way
+from nnx.core.module.info import ModuleBase, info_of
 from nnx.core.repr import short
-from nnx.core.selectors import to_module_predicate
+from nnx.core.state.paths import listing
+from nnx.core.state.selectors import to_module_predicate
+from nnx.core.structure.walk import depth_first, number_modules
 from nnx.core.trace import same_level
-from nnx.core.walk import depth_first, number_modules
-from nnx.transforms.call import Call, CallAt, Target, is_module, target_of
-from nnx.transforms.effects import Outcome, enter_call, leave
-from nnx.transforms.observed import Observer, add_probes, observe, records_of, release
-from nnx.transforms.shared_traces import run_in_scope
+from nnx.transforms.control.shared_traces import run_in_scope
+from nnx.transforms.engine.call import Call, CallAt, Target, is_module, target_of
+from nnx.transforms.engine.effects import Outcome, enter_call, leave
+from nnx.transforms.engine.observed import Observer, add_probes, observe, records_of, release
 
 NO_MODULE = """{transform}: there is no Module among the arguments of {name}. Only Modules that are passed can be \
 observed, not those that the function closes over: write a function of the Module, {transform}(lambda model, x: ...)\

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from nnx.core.extras import require
-from nnx.core.files import atomic_file, local_path
-from nnx.core.processes import is_first
 from nnx.inspection.metrics_file import read_metrics
+from nnx.storage.files import atomic_file, local_path
+from nnx.storage.processes import is_first
 
 NOTHING_TO_PLOT = (
     "There is nothing to plot: none of the {count} records has {wanted}. The metrics in them are: {names}."

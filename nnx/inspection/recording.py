@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from nnx.core.attributes import assign
 from nnx.core.context import Context, PureContext
-from nnx.core.dict_sequence import Dict
-from nnx.core.module import Module
-from nnx.core.module_info import class_of
-from nnx.core.pure import Pure
-from nnx.core.scopes import function_in
+from nnx.core.module.attributes import assign
+from nnx.core.module.dict_sequence import Dict
+from nnx.core.module.info import class_of
+from nnx.core.module.module import Module
+from nnx.core.module.scopes import function_in
+from nnx.core.state.pure import Pure
 from nnx.inspection.flops import count_by_scope, scope
 
 MARK = "_nnx_mark"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from nnx.core.extras import require
-from nnx.core.files import local_path, unique_token
+from nnx.storage.files import local_path, unique_token
 
 Sink = Callable[[int, dict[str, float]], Any]
 

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.context import Context
-from nnx.core.filters import Filter
-from nnx.core.freezing import is_frozen
-from nnx.core.module import Module
-from nnx.core.pure import Pure
+from nnx.core.module.freezing import is_frozen
+from nnx.core.module.module import Module
 from nnx.core.repr import short
 from nnx.core.sizes import size_in_bytes
-from nnx.core.state import State
-from nnx.core.untied import warn_of_untied
-from nnx.core.variables import Param, Variable
+from nnx.core.state.filters import Filter
+from nnx.core.state.pure import Pure
+from nnx.core.state.state import State
+from nnx.core.variables.untied import warn_of_untied
+from nnx.core.variables.variables import Param, Variable
 from nnx.inspection.recording import Recording, record
 
 MAX_OUTPUT = 60

@@ -28,13 +28,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.extras import require
-from nnx.core.files import local_path
-from nnx.core.processes import is_first
 from nnx.core.repr import short
 from nnx.inspection.metrics_file import MetricsWriter, Record, read_metrics
 from nnx.inspection.plots import plot_metrics
 from nnx.inspection.progress import THROUGHPUT, Bar, Lines, Progress, Work, make_view
 from nnx.inspection.sinks import Sink
+from nnx.storage.files import local_path
+from nnx.storage.processes import is_first
 
 MAX_PENDING = 16  # records
 

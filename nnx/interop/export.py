@@ -16,16 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.extras import require
-from nnx.core.files import atomic_file, local_path
-from nnx.core.module_info import ModuleBase
+from nnx.core.module.info import ModuleBase
 from nnx.core.repr import short
-from nnx.core.state import State
+from nnx.core.state.state import State
 from nnx.interop.export_trees import form_of
 from nnx.interop.exported import DESCRIPTION, FORMAT, PROGRAM, VERSION, WEIGHTS, array_type, weight_type
-from nnx.interop.safetensors import save_safetensors
-from nnx.training.manifest import CheckpointError, seal
-from nnx.transforms.call import Call, target_of
-from nnx.transforms.effects import cell_paths, run
+from nnx.storage.checkpoints.manifest import CheckpointError, seal
+from nnx.storage.files import atomic_file, local_path
+from nnx.storage.safetensors.safetensors import save_safetensors
+from nnx.transforms.engine.call import Call, target_of
+from nnx.transforms.engine.effects import cell_paths, run
 
 CONTEXT_GIVEN = """nnx.export: the arguments contain a Context, whose keys would be the same in every call of the \
 program. Make it from a key inside the function, and pass the key: \

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnx.core.repr import short
-from nnx.core.state import State
+from nnx.core.state.state import State
 
 NOT_A_FORM = """nnx.export: {where} is {value}. Arguments and results of an exported program are arrays in dicts (by \
 string), lists and tuples; {advice}."""

@@ -15,13 +15,13 @@ import jax.export
 import jax.numpy as jnp
 
 from nnx.core.extras import require
-from nnx.core.files import local_path, open_regular
-from nnx.core.paths import listing
 from nnx.core.repr import short
-from nnx.core.state import State
+from nnx.core.state.paths import listing
+from nnx.core.state.state import State
 from nnx.interop.export_trees import check_form, flattened, rebuilt
-from nnx.interop.safetensors import load_safetensors
-from nnx.training.manifest import CheckpointError, seal
+from nnx.storage.checkpoints.manifest import CheckpointError, seal
+from nnx.storage.files import local_path, open_regular
+from nnx.storage.safetensors.safetensors import load_safetensors
 
 FORMAT = "nnx export"
 VERSION = 1

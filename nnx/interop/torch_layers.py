@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nnx.nn.activations import PReLU
-from nnx.nn.attention import MultiHeadAttention
-from nnx.nn.batch_norm import BatchNorm
+from nnx.nn.attention.attention import MultiHeadAttention
 from nnx.nn.conv import Conv, ConvTranspose
 from nnx.nn.embed import Embed, LearnedPositionEmbed
 from nnx.nn.linear import Linear, LinearGeneral
-from nnx.nn.norm_base import NormBase
+from nnx.nn.norms.batch_norm import BatchNorm
+from nnx.nn.norms.norm_base import NormBase
 
 Shape = tuple[int, ...]
 Has = Callable[[str], bool]

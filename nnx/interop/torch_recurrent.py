@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from nnx.core.dict_sequence import Sequence
-from nnx.core.paths import join
+from nnx.core.module.dict_sequence import Sequence
+from nnx.core.state.paths import join
 from nnx.interop.torch_layers import Has, Mismatch, Part, Rule, Shape
-from nnx.nn.recurrent import RNN, Bidirectional
-from nnx.nn.rnn_cells import GRUCell, LSTMCell, OptimizedLSTMCell, SimpleCell
+from nnx.nn.recurrent.recurrent import RNN, Bidirectional
+from nnx.nn.recurrent.rnn_cells import GRUCell, LSTMCell, OptimizedLSTMCell, SimpleCell
 
 _CELLS = (GRUCell, LSTMCell, OptimizedLSTMCell, SimpleCell)
 

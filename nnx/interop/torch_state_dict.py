@@ -5,17 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from nnx.core.flat import Flat, flat_of
-from nnx.core.kinds import SUBMODULE
-from nnx.core.load_report import LoadReport
-from nnx.core.module import Module
-from nnx.core.module_info import info_of, values_of
-from nnx.core.paths import join, listing, path_order
-from nnx.core.placing import sort_of_number
+from nnx.core.module.info import info_of, values_of
+from nnx.core.module.kinds import SUBMODULE
+from nnx.core.module.module import Module
 from nnx.core.repr import short
-from nnx.core.variables import BatchStat, Container, Param
+from nnx.core.state.paths import join, listing, path_order
+from nnx.core.structure.flat import Flat, flat_of
+from nnx.core.variables.variables import BatchStat, Container, Param
 from nnx.interop.torch_layers import Mismatch, Part, Rule, dotted, layer_rule, unchanged
 from nnx.interop.torch_recurrent import recurrent_rule
+from nnx.storage.fitting import sort_of_number
+from nnx.storage.load_report import LoadReport
 
 NOT_A_MODULE = "load_torch_state_dict takes the Module to load into first, got {got}."
 NOT_A_STATE_DICT = """load_torch_state_dict takes a state dict, i.e. a mapping from names such as "encoder.weight" to \

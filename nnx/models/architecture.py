@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from nnx.core.module import Module
-from nnx.models.tables import Link
+from nnx.core.module.module import Module
+from nnx.models.files.tables import Link
 
 
 @dataclasses.dataclass(frozen=True)

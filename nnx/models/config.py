@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from nnx.nn.rotary_scaling import RotaryScaling
+from nnx.nn.attention.rotary_scaling import RotaryScaling
 
 LayerType = Literal["full", "sliding"]
 

@@ -15,31 +15,31 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from nnx.core.context import Context
-from nnx.core.dict_sequence import Sequence
-from nnx.core.module import Module
-from nnx.core.variables import Variable
-from nnx.models.activations import ClampedSwiGLU, activation_of
+from nnx.core.module.dict_sequence import Sequence
+from nnx.core.module.module import Module
+from nnx.core.variables.variables import Variable
+from nnx.models.activations_by_name import ClampedSwiGLU, activation_of
 from nnx.models.config import DecoderConfig
-from nnx.models.tokens import check_tokens, too_long, without_negatives
-from nnx.nn.attention import MultiHeadAttention
+from nnx.models.inputs.tokens import check_tokens, too_long, without_negatives
+from nnx.nn.attention.attention import MultiHeadAttention
+from nnx.nn.attention.kv_cache import DecoderCache, LayerCache
+from nnx.nn.attention.rotary import RotaryEmbedding
+from nnx.nn.attention.rotary_scaling import DynamicNTKScaling, LongRoPEScaling
 from nnx.nn.embed import Embed, LearnedPositionEmbed
 from nnx.nn.initializers import zeros
-from nnx.nn.kv_cache import DecoderCache, LayerCache
 from nnx.nn.linear import Linear
 from nnx.nn.mlp import MLP, GatedMLP
-from nnx.nn.moe import MoE
-from nnx.nn.norm import LayerNorm, RMSNorm
-from nnx.nn.parameters import AxisNames
-from nnx.nn.quantized import weight_dtype
-from nnx.nn.rotary import RotaryEmbedding
-from nnx.nn.rotary_scaling import DynamicNTKScaling, LongRoPEScaling
-from nnx.nn.settings import as_dtype, as_optional_dtype
+from nnx.nn.moe.moe import MoE
+from nnx.nn.norms.norm import LayerNorm, RMSNorm
+from nnx.nn.quantized.quantized import weight_dtype
+from nnx.nn.support.parameters import AxisNames
+from nnx.nn.support.settings import as_dtype, as_optional_dtype
 from nnx.sharding.axes import PARTITION_NAME, DefaultAxes
 from nnx.sharding.constraints import with_logical_constraint
 from nnx.sharding.rules import RulesFallback
-from nnx.transforms.class_forms import Scan
-from nnx.transforms.remat import remat as checkpointed
-from nnx.transforms.scan import scan
+from nnx.transforms.control.class_forms import Scan
+from nnx.transforms.control.remat import remat as checkpointed
+from nnx.transforms.control.scan import scan
 
 LAYERS_AXIS = "layers"
 """The logical name of the axis along which a scanned decoder stacks its layers."""

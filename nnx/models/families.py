@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nnx.models.config import FILE_ENTRIES, SIZES, DecoderConfig, frozen_extra
-from nnx.models.quantized_files import decoding
-from nnx.models.rope import read_rope, write_rope
+from nnx.models.files.quantized_files import decoding
+from nnx.models.files.rope_entries import read_rope, write_rope
 
 UNKNOWN_MODEL = "{where}: the model_type {got!r} is not among the known ones: {known}."
 NO_KEY = "{where}: the entry {key!r}, which a {family} model needs, is missing."

@@ -19,27 +19,27 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from nnx.core.context import context
-from nnx.core.files import atomic_file, local_path
-from nnx.core.filters import Not
-from nnx.core.module import Module
-from nnx.core.processes import Exchange, is_first
+from nnx.core.module.module import Module
 from nnx.core.repr import short
+from nnx.core.state.filters import Not
 from nnx.core.trace import is_tracer
-from nnx.core.variables import Loss
-from nnx.interop.safetensors import write_arrays
-from nnx.interop.safetensors_file import Pending, TensorFile
-from nnx.interop.safetensors_index import holds_safetensors, open_model
+from nnx.core.variables.variables import Loss
 from nnx.models.architecture import Architecture
-from nnx.models.quantized_files import AnyFile, decoding, reopened
-from nnx.models.reading import Piece, Reader
+from nnx.models.files.quantized_files import AnyFile, decoding, reopened
+from nnx.models.files.reading import Piece, Reader
+from nnx.models.files.tables import Link, Shape
 from nnx.models.registry import architecture_named, architecture_of
-from nnx.models.tables import Link, Shape
-from nnx.nn.quantize import is_quantized
-from nnx.nn.settings import as_dtype
+from nnx.nn.quantized.quantize import is_quantized
+from nnx.nn.support.settings import as_dtype
 from nnx.sharding.placement import shard
 from nnx.sharding.rules import RulesLike
-from nnx.training.manifest import CheckpointError
-from nnx.transforms.eval_shape import eval_shape
+from nnx.storage.checkpoints.manifest import CheckpointError
+from nnx.storage.files import atomic_file, local_path
+from nnx.storage.processes import Exchange, is_first
+from nnx.storage.safetensors.file import Pending, TensorFile
+from nnx.storage.safetensors.safetensors import write_arrays
+from nnx.storage.safetensors.shards import holds_safetensors, open_model
+from nnx.transforms.control.eval_shape import eval_shape
 
 NO_DIRECTORY = (
     "There is no directory {path}. nnx.models reads local directories and never downloads: fetch the files first, for "

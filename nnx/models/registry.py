@@ -3,20 +3,20 @@
 from collections.abc import Collection
 from typing import Any
 
-from nnx.core.module import Module
+from nnx.core.module.module import Module
 from nnx.core.repr import short
 from nnx.models.architecture import Architecture
-from nnx.models.bert_files import BERT
-from nnx.models.clip_files import CLIP_MODELS
+from nnx.models.architectures.bert_names import BERT
+from nnx.models.architectures.clip_names import CLIP_MODELS
+from nnx.models.architectures.resnet_names import RESNET
+from nnx.models.architectures.t5_names import T5_MODELS
+from nnx.models.architectures.vit import VIT
+from nnx.models.architectures.whisper_names import WHISPER
 from nnx.models.config import DecoderConfig
 from nnx.models.decoder import Decoder
 from nnx.models.families import FAMILIES, UNKNOWN_MODEL, config_from_dict, config_to_dict
-from nnx.models.resnet_files import RESNET
-from nnx.models.t5_files import T5_MODELS
-from nnx.models.tables import Link, checkpoint_prefix, is_ignored, links
-from nnx.models.vit import VIT
-from nnx.models.whisper_files import WHISPER
-from nnx.transforms.class_forms import Scan
+from nnx.models.files.tables import Link, checkpoint_prefix, is_ignored, links
+from nnx.transforms.control.class_forms import Scan
 
 NOT_A_MODEL = "save_pretrained takes a model of nnx.models ({known}), got {got}."
 

@@ -44,10 +44,10 @@ from jax.nn import swish as swish
 from jax.nn import tanh as tanh
 from jax.typing import DTypeLike
 
-from nnx.core.module import Module
-from nnx.core.variables import Param
-from nnx.nn.checks import shape_of
-from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, compiled_body, default_promote_dtype
+from nnx.core.module.module import Module
+from nnx.core.variables.variables import Param
+from nnx.nn.support.checks import shape_of
+from nnx.nn.support.settings import PromoteDtype, as_dtype, as_optional_dtype, compiled_body, default_promote_dtype
 
 
 def _reduce_by_name(function: Any) -> Any:

@@ -16,8 +16,9 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from nnx.core.context import Context
-from nnx.core.module import Module
-from nnx.nn.checks import (
+from nnx.core.module.module import Module
+from nnx.nn.convolve import convolve, convolve_transposed
+from nnx.nn.support.checks import (
     Padding,
     PaddingLike,
     Strides,
@@ -28,8 +29,7 @@ from nnx.nn.checks import (
     per_dimension,
     spatial_tuple,
 )
-from nnx.nn.convolve import convolve, convolve_transposed
-from nnx.nn.parameters import (
+from nnx.nn.support.parameters import (
     NO_METADATA,
     AxisNames,
     InitializerLike,
@@ -38,7 +38,7 @@ from nnx.nn.parameters import (
     kernel_init_for,
     make_param,
 )
-from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, cast, default_promote_dtype
+from nnx.nn.support.settings import PromoteDtype, as_dtype, as_optional_dtype, cast, default_promote_dtype
 
 KernelMask = Callable[[jax.Array], jax.Array]
 

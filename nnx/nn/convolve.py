@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import PrecisionLike
 
-from nnx.nn.checks import Padding
-from nnx.nn.settings import PromoteDtype, compiled_body, default_promote_dtype
+from nnx.nn.support.checks import Padding
+from nnx.nn.support.settings import PromoteDtype, compiled_body, default_promote_dtype
 from nnx.sharding.explicit import result_sharding, split_like
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx.nn.checks import shape_of
+from nnx.nn.support.checks import shape_of
 
 LARGEST_KERNEL_SIZE = 2**31  # the kernel counts entries in int32
 

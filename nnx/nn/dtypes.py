@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from nnx.core.kinds import STATIC, is_variable
-from nnx.core.module import Module
-from nnx.core.module_info import ModuleBase, info_of
-from nnx.core.refs import Ref
-from nnx.core.selectors import ModuleSelector, select_modules
-from nnx.core.updates import check_levels
-from nnx.core.variables import BatchStat, Cache, Intermediate, Loss, spec_of
-from nnx.nn.quantized import QuantizedParam, scale_dtype
-from nnx.nn.settings import as_dtype, statistics_dtype
+from nnx.core.module.info import ModuleBase, info_of
+from nnx.core.module.kinds import STATIC, is_variable
+from nnx.core.module.module import Module
+from nnx.core.state.selectors import ModuleSelector, select_modules
+from nnx.core.state.updates import check_levels
+from nnx.core.variables.refs import Ref
+from nnx.core.variables.variables import BatchStat, Cache, Intermediate, Loss, spec_of
+from nnx.nn.quantized.quantized import QuantizedParam, scale_dtype
+from nnx.nn.support.settings import as_dtype, statistics_dtype
 
 NOT_A_MODEL = "nnx.set_dtypes takes a Module, got {model}."
 NO_DTYPE = """nnx.set_dtypes: give at least one of `dtype` (how layers compute) and `param_dtype` (how parameters are \
@@ -92,7 +92,7 @@ def _holders(module: Any) -> list[tuple[Any, bool]]:
 
 def _is_container(value: Any) -> bool:
     """Whether a value is an nnx.Dict or nnx.Sequence that holds Variables and no layers."""
-    if not isinstance(value, ModuleBase) or type(value).__module__ != "nnx.core.dict_sequence":
+    if not isinstance(value, ModuleBase) or type(value).__module__ != "nnx.core.module.dict_sequence":
         return False
     return not any(isinstance(item, ModuleBase) for item in vars(value).values())
 

@@ -15,13 +15,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from nnx.core.context import Context
-from nnx.core.module import Module
-from nnx.nn.checks import check_last_axis, check_sizes, shape_of
+from nnx.core.module.module import Module
 from nnx.nn.initializers import normal, variance_scaling
-from nnx.nn.parameters import NO_METADATA, AxisNames, InitializerLike, compiled_initializer, make_param
-from nnx.nn.quantized import as_operand, to_weight, weight_dtype
-from nnx.nn.quantized_product import multiply_few_rows
-from nnx.nn.settings import (
+from nnx.nn.quantized.quantized import as_operand, to_weight, weight_dtype
+from nnx.nn.quantized.quantized_product import multiply_few_rows
+from nnx.nn.support.checks import check_last_axis, check_sizes, shape_of
+from nnx.nn.support.parameters import NO_METADATA, AxisNames, InitializerLike, compiled_initializer, make_param
+from nnx.nn.support.settings import (
     PromoteDtype,
     as_dtype,
     as_optional_dtype,

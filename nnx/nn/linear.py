@@ -13,10 +13,12 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from nnx.core.context import Context
-from nnx.core.module import Module
-from nnx.core.variables import ContainerMetadata, Param
-from nnx.nn.checks import as_tuple, check_last_axis, check_sizes, shape_of, too_few_axes, wrong_features
-from nnx.nn.parameters import (
+from nnx.core.module.module import Module
+from nnx.core.variables.variables import ContainerMetadata, Param
+from nnx.nn.quantized.quantized import as_operand, weight_dtype
+from nnx.nn.quantized.quantized_product import multiply_few_rows
+from nnx.nn.support.checks import as_tuple, check_last_axis, check_sizes, shape_of, too_few_axes, wrong_features
+from nnx.nn.support.parameters import (
     NO_METADATA,
     AxisNames,
     InitializerLike,
@@ -26,9 +28,7 @@ from nnx.nn.parameters import (
     make_param,
     one_per_entry,
 )
-from nnx.nn.quantized import as_operand, weight_dtype
-from nnx.nn.quantized_product import multiply_few_rows
-from nnx.nn.settings import (
+from nnx.nn.support.settings import (
     PromoteDtype,
     as_dtype,
     as_optional_dtype,

@@ -14,14 +14,14 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from nnx.core.context import Context
-from nnx.core.filters import Filter, PathMatches, to_predicate
-from nnx.core.module import Module
-from nnx.core.paths import path_order
-from nnx.core.variables import Variable
-from nnx.nn.checks import check_last_axis, check_sizes
+from nnx.core.module.module import Module
+from nnx.core.state.filters import Filter, PathMatches, to_predicate
+from nnx.core.state.paths import path_order
+from nnx.core.variables.variables import Variable
 from nnx.nn.initializers import he_uniform
 from nnx.nn.linear import Linear, LinearGeneral
-from nnx.nn.parameters import (
+from nnx.nn.support.checks import check_last_axis, check_sizes
+from nnx.nn.support.parameters import (
     NO_METADATA,
     AxisNames,
     InitializerLike,
@@ -29,10 +29,17 @@ from nnx.nn.parameters import (
     default_bias_init,
     initial_value,
 )
-from nnx.nn.settings import PromoteDtype, as_dtype, as_optional_dtype, cast, compiled_body, default_promote_dtype
+from nnx.nn.support.settings import (
+    PromoteDtype,
+    as_dtype,
+    as_optional_dtype,
+    cast,
+    compiled_body,
+    default_promote_dtype,
+)
 from nnx.sharding.axes import PARTITION_NAME, DefaultAxes, axis_names
 from nnx.sharding.explicit import result_sharding
-from nnx.transforms.vmap import vmap
+from nnx.transforms.control.vmap import vmap
 
 NOTHING_MATCHES = (
     "add_lora: `where` matches no linear layer, so nothing would be trained. "

@@ -9,15 +9,15 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from nnx.core.context import Context
-from nnx.core.dict_sequence import Sequence as Layers
-from nnx.core.module import Module
+from nnx.core.module.dict_sequence import Sequence as Layers
+from nnx.core.module.module import Module
 from nnx.core.repr import short
-from nnx.nn.activation_names import named
 from nnx.nn.activations import relu, silu
-from nnx.nn.checks import as_tuple, check_last_axis, check_sizes
 from nnx.nn.linear import Linear
-from nnx.nn.parameters import AxisNames, InitializerLike, default_bias_init, default_kernel_init
 from nnx.nn.stochastic import Dropout
+from nnx.nn.support.activation_names import named
+from nnx.nn.support.checks import as_tuple, check_last_axis, check_sizes
+from nnx.nn.support.parameters import AxisNames, InitializerLike, default_bias_init, default_kernel_init
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nnx.core.module import Module
-from nnx.nn.checks import (
+from nnx.core.module.module import Module
+from nnx.nn.support.checks import (
     Padding,
     PaddingLike,
     Strides,
@@ -23,7 +23,7 @@ from nnx.nn.checks import (
     per_dimension,
     spatial_tuple,
 )
-from nnx.nn.settings import cast, compiled_body, statistics_dtype
+from nnx.nn.support.settings import cast, compiled_body, statistics_dtype
 
 POOL_PADDINGS = ("SAME", "VALID")
 

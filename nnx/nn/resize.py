@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx.core.module import Module
-from nnx.nn.checks import check_spatial_axes, spatial_tuple
+from nnx.core.module.module import Module
 from nnx.nn.pool import cast_back, highest, lowest
-from nnx.nn.settings import cast, compiled_body, statistics_dtype
+from nnx.nn.support.checks import check_spatial_axes, spatial_tuple
+from nnx.nn.support.settings import cast, compiled_body, statistics_dtype
 
 Reduction = Literal["max", "min", "avg"]
 Size = tuple[int | None, ...]

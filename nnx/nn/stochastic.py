@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from nnx.core.context import Context
-from nnx.core.module import Module
-from nnx.nn.checks import shape_of
-from nnx.nn.settings import compiled_body, resolve_mode
+from nnx.core.module.module import Module
+from nnx.nn.support.checks import shape_of
+from nnx.nn.support.settings import compiled_body, resolve_mode
 from nnx.sharding.explicit import result_sharding
 
 RATE_OUT_OF_RANGE = "{layer}: `rate` is the probability of dropping, a number from 0 to 1, got {got!r}."

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from nnx.core.variables import Spec
+from nnx.core.variables.variables import Spec
 
 PARTITION_NAME = "partition_name"
 """The key of `metadata_params` with the name of the axis along which a scan or vmap stacks Variables."""

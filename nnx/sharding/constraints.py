@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx.core.old_names import old_names
-from nnx.core.variables import with_metadata
+from nnx.core.variables.variables import with_metadata
 from nnx.sharding.axes import aligned_names, axis_names
 from nnx.sharding.meshes import current_mesh, mesh_with_devices
 from nnx.sharding.rules import AnyMesh, Rules, RulesFallback, RulesLike, as_rules, axis_rules, names_in, resolve

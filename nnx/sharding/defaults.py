@@ -14,14 +14,14 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from nnx.core.attributes import set_spec
-from nnx.core.flat import flat_of
-from nnx.core.module import Module
-from nnx.core.moduledef import ModuleDef, key_of
-from nnx.core.structure import GraphKey
-from nnx.core.updates import check_levels
-from nnx.core.variables import Spec
-from nnx.core.walk import number_modules
+from nnx.core.module.attributes import set_spec
+from nnx.core.module.module import Module
+from nnx.core.state.moduledef import ModuleDef, key_of
+from nnx.core.state.updates import check_levels
+from nnx.core.structure.flat import flat_of
+from nnx.core.structure.structure import GraphKey
+from nnx.core.structure.walk import number_modules
+from nnx.core.variables.variables import Spec
 from nnx.sharding.axes import DefaultAxes, aligned_names, axis_names, taken_over
 
 M = TypeVar("M", bound=Module)

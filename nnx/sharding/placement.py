@@ -11,9 +11,9 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx.core.context import Context, streams_of
-from nnx.core.module import Module
-from nnx.core.pure import Pure
+from nnx.core.module.module import Module
 from nnx.core.repr import short
+from nnx.core.state.pure import Pure
 from nnx.sharding.defaults import name_axes
 from nnx.sharding.findings import left_whole, names_of
 from nnx.sharding.meshes import mesh_with_devices

@@ -20,7 +20,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from nnx.core.filters import Filter, to_predicate
+from nnx.core.state.filters import Filter, to_predicate
 from nnx.sharding.axes import PartialAxes, axis_names
 from nnx.sharding.spelling import did_you_mean
 

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nnx.core.module import Module
-from nnx.core.moduledef import ModuleDef
-from nnx.core.state import State
-from nnx.core.variables import Node
+from nnx.core.module.module import Module
+from nnx.core.state.moduledef import ModuleDef
+from nnx.core.state.state import State
+from nnx.core.variables.variables import Node
 from nnx.sharding.axes import DefaultAxes, aligned_names, axis_names, matching_axes, taken_over
 from nnx.sharding.defaults import current_names, default_axes
 from nnx.sharding.rules import AnyMesh, Resolution, Rules, RulesLike, as_rules, memory_kind_of, resolve

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from nnx.core.scopes import count_calls
+from nnx.core.module.scopes import count_calls
 from nnx.sharding.rules import Rule, Rules, axis_rules, mesh_axes_of
 from nnx.sharding.rulesets import PARAMETER_NAMES
 from nnx.sharding.spelling import closest, did_you_mean

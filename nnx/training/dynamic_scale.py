@@ -6,14 +6,14 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
-from nnx.core.filters import Filter
-from nnx.core.module import Module
+from nnx.core.module.module import Module
 from nnx.core.repr import short
-from nnx.core.state import State
-from nnx.core.variables import Param
+from nnx.core.state.filters import Filter
+from nnx.core.state.state import State
+from nnx.core.variables.variables import Param
 from nnx.training.optimizer_state import OptState
-from nnx.transforms.call import target_of
-from nnx.transforms.grad import value_and_grad
+from nnx.transforms.derivatives.grad import value_and_grad
+from nnx.transforms.engine.call import target_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

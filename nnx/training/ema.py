@@ -6,16 +6,16 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from nnx.core.dict_sequence import Dict
-from nnx.core.filters import Filter, check_wrt
-from nnx.core.module import Module
-from nnx.core.paths import listing
-from nnx.core.state import State
-from nnx.core.variables import Node, Param, Variable
+from nnx.core.module.dict_sequence import Dict
+from nnx.core.module.module import Module
+from nnx.core.module.variable_tree import variable_tree
+from nnx.core.state.filters import Filter, check_wrt
+from nnx.core.state.paths import listing
+from nnx.core.state.state import State
+from nnx.core.variables.variables import Node, Param, Variable
 from nnx.sharding.axes import DefaultAxes
 from nnx.sharding.defaults import current_names, default_axes
 from nnx.sharding.placement import whole_beside
-from nnx.training.variable_tree import variable_tree
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Module)

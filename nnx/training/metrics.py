@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from nnx.core.module import Module
-from nnx.core.variables import Variable
+from nnx.core.module.module import Module
+from nnx.core.variables.variables import Variable
 from nnx.training import exact_sums
 
 T = TypeVar("T")

@@ -12,22 +12,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from nnx.core.dict_sequence import Dict
-from nnx.core.filters import Filter, check_wrt, describe
-from nnx.core.freezing import is_frozen
-from nnx.core.module import Module
-from nnx.core.module_info import ModuleBase, info_of
-from nnx.core.paths import listing
+from nnx.core.module.dict_sequence import Dict
+from nnx.core.module.freezing import is_frozen
+from nnx.core.module.info import ModuleBase, info_of
+from nnx.core.module.module import Module
+from nnx.core.module.variable_tree import variable_tree
 from nnx.core.repr import short
-from nnx.core.state import State, parts_of
-from nnx.core.untied import warn_of_untied
+from nnx.core.state.filters import Filter, check_wrt, describe
+from nnx.core.state.paths import listing
+from nnx.core.state.state import State, parts_of
 from nnx.core.user_warnings import warn_user
-from nnx.core.variables import Node, Param
+from nnx.core.variables.untied import warn_of_untied
+from nnx.core.variables.variables import Node, Param
 from nnx.sharding.defaults import AxesOf
 from nnx.sharding.placement import whole_beside
 from nnx.training.host_memory import fetch, put_back
 from nnx.training.optimizer_state import OptState, Structure, as_variables, flatten_state, init_state
-from nnx.training.variable_tree import variable_tree
 
 M = TypeVar("M", bound=Module)
 

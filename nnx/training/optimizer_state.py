@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nnx.core.state import State
-from nnx.core.variables import Node, Variable, spec_of
+from nnx.core.module.variable_tree import key_segments, leaf_paths
+from nnx.core.state.state import State
+from nnx.core.variables.variables import Node, Variable, spec_of
 from nnx.sharding.axes import aligned_names, matching_axes, taken_over
 from nnx.sharding.placement import whole_beside
-from nnx.training.variable_tree import key_segments, leaf_paths
 
 T = TypeVar("T")
 

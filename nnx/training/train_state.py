@@ -9,11 +9,11 @@ import optax
 
 from nnx.core.hints import TRAIN_STATE as HINTS
 from nnx.core.hints import add_hints
-from nnx.core.moduledef import ModuleDef
-from nnx.core.proxies import Access
-from nnx.core.pytree import Pytree
-from nnx.core.state import State
-from nnx.core.variables import TreeNode
+from nnx.core.module.call_chains import Access
+from nnx.core.state.moduledef import ModuleDef
+from nnx.core.state.pytree import Pytree
+from nnx.core.state.state import State
+from nnx.core.variables.variables import TreeNode
 from nnx.training.host_memory import fetch, put_back
 from nnx.training.optimizer_state import moment_axes
 

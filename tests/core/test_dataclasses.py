@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.core.fields import NO_SLOTS
+from nnx.core.module.fields import NO_SLOTS
 from tests.models import Box, Count
 
 

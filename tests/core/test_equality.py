@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import nnx
-from nnx.core.field_equality import COMPARES_TRACERS
+from nnx.core.module.field_equality import COMPARES_TRACERS
 
 
 @nnx.dataclass

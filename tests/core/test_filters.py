@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.core.filters import check_wrt, describe
+from nnx.core.state.filters import check_wrt, describe
 from tests.checks import assert_refused
 from tests.models import Count
 

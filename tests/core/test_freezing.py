@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import nnx
-from nnx.core.selectors import select_modules
+from nnx.core.state.selectors import select_modules
 
 
 class Net(nnx.Module):

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import nnx
-from nnx.core.foreign_dicts import FOREIGN_DICT
-from nnx.core.trees import in_order, key_order
+from nnx.core.variables.foreign_dicts import FOREIGN_DICT
+from nnx.core.variables.trees import in_order, key_order
 
 ONE = jnp.ones(1)
 

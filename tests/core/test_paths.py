@@ -1,6 +1,6 @@
 """Paths: segments, their order, and how they are listed in errors."""
 
-from nnx.core.paths import join, listing, path_order, segment_of
+from nnx.core.state.paths import join, listing, path_order, segment_of
 
 
 def test_a_name_that_hides_from_the_class_is_the_same_segment_in_a_path():

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import nnx
-from nnx.core.flat import flat_of, joint_flat_of
-from nnx.core.kinds import (
+from nnx.core.module.kinds import (
     ABSENT,
     NODE,
     STATIC,
@@ -22,7 +21,8 @@ from nnx.core.kinds import (
     is_static,
     is_variable,
 )
-from nnx.core.structure import (
+from nnx.core.structure.flat import flat_of, joint_flat_of
+from nnx.core.structure.structure import (
     AbsentAttribute,
     ChildAttribute,
     DataAttribute,
@@ -31,8 +31,8 @@ from nnx.core.structure import (
     Outline,
     StaticAttribute,
 )
-from nnx.core.variables import Spec
-from nnx.core.walk import traverse
+from nnx.core.structure.walk import traverse
+from nnx.core.variables.variables import Spec
 
 
 class Leaf(nnx.Module):

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import nnx
-from nnx.core.flat import flat_of
-from nnx.core.module_info import MAX_FLAT_FORMS, info_of
-from nnx.core.versions import MAX_REVISIONS, STRUCTURE
+from nnx.core.module.info import MAX_FLAT_FORMS, info_of
+from nnx.core.structure.flat import flat_of
+from nnx.core.structure.versions import MAX_REVISIONS, STRUCTURE
 
 
 def assign_all(assignments: list[tuple[Any, str, Any]]) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import nnx
-from nnx.core.module_info import info_of
+from nnx.core.module.info import info_of
 from tests.fuzz.vocabulary import fold, keys
 from tests.fuzz.walks import (
     arrange_items,

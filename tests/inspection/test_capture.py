@@ -11,11 +11,11 @@ import optax
 import pytest
 
 import nnx
-from nnx.core.selectors import NOT_A_SELECTOR
+from nnx.core.state.selectors import NOT_A_SELECTOR
 from nnx.inspection.capture import NOT_A_SCALAR, NOT_DATA
 from nnx.inspection.observing import NO_MODULE, NO_SUCH_METHOD, NOTHING_SELECTED
-from nnx.transforms.eager_traces import clear_traces, kept_traces
-from nnx.transforms.observed import INSIDE_BODY, OTHER_LEVEL, RUNS_ANY_NUMBER, RUNS_PER_DEVICE
+from nnx.transforms.control.eager_traces import clear_traces, kept_traces
+from nnx.transforms.engine.observed import INSIDE_BODY, OTHER_LEVEL, RUNS_ANY_NUMBER, RUNS_PER_DEVICE
 from tests.inspection.inside_models import BLOCK, GPT, LENGTH, TOKENS, Twice, block_by_hand, mean_logit
 from tests.nn.registry import LAYERS
 

@@ -199,7 +199,7 @@ def test_damage_to_any_file_is_noticed(copy):
 
 
 def test_other_descriptions_are_refused(copy):
-    from nnx.training.manifest import seal
+    from nnx.storage.checkpoints.manifest import seal
 
     fields = json.loads((copy / "export.json").read_text())
     fields.pop("crc32")

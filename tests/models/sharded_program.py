@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 import nnx
-from nnx.interop.safetensors_header import NAMES
 from nnx.models.families import config_from_dict
+from nnx.models.files.tables import links
 from nnx.models.pretrained import abstract_model, pending_tensor, values_by_path
 from nnx.models.registry import DECODERS
-from nnx.models.tables import links
+from nnx.storage.safetensors.header import NAMES
 from tests.models.published import GOLDEN, GOLDENS, encoder_outputs, golden_arrays, tokens_for
 
 RULES = {

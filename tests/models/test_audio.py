@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.models.audio import mel_bands
+from nnx.models.inputs.audio import mel_bands
 from tests.models.published import GOLDEN
 
 

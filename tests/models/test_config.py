@@ -6,7 +6,7 @@ import pytest
 
 import nnx
 from nnx.models.families import FAMILIES, config_from_dict, config_to_dict
-from nnx.models.tables import TABLES
+from nnx.models.files.tables import TABLES
 from tests.models.published import GOLDEN, GOLDENS, golden_config
 
 LLAMA = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.interop.safetensors_file import TensorFile
+from nnx.storage.safetensors.file import TensorFile
 from tests.models.published import ENCODERS, GOLDEN, edited, encoder_outputs, golden_arrays, golden_model, randomized
 
 goldens = pytest.mark.parametrize("name", ENCODERS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.models.activations import ClampedSwiGLU
+from nnx.models.activations_by_name import ClampedSwiGLU
 from nnx.models.families import config_from_dict, config_to_dict
 from tests.models.published import GOLDEN, golden_config, golden_model, tiny_config
 

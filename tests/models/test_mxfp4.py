@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.interop.safetensors_file import TensorFile
-from nnx.models import mxfp4, reading
-from nnx.models.mxfp4 import packed_files, unpacked
-from nnx.models.reading import Piece, Reader
-from nnx.models.tables import IN_TURNS, SAME
+from nnx.models.files import mxfp4, reading
+from nnx.models.files.mxfp4 import packed_files, unpacked
+from nnx.models.files.reading import Piece, Reader
+from nnx.models.files.tables import IN_TURNS, SAME
+from nnx.storage.safetensors.file import TensorFile
 from tests.models.published import edited, tiny_model
 
 NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float64)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.interop.safetensors_file import TensorFile
-from nnx.models.tables import TABLES
+from nnx.models.files.tables import TABLES
+from nnx.storage.safetensors.file import TensorFile
 from tests.models.published import (
     GOLDEN,
     GOLDENS,

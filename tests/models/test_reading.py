@@ -9,11 +9,21 @@ import pytest
 import safetensors.numpy
 
 import nnx
-from nnx.interop import safetensors_file
-from nnx.interop.safetensors_file import TensorFile
-from nnx.models import reading
-from nnx.models.reading import Piece, Reader
-from nnx.models.tables import CONV1D, CONV1D_FROM_HEADS, FLAT, FROM_HEADS, IN_TURNS, KERNEL_2D, LINEAR, SAME, Layout
+from nnx.models.files import reading
+from nnx.models.files.reading import Piece, Reader
+from nnx.models.files.tables import (
+    CONV1D,
+    CONV1D_FROM_HEADS,
+    FLAT,
+    FROM_HEADS,
+    IN_TURNS,
+    KERNEL_2D,
+    LINEAR,
+    SAME,
+    Layout,
+)
+from nnx.storage.safetensors import file as safetensors_file
+from nnx.storage.safetensors.file import TensorFile
 
 # The layout, the shape of the parameter, and where a fused one begins.
 CASES = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.models.relative_positions import bucket_of_distances
+from nnx.models.architectures.relative_positions import bucket_of_distances
 from tests.models.published import GOLDEN, edited, golden_arrays, golden_model
 
 WRITERS = ("t5", "t5_v1_1")

@@ -9,8 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nnx.models.chat_template import BAD_MESSAGES, TEMPLATE_ESCAPES, TEMPLATE_FAILS, TEMPLATE_REFUSES, TEMPLATE_SYNTAX
-from nnx.models.tokenizer import (
+from nnx.models.inputs.chat_template import (
+    BAD_MESSAGES,
+    TEMPLATE_ESCAPES,
+    TEMPLATE_FAILS,
+    TEMPLATE_REFUSES,
+    TEMPLATE_SYNTAX,
+)
+from nnx.models.inputs.tokenizer import (
     BAD_FILE,
     BAD_TEMPLATES,
     NO_DIRECTORY,

@@ -270,7 +270,7 @@ class TestImplementation:
             return checkpoint_name(attend(*args, implementation="xla", **options), implementation)
 
         monkeypatch.setattr(jax.nn, "dot_product_attention", named)
-        monkeypatch.setattr("nnx.nn.dot_product.fusion_obstacle", lambda *args, **options: None)
+        monkeypatch.setattr("nnx.nn.attention.dot_product.fusion_obstacle", lambda *args, **options: None)
         x = jnp.linspace(0.0, 1.0, length * 16, dtype=jnp.bfloat16).reshape(1, length, 2, 8)
         lengths = jnp.array([length - 1])
 

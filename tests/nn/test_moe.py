@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.nn.grouped import LARGE, PADDING, PADDING_OF_LARGE, block_size, make_blocks
+from nnx.nn.moe.grouped import LARGE, PADDING, PADDING_OF_LARGE, block_size, make_blocks
 from tests.checks import AS_OUTSIDE_THE_TESTS
 
 EXPERTS, SELECTED = 6, 2

@@ -12,9 +12,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import nnx
 from nnx.nn import einsum, embed, linear
-from nnx.nn.quantized import to_integers, to_weight
-from nnx.nn.quantized_product import multiply_few_rows
-from nnx.nn.quantized_tiling import MOST_ROWS, make_tiling
+from nnx.nn.quantized.quantized import to_integers, to_weight
+from nnx.nn.quantized.quantized_product import multiply_few_rows
+from nnx.nn.quantized.quantized_tiling import MOST_ROWS, make_tiling
 from tests.nn.arrays import normal
 
 # The kernel can also multiply with int8, which layers leave to XLA: one form of it is enough.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.nn.checks import NO_LAZY_SIZES, NOT_A_SIZE
+from nnx.nn.support.checks import NO_LAZY_SIZES, NOT_A_SIZE
 
 SIZES = (int, "int | collections.abc.Sequence[int]")
 OTHERS = {"kernel_size": (3,), "einsum_str": "ab,bc->ac", "kernel_shape": (4, 4), "batch_shape": 2}

@@ -2,10 +2,10 @@
 
 - kills: a process that saves in a loop is killed at random moments. What is there afterwards is one whole save, and not
   an older one than the last that was finished.
-- exports: the same for safetensors files, sharded and whole in turns (tests/interop/killed_export.py).
+- exports: the same for safetensors files, sharded and whole in turns (tests/storage/killed_export.py).
 - writers: two processes save to one path while a third loads. No load ever sees parts of two saves.
 - bits: one bit of one file is flipped, over and over. It is always a CheckpointError.
-- pairs: two processes with 2 and with 4 devices each go through all checks of tests/training/processes_run.py.
+- pairs: two processes with 2 and with 4 devices each go through all checks of tests/storage/processes_run.py.
 
 Each prints one line, and the program fails if one of them finds anything.
 """
@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 
 import nnx
-from tests.interop import killed_export
-from tests.training.test_processes import finish_pair, start_pair
+from tests.storage import killed_export
+from tests.storage.test_processes import finish_pair, start_pair
 
 SHAPES = ((300, 100), (7,), (), (50_000,))
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.transforms.eager_traces import MAX_TRACES, clear_traces, kept_traces
+from nnx.transforms.control.eager_traces import MAX_TRACES, clear_traces, kept_traces
 
 
 @pytest.fixture(autouse=True)

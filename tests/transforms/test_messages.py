@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import nnx
 from nnx.core.errors import HAS_SLOTS
-from nnx.transforms.bad_arguments import NOT_DATA, SELF_IS_NO_MODULE, STATIC_SELF
-from nnx.transforms.body_rules import MODULE_HANDED_ON, NEW_MODULE_HANDED_ON
-from nnx.transforms.call import RUNS_LATER
+from nnx.transforms.control.body_rules import MODULE_HANDED_ON, NEW_MODULE_HANDED_ON
+from nnx.transforms.engine.bad_arguments import NOT_DATA, SELF_IS_NO_MODULE, STATIC_SELF
+from nnx.transforms.engine.call import RUNS_LATER
 
 XS = jnp.arange(3.0)
 

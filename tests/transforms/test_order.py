@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import nnx
-from nnx.core.flat import flat_of
+from nnx.core.structure.flat import flat_of
 
 ONE = jnp.ones(1)
 

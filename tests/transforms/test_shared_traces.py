@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.transforms.eager_traces import clear_traces
+from nnx.transforms.control.eager_traces import clear_traces
 
 LAYERS = 4
 traced = []  # what the layers below were traced with

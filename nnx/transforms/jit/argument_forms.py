@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from nnx.core.static_keys import ATOMS
-from nnx.transforms.arguments import Selection, StaticArgument
-from nnx.transforms.call import cached_positions, data_types, is_context, is_data, is_module
+from nnx.core.statics.keys import ATOMS
+from nnx.transforms.engine.call import cached_positions, data_types, is_context, is_data, is_module
+from nnx.transforms.engine.selected_arguments import Selection, StaticArgument
 
 _flatten = jax.tree.flatten
 

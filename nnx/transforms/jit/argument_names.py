@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.tree_util import SequenceKey, keystr
 
-from nnx.transforms.call import DATA_MARK, Signature
+from nnx.transforms.engine.call import DATA_MARK, Signature
 
 NOT_GIVEN = "not given"
 

@@ -13,14 +13,14 @@ from typing import Any
 import jax
 
 from nnx.core.trace import is_eager
-from nnx.core.untied import inputs_traced_as
-from nnx.transforms.arguments import StaticArgument, static_arguments
-from nnx.transforms.call import Call, Signature
-from nnx.transforms.captured import Captured, evaluate, trace_program
-from nnx.transforms.effects import Effects, Outcome, finish, run
+from nnx.core.variables.untied import inputs_traced_as
+from nnx.transforms.engine.call import Call, Signature
+from nnx.transforms.engine.captured import Captured, evaluate, trace_program
+from nnx.transforms.engine.effects import Effects, Outcome, finish, run
+from nnx.transforms.engine.selected_arguments import StaticArgument, static_arguments
 from nnx.transforms.jit.donation import Donation, NeedsGeneralPath, arguments_of
-from nnx.transforms.jit.placements import PlacedFunction, kept_shardings, placements_of
-from nnx.transforms.jit.shardings import InputShardings, constrain_outcome, input_shardings
+from nnx.transforms.jit.kept_shardings import PlacedFunction, kept_shardings, placements_of
+from nnx.transforms.jit.requested_shardings import InputShardings, constrain_outcome, input_shardings
 from nnx.transforms.jit.tracer_errors import TRACER_ERRORS, explain, standing_for
 
 

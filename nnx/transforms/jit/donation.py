@@ -25,12 +25,12 @@ from typing import Any
 
 import jax
 
-from nnx.core.flat import Flat
-from nnx.core.structure import GraphKey
+from nnx.core.structure.flat import Flat
+from nnx.core.structure.structure import GraphKey
 from nnx.core.trace import current_level, is_eager, looks_for_nans
-from nnx.core.trees import is_leaf, leaf_types
-from nnx.transforms.arguments import leaf_flags
-from nnx.transforms.call import Call
+from nnx.core.variables.trees import is_leaf, leaf_types
+from nnx.transforms.engine.call import Call
+from nnx.transforms.engine.selected_arguments import leaf_flags
 from nnx.transforms.jit.aliases import aliases, is_key, with_copies
 from nnx.transforms.jit.argument_names import ArgumentNames
 from nnx.transforms.jit.callbacks import runs_python

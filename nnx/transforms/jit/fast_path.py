@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import jax
 
 from nnx.core.caches import WeakRegistry
-from nnx.core.flat import Flat, flat_that_came_back, joint_flat_if_cached
-from nnx.core.module_info import ModuleBase, cached_flat
+from nnx.core.module.info import ModuleBase, cached_flat
+from nnx.core.structure.flat import Flat, flat_that_came_back, joint_flat_if_cached
+from nnx.core.structure.versions import STRUCTURE
 from nnx.core.trace import current_level
-from nnx.core.versions import STRUCTURE
 from nnx.sharding.rules import current_rules
-from nnx.transforms.arguments import Selection
-from nnx.transforms.call import DATA_MARK, Call, data_types, is_data, is_module
+from nnx.transforms.engine.call import DATA_MARK, Call, data_types, is_data, is_module
+from nnx.transforms.engine.selected_arguments import Selection
+from nnx.transforms.engine.tracebacks import hide_frames
 from nnx.transforms.jit.argument_forms import ArgumentForm
 from nnx.transforms.jit.compiled import Compiled
 from nnx.transforms.jit.donation import NeedsGeneralPath
 from nnx.transforms.jit.holders import getrefcount
-from nnx.transforms.tracebacks import hide_frames
 
 
 @dataclasses.dataclass(slots=True, eq=False)

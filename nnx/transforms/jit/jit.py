@@ -14,20 +14,21 @@ from typing import Any, Unpack, overload
 
 import jax
 
-from nnx.core.module_info import info_of
-from nnx.core.moduledef import ModuleDef
-from nnx.core.paths import join
+from nnx.core.module.info import info_of
+from nnx.core.state.moduledef import ModuleDef
+from nnx.core.state.paths import join
+from nnx.core.structure.walk import named_modules
 from nnx.core.trace import is_eager
 from nnx.core.user_warnings import warn_user
-from nnx.core.walk import named_modules
 from nnx.sharding.rules import get_logical_axis_rules
 from nnx.sharding.unmatched import UNSETTLED, note_shardings, settle
-from nnx.transforms.annotations import JitDecorator, JitOptions, JitWrapped, P, R
-from nnx.transforms.arguments import Selection, make_static, unwrap_static
-from nnx.transforms.bad_arguments import explain_data
-from nnx.transforms.call import Call, Signature, target_of
-from nnx.transforms.decorators import named_after
-from nnx.transforms.effects import discard
+from nnx.transforms.engine.annotations import JitDecorator, JitOptions, JitWrapped, P, R
+from nnx.transforms.engine.bad_arguments import explain_data
+from nnx.transforms.engine.call import Call, Signature, target_of
+from nnx.transforms.engine.decorators import named_after
+from nnx.transforms.engine.effects import discard
+from nnx.transforms.engine.observed import OBSERVERS
+from nnx.transforms.engine.selected_arguments import Selection, make_static, unwrap_static
 from nnx.transforms.jit.argument_names import ArgumentNames
 from nnx.transforms.jit.compiled import Compiled, CurrentCall
 from nnx.transforms.jit.donation import NO_COUNTS
@@ -35,7 +36,6 @@ from nnx.transforms.jit.fast_path import PlanCache, make_function
 from nnx.transforms.jit.holders import counts_tell
 from nnx.transforms.jit.interrupts import uninterrupted
 from nnx.transforms.jit.staged import Staged
-from nnx.transforms.observed import OBSERVERS
 
 RETRACES_BEFORE_WARNING = 10
 MAX_COMPILED = 256  # signatures per function; a program that needs more has a value that never repeats

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nnx.transforms.call import Call
+from nnx.transforms.engine.call import Call
 from nnx.transforms.jit.compiled import Compiled
 from nnx.transforms.jit.donation import Variant, arguments_of
 from nnx.transforms.jit.interrupts import uninterrupted

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.errors as errors
 
-from nnx.transforms.call import Signature
+from nnx.transforms.engine.call import Signature
 from nnx.transforms.jit.argument_names import ArgumentNames
 
 TRACER_ERRORS = (

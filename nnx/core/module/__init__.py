@@ -1,0 +1,1 @@
+"""A Module and its attributes."""

@@ -1,0 +1,61 @@
+"""Where classes lived in version 0.2, for pickles that were made by it.
+
+A pickle names the module of every class in it. Version 0.3 sorted the modules of each room into folders, so
+`nnx.core.kinds` became `nnx.core.module.kinds`. An import of an old name finds the contents of the new module.
+"""
+
+import functools
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+# Modules whose name is now that of the folder they are in: `nnx.core.state` became `nnx.core.state.state`.
+_NAMED_LIKE_THEIR_FOLDER = (
+    "nnx.core.module",
+    "nnx.core.state",
+    "nnx.core.statics",
+    "nnx.core.structure",
+    "nnx.core.variables",
+    "nnx.nn.attention",
+    "nnx.nn.moe",
+    "nnx.nn.quantized",
+    "nnx.nn.recurrent",
+)
+
+
+class _OldModules(MetaPathFinder, Loader):
+    """Finds a module that was in a room itself in one of the folders of that room."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        room, _, name = fullname.rpartition(".")
+        if path is None or room.count(".") != 1 or not room.startswith("nnx."):
+            return None
+        for folder in pkgutil.iter_modules(path):
+            moved = f"{room}.{folder.name}.{name}"
+            if folder.ispkg and importlib.util.find_spec(moved) is not None:
+                return ModuleSpec(fullname, self, origin=moved)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None and module.__spec__.origin is not None
+        new = importlib.import_module(module.__spec__.origin)
+        vars(module).update((name, value) for name, value in vars(new).items() if not name.startswith("__"))
+
+
+def answer_for_old_modules() -> None:
+    """Lets imports find the modules of version 0.2 under their old names. Called once, by the package root."""
+    for name in _NAMED_LIKE_THEIR_FOLDER:
+        main = sys.modules[f"{name}.{name.rpartition('.')[2]}"]
+        # A module-level `__getattr__` is asked for the names that the folder itself does not have.
+        vars(sys.modules[name])["__getattr__"] = functools.partial(getattr, main)
+    sys.meta_path.append(_OldModules())

@@ -1,0 +1,1 @@
+"""State and its relatives: filters, paths, Pure and ModuleDef."""

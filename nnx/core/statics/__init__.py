@@ -1,0 +1,1 @@
+"""Static values: how they are compared, copied and watched."""

@@ -1,0 +1,1 @@
+"""The structure of a graph of Modules: walked, cached, and built again."""

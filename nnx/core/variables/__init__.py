@@ -1,0 +1,1 @@
+"""Containers, Refs, and the values that an attribute can hold as data."""

@@ -1,0 +1,1 @@
+"""Published architectures besides the decoder."""

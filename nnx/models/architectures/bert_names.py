@@ -1,0 +1,86 @@
+"""The `config.json` and the tensors of BERT checkpoints: `BERT`, the architecture that `registry` lists."""
+
+from nnx.models.architecture import Architecture
+from nnx.models.architectures.bert import Bert, BertConfig, BertWithHead
+from nnx.models.files.config_entries import Entries
+from nnx.models.files.name_table import NameTable, attention, linear, norm
+from nnx.models.files.tables import Entry
+
+_CLASSES = {
+    None: "BertModel",
+    "masked_lm": "BertForMaskedLM",
+    "sequence_classification": "BertForSequenceClassification",
+    "token_classification": "BertForTokenClassification",
+    "question_answering": "BertForQuestionAnswering",
+}
+_ENTRIES = Entries(
+    "bert",
+    BertConfig,
+    {
+        "vocab_size": "vocab_size",
+        "hidden_size": "features",
+        "intermediate_size": "hidden_features",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "max_position_embeddings": "max_length",
+        "type_vocab_size": "num_segments",
+        "hidden_act": "activation",
+        "layer_norm_eps": "norm_epsilon",
+    },
+    only={
+        "is_decoder": False,
+        "add_cross_attention": False,
+        "position_embedding_type": "absolute",
+        "tie_word_embeddings": True,
+    },
+    classes=_CLASSES,
+)
+_LAYER = "encoder.layer.{}"
+_BODY = (
+    Entry("embeddings.word_embeddings.weight", ("embed/embedding",)),
+    Entry("embeddings.position_embeddings.weight", ("positions/embedding",)),
+    Entry("embeddings.token_type_embeddings.weight", ("segments/embedding",)),
+    *norm("embeddings.LayerNorm", "norm"),
+    *attention(f"{_LAYER}.attention", ("self.query", "self.key", "self.value", "output.dense"), "layers/{}/attention"),
+    *norm(f"{_LAYER}.attention.output.LayerNorm", "layers/{}/attention_norm"),
+    *linear(f"{_LAYER}.intermediate.dense", "layers/{}/mlp/layers/0"),
+    *linear(f"{_LAYER}.output.dense", "layers/{}/mlp/layers/1"),
+    *norm(f"{_LAYER}.output.LayerNorm", "layers/{}/mlp_norm"),
+    *linear("pooler.dense", "pooler"),
+)
+_HEADS = {
+    None: (),
+    "masked_lm": (
+        *linear("cls.predictions.transform.dense", "head/dense"),
+        *norm("cls.predictions.transform.LayerNorm", "head/norm"),
+        Entry("cls.predictions.bias", ("head/bias",)),
+    ),
+    "sequence_classification": linear("classifier", "head"),
+    "token_classification": linear("classifier", "head"),
+    "question_answering": linear("qa_outputs", "head"),
+}
+# Published masked models keep the head of their other training task, and second copies of the tied parameters.
+_UNUSED = {"masked_lm": (r"bert\.pooler\..*", r"cls\.seq_relationship\..*", r"cls\.predictions\.decoder\..*")}
+_TABLES = {
+    task: NameTable(
+        _BODY,
+        head,
+        "bert.",
+        "encoder/",
+        (r"(bert\.)?embeddings\.position_ids", *_UNUSED.get(task or "", ())),
+        {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"},
+    )
+    for task, head in _HEADS.items()
+}
+
+BERT = Architecture(
+    model_types=("bert",),
+    modules=(Bert, BertWithHead),
+    build=lambda config, **options: (Bert if config.task is None else BertWithHead)(config, **options),
+    read_config=_ENTRIES.read,
+    write_config=_ENTRIES.write,
+    links=lambda config, paths, names: _TABLES[config.task].links(paths, names),
+    is_ignored=lambda config, name: _TABLES[config.task].ignores(name),
+    dtype_paths=("embed/embedding", "encoder/embed/embedding"),
+)
+"""How `bert` models are opened and written."""

@@ -1,0 +1,71 @@
+"""The `config.json` and the tensors of ResNet checkpoints: `RESNET`, the architecture that `registry` lists."""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from nnx.models.architecture import Architecture
+from nnx.models.architectures.resnet import ResNet, ResNetClassifier
+from nnx.models.architectures.resnet import ResNetConfig as Config
+from nnx.models.files.config_entries import Entries
+from nnx.models.files.name_table import NameTable, linear
+from nnx.models.files.tables import KERNEL_2D, Entry
+
+_ENTRIES = Entries(
+    "resnet",
+    Config,
+    {
+        "num_channels": "channels",
+        "embedding_size": "stem_features",
+        "hidden_sizes": "stage_features",
+        "depths": "depths",
+        "layer_type": "block",
+        "hidden_act": "activation",
+        "downsample_in_first_stage": "downsample_first_stage",
+        "downsample_in_bottleneck": "downsample_in_bottleneck",
+    },
+    classes={None: "ResNetModel", "image_classification": "ResNetForImageClassification"},
+)
+
+
+def _normed_conv(name: str, path: str) -> tuple[Entry, ...]:
+    statistics = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "var"}
+    return (
+        Entry(f"{name}.convolution.weight", (f"{path}/conv/kernel",), KERNEL_2D),
+        *(Entry(f"{name}.normalization.{tensor}", (f"{path}/norm/{ours}",)) for tensor, ours in statistics.items()),
+    )
+
+
+_BLOCK = ("encoder.stages.{}.layers.{}", "stages/{}/{}")
+_TABLE = NameTable(
+    (
+        *_normed_conv("embedder.embedder", "stem"),
+        *_normed_conv(f"{_BLOCK[0]}.layer.{{}}", f"{_BLOCK[1]}/layers/{{}}"),
+        *_normed_conv(f"{_BLOCK[0]}.shortcut", f"{_BLOCK[1]}/shortcut"),
+    ),
+    linear("classifier.1", "head"),
+    "resnet.",
+    "encoder/",
+    ignored=(r".*\.normalization\.num_batches_tracked",),
+)
+
+
+def _counters(config: Any, paths: Collection[str]) -> dict[str, np.ndarray]:
+    """Returns PyTorch's counters of batches. Nothing uses them, but `transformers` reports them if they are missing."""
+    means = [link.name for link in _TABLE.links(paths, ()) if link.name.endswith("running_mean")]
+    return {name.replace("running_mean", "num_batches_tracked"): np.array(0, np.int64) for name in means}
+
+
+RESNET = Architecture(
+    model_types=("resnet",),
+    modules=(ResNet, ResNetClassifier),
+    build=lambda config, **options: (ResNet if config.task is None else ResNetClassifier)(config, **options),
+    read_config=_ENTRIES.read,
+    write_config=_ENTRIES.write,
+    links=lambda config, paths, names: _TABLE.links(paths, names),
+    is_ignored=lambda config, name: _TABLE.ignores(name),
+    dtype_paths=("stem/conv/kernel", "encoder/stem/conv/kernel"),
+    constants=_counters,
+)
+"""How `resnet` models are opened and written."""

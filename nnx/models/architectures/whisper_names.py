@@ -1,0 +1,91 @@
+"""The `config.json` and the tensors of Whisper checkpoints: `WHISPER`, the architecture that `registry` lists."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nnx.models.architecture import Architecture
+from nnx.models.architectures.whisper import Whisper, WhisperConfig
+from nnx.models.files.config_entries import Entries
+from nnx.models.files.name_table import NameTable, attention, linear, norm
+from nnx.models.files.tables import KERNEL_1D, Entry
+
+_ENTRIES = Entries(
+    "whisper",
+    WhisperConfig,
+    {
+        "vocab_size": "vocab_size",
+        "d_model": "features",
+        "num_mel_bins": "num_bands",
+        "max_source_positions": "max_source_length",
+        "max_target_positions": "max_length",
+        "encoder_layers": "num_layers",
+        "encoder_attention_heads": "num_encoder_heads",
+        "encoder_ffn_dim": "hidden_features",
+        "decoder_layers": "num_decoder_layers",
+        "decoder_attention_heads": "num_decoder_heads",
+        "decoder_ffn_dim": "decoder_hidden_features",
+        "activation_function": "activation",
+        "decoder_start_token_id": "start_token",
+    },
+    only={"tie_word_embeddings": True, "is_encoder_decoder": True, "scale_embedding": False},
+    classes={None: "WhisperForConditionalGeneration"},
+)
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+_DEFAULT_TOKEN = 50256  # what transformers takes for each of them if it is absent
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+
+def _read_config(fields: Mapping[str, Any], where: str) -> WhisperConfig:
+    return _ENTRIES.read(
+        {key: value for key, value in fields.items() if key not in _TOKENS or value is not None}, where
+    )
+
+
+def _write_config(config: WhisperConfig) -> dict[str, Any]:
+    fields = _ENTRIES.write(config)
+    if config.vocab_size <= _DEFAULT_TOKEN:  # transformers refuses to pad with a token outside the vocabulary
+        fields = {**dict.fromkeys(_TOKENS), **fields}
+    return fields
+
+
+def _block(name: str, path: str) -> tuple[Entry, ...]:
+    """Returns the entries of an `EncoderBlock`."""
+    return (
+        *attention(f"{name}.self_attn", _PROJECTIONS, f"{path}/attention"),
+        *norm(f"{name}.self_attn_layer_norm", f"{path}/attention_norm"),
+        *linear(f"{name}.fc1", f"{path}/mlp/layers/0"),
+        *linear(f"{name}.fc2", f"{path}/mlp/layers/1"),
+        *norm(f"{name}.final_layer_norm", f"{path}/mlp_norm"),
+    )
+
+
+_ENCODER, _DECODER = "model.encoder", "model.decoder"
+_LAYER = f"{_DECODER}.layers.{{}}"
+_TABLE = NameTable(
+    (
+        *linear(f"{_ENCODER}.conv1", "encoder/conv", KERNEL_1D),
+        *linear(f"{_ENCODER}.conv2", "encoder/halving_conv", KERNEL_1D),
+        Entry(f"{_ENCODER}.embed_positions.weight", ("encoder/positions/embedding",)),
+        *_block(f"{_ENCODER}.layers.{{}}", "encoder/layers/{}"),
+        *norm(f"{_ENCODER}.layer_norm", "encoder/norm"),
+        Entry(f"{_DECODER}.embed_tokens.weight", ("embed/embedding",)),
+        Entry(f"{_DECODER}.embed_positions.weight", ("positions/embedding",)),
+        *_block(_LAYER, "layers/{}/text"),
+        *attention(f"{_LAYER}.encoder_attn", _PROJECTIONS, "layers/{}/cross_attention"),
+        *norm(f"{_LAYER}.encoder_attn_layer_norm", "layers/{}/cross_attention_norm"),
+        *norm(f"{_DECODER}.layer_norm", "norm"),
+    ),
+    ignored=(r"proj_out\.weight",),  # a copy of the embedding
+)
+
+WHISPER = Architecture(
+    model_types=("whisper",),
+    modules=(Whisper,),
+    build=Whisper,
+    read_config=_read_config,
+    write_config=_write_config,
+    links=lambda config, paths, names: _TABLE.links(paths, names),
+    is_ignored=lambda config, name: _TABLE.ignores(name),
+    dtype_paths=("embed/embedding",),
+)
+"""How `whisper` models are opened and written."""

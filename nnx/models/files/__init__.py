@@ -1,0 +1,1 @@
+"""The files of published models: `config.json` and tensors, as configs and parameters."""

@@ -1,0 +1,175 @@
+"""Rotary settings in `config.json`: older entries (`rope_theta`, `rope_scaling`) and the newer `rope_parameters`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from nnx.models.config import RotaryConfig
+from nnx.nn.attention.rotary_scaling import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRoPEScaling,
+    RotaryScaling,
+    YaRNScaling,
+)
+
+UNKNOWN_ROPE = "{where}: the rope_type {got!r} is not among the known ones: {known}."
+BAD_ROPE = "{where}: expected {key!r} in the rotary settings to be {expected}, got {got!r}."
+NO_ROPE_KEY = "{where}: the rope_type {kind!r} needs the entry {key!r}."
+ROPE_OPTION = "{where}: the rotary setting {key}={got!r} is not supported."
+
+_ORIGINAL = "original_max_position_embeddings"
+
+# For each kind, its class and the entry of the file for each field.
+_SCALINGS: dict[str, tuple[type[RotaryScaling], dict[str, str]]] = {
+    "linear": (LinearScaling, {"factor": "factor"}),
+    # The length from which on it scales has no entry: it is the context length of the model.
+    "dynamic": (DynamicNTKScaling, {"factor": "factor"}),
+    "llama3": (
+        Llama3Scaling,
+        {
+            "factor": "factor",
+            "low_freq_factor": "low_freq_factor",
+            "high_freq_factor": "high_freq_factor",
+            "original_max_length": _ORIGINAL,
+        },
+    ),
+    "yarn": (
+        YaRNScaling,
+        {
+            "factor": "factor",
+            "original_max_length": _ORIGINAL,
+            "beta_fast": "beta_fast",
+            "beta_slow": "beta_slow",
+            "attention_factor": "attention_factor",
+            "truncate": "truncate",
+        },
+    ),
+    "longrope": (
+        LongRoPEScaling,
+        {
+            "short_factors": "short_factor",
+            "long_factors": "long_factor",
+            "original_max_length": _ORIGINAL,
+            "factor": "factor",
+            "attention_factor": "attention_factor",
+        },
+    ),
+}
+_OTHERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL}
+_DEFAULT_ORIGINAL = {"phi3": 4096}  # what the file of a family means that does not have the entry
+
+
+def read_rope(fields: Mapping[str, Any], kind: str, default_base: float, max_length: int, where: str) -> RotaryConfig:
+    """Returns the rotary embedding of the layers of one kind, "full_attention" or "sliding_attention"."""
+    settings = _settings(fields, kind, where)
+    base = settings.get("rope_theta")
+    name = settings.get("rope_type", settings.get("type")) or "default"
+    fraction = settings.get("partial_rotary_factor")
+    return RotaryConfig(
+        _number(default_base if base is None else base, "rope_theta", where),
+        None if name == "default" else _scaling(name, settings, max_length, where),
+        _number(1.0 if fraction is None else fraction, "partial_rotary_factor", where),
+    )
+
+
+def write_rope(rotary: RotaryConfig, local: RotaryConfig | None, max_length: int) -> dict[str, Any]:
+    """Returns the entries of both styles, so that older and newer readers agree."""
+    full = _written(rotary, max_length)
+    fields: dict[str, Any] = {"rope_theta": rotary.base, "rope_parameters": full}
+    if rotary.fraction != 1.0:
+        fields["partial_rotary_factor"] = rotary.fraction
+    if rotary.scaling is not None:
+        fields["rope_scaling"] = {
+            name: value for name, value in full.items() if name not in ("rope_theta", "partial_rotary_factor")
+        }
+    if isinstance(rotary.scaling, LongRoPEScaling):
+        # As published: older versions of transformers refuse any other entry of a phi3.
+        fields[_ORIGINAL] = fields["rope_scaling"].pop(_ORIGINAL)
+        fields["rope_scaling"]["type"] = fields["rope_scaling"].pop("rope_type")
+    if local is not None:
+        fields["rope_local_base_freq"] = local.base
+        fields["rope_parameters"] = {"full_attention": full, "sliding_attention": _written(local, max_length)}
+    return fields
+
+
+def _settings(fields: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
+    """Returns the rotary settings of one kind of layers as one dict, whichever style the file uses."""
+    new, old = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
+    for name, found in (("rope_parameters", new), ("rope_scaling", old)):
+        if not isinstance(found, Mapping):
+            raise ValueError(BAD_ROPE.format(where=where, key=name, expected="an object", got=found))
+    outer = {name: fields[name] for name in ("rope_theta", "partial_rotary_factor") if name in fields}
+    if "full_attention" in new or "sliding_attention" in new:
+        return {**outer, **(new.get(kind) or {})}
+    if kind == "sliding_attention":
+        # Local layers are never scaled, and have their own base.
+        local = fields.get("rope_local_base_freq")
+        return {} if local is None else {"rope_theta": local}
+    original = fields.get(_ORIGINAL, _DEFAULT_ORIGINAL.get(fields["model_type"]))
+    # Outside of the rotary settings, as in every phi3, this entry takes precedence.
+    return {**outer, **old, **new, **({} if original is None else {_ORIGINAL: original})}
+
+
+def _scaling(name: Any, settings: Mapping[str, Any], max_length: int, where: str) -> RotaryScaling:
+    if name in ("su", "yarn") and "long_factor" in settings:
+        name = "longrope"  # its names in the first versions of phi3
+    if name not in _SCALINGS:
+        known = ", ".join(("default", *_SCALINGS))
+        raise ValueError(UNKNOWN_ROPE.format(where=where, got=name, known=known))
+    cls, keys = _SCALINGS[name]
+    # An option that would change the frequencies in a way the class does not know must not be passed over.
+    unknown = next(
+        (key for key, value in settings.items() if key not in {*_OTHERS, *keys.values()} and value is not None), None
+    )
+    if unknown is not None:
+        raise ValueError(ROPE_OPTION.format(where=where, key=unknown, got=settings[unknown]))
+    original = settings.get(_ORIGINAL) if _ORIGINAL in keys.values() else None
+    original = max_length if original is None else _number(original, _ORIGINAL, where)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        key = keys.get(field.name, "")
+        value = original if field.name == "original_max_length" else settings.get(key)
+        if value is None and cls is LongRoPEScaling and field.name == "factor":
+            value = max_length / original
+        if value is not None:
+            read = _flag if field.name == "truncate" else _numbers if field.name.endswith("_factors") else _number
+            values[field.name] = read(value, key, where)
+        elif field.default is dataclasses.MISSING:
+            raise ValueError(NO_ROPE_KEY.format(where=where, kind=name, key=key))
+    return cls(**values)
+
+
+def _written(rotary: RotaryConfig, max_length: int) -> dict[str, Any]:
+    settings: dict[str, Any] = {"rope_type": "default", "rope_theta": rotary.base}
+    if rotary.fraction != 1.0:
+        settings["partial_rotary_factor"] = rotary.fraction
+    for name, (cls, keys) in _SCALINGS.items():
+        if type(rotary.scaling) is cls:
+            values: dict[str, Any] = {key: getattr(rotary.scaling, field) for field, key in keys.items()}
+            values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+            if cls is LongRoPEScaling and values["factor"] == max_length / values[_ORIGINAL]:
+                del values["factor"]  # no published file has it
+            if values.get("truncate") is True:
+                del values["truncate"]  # the default, an entry that older versions of transformers do not know
+            settings |= {"rope_type": name, **{key: value for key, value in values.items() if value is not None}}
+    return settings
+
+
+def _number(value: Any, key: str, where: str) -> Any:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ValueError(BAD_ROPE.format(where=where, key=key, expected="a number", got=value))
+    return value
+
+
+def _flag(value: Any, key: str, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(BAD_ROPE.format(where=where, key=key, expected="true or false", got=value))
+    return value
+
+
+def _numbers(value: Any, key: str, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ValueError(BAD_ROPE.format(where=where, key=key, expected="a list of numbers", got=value))
+    return tuple(_number(entry, key, where) for entry in value)

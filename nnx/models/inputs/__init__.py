@@ -1,0 +1,1 @@
+"""What published models take: text, images and sound."""

@@ -1,0 +1,1 @@
+"""Attention, its cache and its positions."""

@@ -1,0 +1,510 @@
+"""`MoE`: a mixture of experts, of which every token uses only a few.
+
+The *router* scores all *experts* for each token. The token goes to those with the highest scores, and its output is
+the sum of theirs, weighted by the scores. No token is ever dropped, however many choose the same expert. *Shared
+experts* are used by every token.
+
+Nothing in this makes the router use all experts. Two *router losses* do, if a training loss includes them: the layer
+stores them in Variables of type `Loss`, and `router_losses` adds them up over a model.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.lax import PrecisionLike
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from nnx.core.context import Context
+from nnx.core.module.module import Module
+from nnx.core.variables.variables import Loss
+from nnx.nn.activations import silu
+from nnx.nn.initializers import variance_scaling
+from nnx.nn.mlp import GatedActivation, GatedMLP, check_activations
+from nnx.nn.moe.expert_parallel import exchange, manual_axis
+from nnx.nn.moe.grouped import (
+    Blocks,
+    Implementation,
+    block_dots,
+    choose_implementation,
+    from_blocks,
+    make_blocks,
+    to_blocks,
+)
+from nnx.nn.quantized.quantized import weight_dtype
+from nnx.nn.support.checks import check_last_axis, check_sizes
+from nnx.nn.support.parameters import (
+    AxisNames,
+    InitializerLike,
+    compiled_initializer,
+    default_bias_init,
+    default_kernel_init,
+    make_param,
+)
+from nnx.nn.support.settings import (
+    as_dtype,
+    as_optional_dtype,
+    cast,
+    compiled_body,
+    infer_dtype,
+    resolve_mode,
+    statistics_dtype,
+)
+from nnx.sharding.meshes import current_mesh
+
+Scores = Literal["softmax", "sigmoid"]
+
+WRONG_SELECTION = "MoE: expected num_selected within 1..num_experts ({experts}), got {got!r}."
+UNKNOWN_SCORES = "MoE: expected scores to be 'softmax' or 'sigmoid', got {got!r}."
+UNKNOWN_IMPLEMENTATION = "MoE: expected implementation to be 'triton', 'xla' or None, got {got!r}."
+WRONG_CAPACITY = "MoE: expected a capacity_factor >= 1, got {got!r}."
+NOT_DIVISIBLE = (
+    "MoE: num_experts={experts} cannot be divided by the mesh axis {axis!r} of size {size}. Choose a mesh on which "
+    "each device holds the same number of experts, or build the layer without `expert_axis`."
+)
+UNSPLIT_BIAS = (
+    "MoE: the kernels have {kernels} experts and the biases {biases}. Inside a shard_map over `expert_axis`, split the "
+    "biases of the experts (gate_bias, up_bias, down_bias) along with their kernels (gate, up, down)."
+)
+NO_MOE = "nnx.router_losses: there is no nnx.MoE in this {model}."
+
+# Of the three axes, the first numbers the experts; it is not an input.
+_expert_init: InitializerLike = compiled_initializer(
+    variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=-2, out_axis=-1, batch_axis=0)
+)
+
+
+class RouterLosses(NamedTuple):
+    """The losses of routers, float32 scalars.
+
+    Attributes:
+        load_balancing: 1 if all experts are chosen equally often, up to `num_experts / num_selected` if a few get
+            everything. For each expert, the part of the choices it got times its mean probability, summed and
+            multiplied by the number of experts.
+        z: the mean of the squared logarithm of the sum of the exponentiated logits. It keeps the logits small.
+    """
+
+    load_balancing: jax.Array
+    z: jax.Array
+
+
+class Kernels(NamedTuple):
+    """The kernels of all experts, from the input to gates and values, and back; or their scales, or their biases."""
+
+    gate: Any
+    up: Any
+    down: Any
+
+
+class Routing(NamedTuple):
+    """The router's choice: the experts of each token, `[tokens, num_selected]`, and their weights, in float32."""
+
+    experts: jax.Array
+    weights: jax.Array
+
+
+def _route(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    num_selected: int,
+    scores: Scores,
+    normalize: bool,
+    axis: str | None,
+) -> tuple[Routing, RouterLosses]:
+    """Returns the experts that each token uses, and the losses over all devices of a mesh axis, if any."""
+    # The choice is discrete, so rounding could change it: the router always uses at least float32.
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    logits = jnp.matmul(cast(x, wide), cast(kernel, wide), precision=lax.Precision.HIGHEST)
+    if bias is not None:
+        logits = logits + cast(bias, wide)
+    scored = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
+    weights, experts = lax.top_k(scored, num_selected)
+    if normalize:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)  # sigmoids can all be zero
+
+    probabilities = scored if scores == "softmax" else scored / (scored.sum(axis=-1, keepdims=True) + 1e-20)
+    chosen = jnp.zeros(kernel.shape[1], wide).at[experts.reshape(-1)].add(1) / experts.size
+    means = chosen, probabilities.mean(axis=0), jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
+    if axis is not None:
+        means = lax.pmean(means, axis)
+    chosen, probable, z = means
+    return Routing(experts, weights), RouterLosses(kernel.shape[1] * jnp.sum(chosen * probable), z)
+
+
+def _experts(
+    x: jax.Array,
+    experts: jax.Array,
+    kernels: Kernels,
+    scales: Kernels,
+    biases: Kernels,
+    *,
+    precision: PrecisionLike,
+    implementation: Implementation | None,
+    activation: Callable[[jax.Array], jax.Array],
+    gated_activation: GatedActivation | None,
+) -> jax.Array:
+    """Applies to each row `[rows, features]` its expert `[rows]`; rows with a number past the last return zeros."""
+    way = choose_implementation(x, kernels, precision, scales, implementation)
+    blocks = make_blocks(experts, kernels.gate.shape[0], way)
+
+    def project(x: jax.Array, *names: str) -> tuple[jax.Array, ...]:
+        """Multiplies the blocks with those of the kernels, and adds their biases."""
+        used, scaled, added = ([getattr(each, name) for name in names] for each in (kernels, scales, biases))
+        products = block_dots(x, used, blocks, precision, scaled, way)
+        return tuple(_with_bias(out, bias, used[0], blocks) for out, bias in zip(products, added, strict=True))
+
+    gated, raised = (checkpoint_name(out, "mlp_hidden") for out in project(to_blocks(x, blocks, way), "gate", "up"))
+    hidden = activation(gated) * raised if gated_activation is None else gated_activation(gated, raised)
+    (out,) = project(hidden, "down")
+    return from_blocks(out, blocks, way)
+
+
+def _with_bias(out: jax.Array, bias: jax.Array | None, kernels: jax.Array, blocks: Blocks) -> jax.Array:
+    """Adds to the blocks `[blocks, size, features]` the bias of their expert, if experts have any."""
+    if bias is None:
+        return out
+    if bias.shape[0] != kernels.shape[0]:
+        raise ValueError(UNSPLIT_BIAS.format(kernels=kernels.shape[0], biases=bias.shape[0]))
+    # The gradient of gathering is a sum over the blocks of an expert. The conversions make it a sum in float32.
+    wide = cast(bias, statistics_dtype(bias.dtype))
+    return out + cast(wide.at[blocks.groups].get(mode="promise_in_bounds"), out.dtype)[:, None]
+
+
+@compiled_body
+def _mixture(
+    x: jax.Array,
+    router: jax.Array,
+    router_bias: jax.Array | None,
+    kernels: Kernels,
+    scales: Kernels,
+    biases: Kernels,
+    *,
+    num_selected: int,
+    scores: Scores,
+    normalize: bool,
+    dtype: Any,
+    param_dtype: Any,
+    precision: PrecisionLike,
+    implementation: Implementation | None,
+    axis: str | None,
+    capacity_factor: float,
+    activation: Callable[[jax.Array], jax.Array] = silu,
+    gated_activation: GatedActivation | None = None,
+) -> tuple[jax.Array, RouterLosses]:
+    """Returns the weighted outputs of the experts of each token, and the router's losses.
+
+    With an `axis`, this runs on each of its devices, with the tokens and experts that the device has.
+    """
+    routing, losses = _route(x, router, router_bias, num_selected, scores, normalize, axis)
+    x = cast(x, infer_dtype((x, *_floats(kernels, scales, biases, param_dtype)), dtype))
+    rows, choices = jnp.repeat(x, num_selected, axis=0), routing.experts.reshape(-1)  # [tokens * num_selected, …]
+    run = partial(
+        _experts,
+        kernels=kernels,
+        scales=scales,
+        biases=biases,
+        precision=precision,
+        implementation=implementation,
+        activation=activation,
+        gated_activation=gated_activation,
+    )
+    if axis is None:
+        out = run(rows, choices)
+    else:
+        out = exchange(run, rows, choices, kernels.gate.shape[0], axis, capacity_factor)
+    out = out.reshape(*routing.weights.shape, -1)
+    return checkpoint_name(jnp.einsum("tko,tk->to", out, cast(routing.weights, out.dtype)), "mlp_out"), losses
+
+
+def _floats(kernels: Kernels, scales: Kernels, biases: Kernels, param_dtype: Any) -> tuple[Any, ...]:
+    """Returns the arrays that decide the dtype of the computation: kernels (or their scales), and biases."""
+    weights = (
+        kernel if scale is None else cast(scale, weight_dtype(scale, param_dtype))
+        for kernel, scale in zip(kernels, scales, strict=True)
+    )
+    return *weights, *biases
+
+
+class MoE(Module):
+    """A mixture of gated feed-forward experts; shape `(..., in_features) -> (..., out_features)`.
+
+    Each token is routed to `num_selected` of the experts, and none is dropped. Only their products are computed, so the
+    cost does not grow with the number of experts. (Tokens are padded to blocks, which adds at most 25 %.)
+
+    Args:
+        in_features: the size of the input's last axis.
+        hidden_features: the number of hidden features of each expert.
+        num_experts: the number of experts to choose from.
+        num_selected: the number of experts that each token uses.
+        out_features: the size of the output's last axis; `in_features` by default.
+        num_shared: the number of experts that every token uses in addition.
+        scores: "softmax" if the experts compete for a token, "sigmoid" if each is scored by itself.
+        normalize: whether the weights of the selected experts are divided by their sum.
+        activation: the activation of the gates.
+        gated_activation: a function of gates and values, in place of `activation(gate) * up`.
+        use_bias: whether the three products of every expert add biases.
+        use_router_bias: whether the router adds a bias to its scores, before they become probabilities.
+        update_stats: whether a call stores the router's losses; `None` to decide in the call or by the Context's flag.
+            `model.train()` turns it on, `model.eval()` off.
+        expert_axis: the mesh axis over which experts are distributed, if there is a mesh that has it. Tokens are then
+            sent to the devices of their experts and back.
+        capacity_factor: the number of tokens that a device sends to another at once, relative to an even distribution.
+            If there are more, they are sent in further rounds.
+        dtype: the computation dtype; by default, the dtype that input and parameters promote to. The router always
+            computes in at least float32.
+        param_dtype: the dtype in which the parameters are stored.
+        precision: the precision of the experts' products, see `jax.lax.Precision`.
+        implementation: "triton" for a GPU kernel that reads the experts in place, "xla" for batched products of copies.
+            By default, the kernel is used on a single GPU (H100 or later), if there are enough tokens and the precision
+            is the default one. It can be differentiated in reverse mode only: `nnx.jvp` and `nnx.hessian` need "xla".
+            Quantized experts and float64 always use "xla".
+        kernel_init: the initializer of the experts' kernels, called with `(num_experts, inputs, outputs)`.
+        router_init: the initializer of the router's kernel, of shape `(in_features, num_experts)`.
+        bias_init: the initializer of the biases.
+        ctx: the Context; its stream "params" initializes the parameters.
+
+    Attributes:
+        router: the kernel of the router.
+        router_bias: its bias, of shape `(num_experts,)`, or None.
+        gate, up: the kernels from the input to the hidden features, of all experts.
+        down: the kernels from the hidden features to the output, of all experts.
+        gate_bias, up_bias, down_bias: their biases, of shape `(num_experts, outputs)`, or None.
+        gate_scale, up_scale, down_scale: the scales of quantized kernels (`nnx.quantize`), or None.
+        shared: a `GatedMLP` with the hidden features of all shared experts, or None.
+        load_balancing_loss, z_loss: the router's losses in the last call that stored them, of type `Loss`; see
+            `RouterLosses`. Use `nnx.router_losses` to read them.
+
+    >>> layer = nnx.MoE(4, 16, num_experts=8, num_selected=2, ctx=nnx.context(0))
+    >>> layer(jnp.ones((5, 4))).shape
+    (5, 4)
+    """
+
+    logical_axes: ClassVar[AxisNames] = {
+        "router": ("embed", None),
+        "router_bias": (None,),
+        **dict.fromkeys(("gate", "up"), ("expert", "embed", "mlp")),
+        "down": ("expert", "mlp", "embed"),
+        **dict.fromkeys(("gate_bias", "up_bias"), ("expert", "mlp")),
+        "down_bias": ("expert", "embed"),
+    }
+
+    in_features: int
+    hidden_features: int
+    num_experts: int
+    num_selected: int
+    out_features: int
+    num_shared: int
+    scores: Scores
+    normalize: bool
+    activation: Callable[[jax.Array], jax.Array]
+    gated_activation: GatedActivation | None
+    update_stats: bool | None
+    expert_axis: str | None
+    capacity_factor: float
+    dtype: np.dtype | None
+    param_dtype: np.dtype
+    precision: PrecisionLike
+    implementation: Implementation | None
+    router: jax.Array
+    router_bias: jax.Array | None
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+    gate_bias: jax.Array | None
+    up_bias: jax.Array | None
+    down_bias: jax.Array | None
+    gate_scale: jax.Array | None = None
+    up_scale: jax.Array | None = None
+    down_scale: jax.Array | None = None
+    shared: GatedMLP | None
+    load_balancing_loss: jax.Array
+    z_loss: jax.Array
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        num_experts: int,
+        num_selected: int,
+        *,
+        out_features: int | None = None,
+        num_shared: int = 0,
+        scores: Scores = "softmax",
+        normalize: bool = True,
+        activation: Callable[[jax.Array], jax.Array] = silu,
+        gated_activation: GatedActivation | None = None,
+        use_bias: bool = False,
+        use_router_bias: bool = False,
+        update_stats: bool | None = True,
+        expert_axis: str | None = None,
+        capacity_factor: float = 1.25,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: PrecisionLike = None,
+        implementation: Implementation | None = None,
+        kernel_init: InitializerLike = _expert_init,
+        router_init: InitializerLike = default_kernel_init,
+        bias_init: InitializerLike = default_bias_init,
+        ctx: Context,
+    ) -> None:
+        check_sizes(
+            self,
+            in_features=in_features,
+            hidden_features=hidden_features,
+            num_experts=num_experts,
+            num_selected=num_selected,
+        )
+        if not 1 <= num_selected <= num_experts:
+            raise ValueError(WRONG_SELECTION.format(experts=num_experts, got=num_selected))
+        if scores not in ("softmax", "sigmoid"):
+            raise ValueError(UNKNOWN_SCORES.format(got=scores))
+        if implementation not in ("triton", "xla", None):
+            raise ValueError(UNKNOWN_IMPLEMENTATION.format(got=implementation))
+        if capacity_factor < 1:
+            raise ValueError(WRONG_CAPACITY.format(got=capacity_factor))
+        check_activations("MoE", activation, gated_activation)
+        self.in_features = in_features
+        self.hidden_features = hidden_features
+        self.num_experts = num_experts
+        self.num_selected = num_selected
+        self.out_features = in_features if out_features is None else out_features
+        self.num_shared = num_shared
+        self.scores = scores
+        self.normalize = normalize
+        self.activation = activation
+        self.gated_activation = gated_activation
+        self.update_stats = update_stats
+        self.expert_axis = expert_axis
+        self.capacity_factor = float(capacity_factor)
+        self.dtype = as_optional_dtype(dtype)
+        self.param_dtype = as_dtype(param_dtype)
+        self.precision = precision
+        self.implementation = implementation
+        self.router = make_param(self, router_init, ctx, (in_features, num_experts))
+        self.gate = make_param(self, kernel_init, ctx, (num_experts, in_features, hidden_features))
+        self.up = make_param(self, kernel_init, ctx, (num_experts, in_features, hidden_features))
+        self.down = make_param(self, kernel_init, ctx, (num_experts, hidden_features, self.out_features))
+
+        def bias(*shape: int, use: bool = use_bias) -> jax.Array | None:
+            return make_param(self, bias_init, ctx, shape) if use else None
+
+        self.router_bias = bias(num_experts, use=use_router_bias)
+        self.gate_bias = bias(num_experts, hidden_features)
+        self.up_bias = bias(num_experts, hidden_features)
+        self.down_bias = bias(num_experts, self.out_features)
+        options: dict[str, Any] = {
+            "activation": activation,
+            "gated_activation": gated_activation,
+            "use_bias": use_bias,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "precision": precision,
+            "bias_init": bias_init,
+            "ctx": ctx,
+        }
+        self.shared = (
+            GatedMLP(in_features, num_shared * hidden_features, out_features, **options) if num_shared else None
+        )
+        self.load_balancing_loss = Loss(jnp.zeros((), jnp.float32))
+        self.z_loss = Loss(jnp.zeros((), jnp.float32))
+
+    def __call__(self, x: jax.Array, *, update_stats: bool | None = None, ctx: Context | None = None) -> jax.Array:
+        """Applies the layer.
+
+        Args:
+            x: an array of shape `(..., in_features)`.
+            update_stats: whether to store the router's losses; overrides the instance's and the Context's setting.
+            ctx: the Context; only its flag "update_stats" is used.
+
+        Returns:
+            An array of shape `(..., out_features)`.
+        """
+        check_last_axis(self, x, self.in_features, "in_features")
+        update = resolve_mode(self, "update_stats", update_stats, ctx)
+        tokens = x.reshape(-1, self.in_features)
+        if tokens.shape[0] == 0:
+            return jnp.zeros(
+                (*x.shape[:-1], self.out_features),
+                infer_dtype((x, *_floats(*self._weights(), self.param_dtype)), self.dtype),
+            )
+        out, losses = self._routed(tokens)
+        if update:
+            self.load_balancing_loss, self.z_loss = (loss.astype(jnp.float32) for loss in losses)
+        if self.shared is not None:
+            out = out + self.shared(tokens)
+        return out.reshape(*x.shape[:-1], self.out_features)
+
+    def _routed(self, tokens: jax.Array) -> tuple[jax.Array, RouterLosses]:
+        """Returns the output of the routed experts for `[tokens, in_features]`, on all devices that have some."""
+        axis = self.expert_axis
+        size, is_manual = manual_axis(axis)
+        if size > 1 and self.num_experts % size:
+            raise ValueError(NOT_DIVISIBLE.format(experts=self.num_experts, axis=axis, size=size))
+        # A few tokens that cannot be distributed evenly (decoding) are left to JAX's partitioner.
+        distributed = is_manual or (size > 1 and tokens.shape[0] % size == 0)
+        body = partial(
+            _mixture,
+            num_selected=self.num_selected,
+            scores=self.scores,
+            normalize=self.normalize,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+            implementation=self.implementation,
+            axis=axis if distributed else None,
+            capacity_factor=self.capacity_factor,
+            activation=self.activation,
+            gated_activation=self.gated_activation,
+        )
+        if distributed and not is_manual:
+            whole, split = P(), P(axis)
+            specs = (split, whole, whole, split, split, split)
+            mesh = current_mesh()
+            body = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(split, whole), axis_names={axis})
+        return body(tokens, self.router, self.router_bias, *self._weights())
+
+    def _weights(self) -> tuple[Kernels, Kernels, Kernels]:
+        """Returns the kernels of the experts, their scales and their biases."""
+        return (
+            Kernels(self.gate, self.up, self.down),
+            Kernels(self.gate_scale, self.up_scale, self.down_scale),
+            Kernels(self.gate_bias, self.up_bias, self.down_bias),
+        )
+
+
+def router_losses(model: Module) -> RouterLosses:
+    """Returns the losses that the routers of a model stored in their last call, added up over its `MoE` layers.
+
+    Call it in the loss function, after the model. Under `nnx.grad`, `jit`, `scan` and `remat` the values are those of
+    the trace, so their gradients reach the routers.
+
+    Args:
+        model: the model, which must have been called in training mode (`update_stats`); the losses are 0 before.
+
+    Raises:
+        ValueError: there is no `MoE` in the model.
+
+    >>> model = nnx.Sequence([nnx.MoE(4, 8, 4, 2, ctx=nnx.context(0)), nnx.Linear(4, 3, ctx=nnx.context(1))])
+    >>> def loss(model, x, y):
+    ...     error = jnp.mean((model(x) - y) ** 2)
+    ...     losses = nnx.router_losses(model)
+    ...     return error + 0.01 * losses.load_balancing + 0.001 * losses.z
+    >>> grads = nnx.grad(loss)(model, jnp.ones((6, 4)), jnp.ones((6, 3)))
+    >>> bool(jnp.any(grads["0/router"].value != 0))
+    True
+    """
+    layers = [module for module in Module.modules(model) if isinstance(module, MoE)]
+    if not layers:
+        raise ValueError(NO_MOE.format(model=type(model).__name__))
+    # Summed, because the layers of a scanned stack hold one value each in one Variable.
+    return RouterLosses(
+        sum((jnp.sum(layer.load_balancing_loss) for layer in layers), jnp.zeros(())),
+        sum((jnp.sum(layer.z_loss) for layer in layers), jnp.zeros(())),
+    )

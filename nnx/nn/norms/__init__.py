@@ -1,0 +1,1 @@
+"""Normalization, of activations and of weights."""

@@ -1,0 +1,183 @@
+"""Saving and loading: `save(path, obj)`, `load(path, target)` and `checkpoint_entries(path)`."""
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar, overload
+
+from nnx.storage.checkpoints.loading import Loading, load_all
+from nnx.storage.checkpoints.manifest import read_manifest
+from nnx.storage.checkpoints.saving import Saving
+from nnx.storage.files import local_path
+from nnx.storage.load_report import LoadReport
+
+T = TypeVar("T")
+
+LOADED_IN_PART = """The checkpoint at {path} fits the target only in part; the rest of the target was not changed.
+{differences}"""
+SETTINGS_CHANGED = """The checkpoint at {path} was loaded, but some settings of the target differ from the saved object:
+{changes}"""
+
+
+def save(path: str | os.PathLike[str], obj: Any) -> None:
+    """Saves an object to a directory, replacing an existing checkpoint.
+
+    The new checkpoint replaces an older one in one step, once it is complete: an interrupted save leaves the older one
+    intact. Arrays, typed keys, numbers and strings are saved by path. Static attributes are not saved, so build the
+    target of `load` with the code that built the object.
+
+    With several processes, each of them must call this function, with the same path and an object of the same
+    structure. It returns when all of them see the new checkpoint. Values that are not spread over the processes are
+    taken from process 0.
+
+    Args:
+        path: the directory to save to.
+        obj: a Module, State, TrainState, Optimizer, metric, Context, or a dict (any pytree) of them and of arrays and
+            numbers.
+
+    Raises:
+        CheckpointError: the checkpoint could not be written, or another job is writing to the same path. It is both an
+            OSError and a ValueError.
+        TypeError: a value is not data, or has a dtype that cannot be saved.
+        ValueError: an array has no values (it is abstract, traced or donated).
+
+    >>> import tempfile
+    >>> model, ctx = nnx.Linear(2, 3, ctx=nnx.context(0)), nnx.context(dropout=1)
+    >>> path = tempfile.mkdtemp() + "/checkpoint"
+    >>> nnx.save(path, {"model": model, "ctx": ctx, "epoch": 4})
+    >>> other = nnx.Linear(2, 3, ctx=nnx.context(5))
+    >>> restored = nnx.load(path, {"model": other, "ctx": ctx, "epoch": 0})
+    >>> restored["epoch"], bool((other.kernel == model.kernel).all())
+    (4, True)
+    """
+    Saving(path, obj, wait=True).finish()
+
+
+class CheckpointEntry(NamedTuple):
+    """The description of one entry of a checkpoint.
+
+    Attributes:
+        kind: "array", "key" (typed random keys), "number" (a Python number) or "text" (a string).
+        shape: the shape; empty for numbers and strings.
+        dtype: the name of the dtype, or of the Python type of a number; empty for strings.
+        type: the name of the Variable type that held it; empty if there was none.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    type: str
+
+
+def checkpoint_entries(path: str | os.PathLike[str]) -> dict[str, CheckpointEntry]:
+    """Lists the entries of a checkpoint by path, without reading arrays.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        CheckpointError: the checkpoint is damaged or incomplete.
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/model"
+    >>> nnx.save(path, nnx.Linear(2, 3, ctx=nnx.context(0)))
+    >>> for name, entry in nnx.checkpoint_entries(path).items():
+    ...     print(name, entry.dtype, entry.shape, entry.type)
+    bias float32 (3,) Param
+    kernel float32 (2, 3) Param
+    """
+    manifest = read_manifest(local_path(path).absolute())
+    return {
+        name: CheckpointEntry(record.kind, record.shape, record.dtype, record.type)
+        for name, record in manifest.entries.items()
+    }
+
+
+# Loading
+
+
+@overload
+def load(
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    rename: Mapping[str, str] | None = None,
+) -> Any: ...
+
+
+@overload
+def load(
+    path: str | os.PathLike[str],
+    target: T,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    verify: bool = True,
+    rename: Mapping[str, str] | None = None,
+    report: LoadReport | None = None,
+) -> T: ...
+
+
+_NO_TARGET: Any = object()
+
+
+def load(
+    path: str | os.PathLike[str],
+    target: Any = _NO_TARGET,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    verify: bool = True,
+    rename: Mapping[str, str] | None = None,
+    report: LoadReport | None = None,
+) -> Any:
+    """Fills a target from a checkpoint and returns it; without a target, returns the contents of the checkpoint.
+
+    Modules, Contexts, dicts and lists are filled in place; immutable targets (a State, a TrainState, an array) are
+    returned as new objects. Arrays take the sharding of those in the target, which may be abstract
+    (`nnx.eval_shape`): each device then reads its own part.
+
+    A static attribute that has changed since the checkpoint was saved (a Dropout rate, clipping added to the optimizer)
+    is reported as a warning, or in `report`.
+
+    Args:
+        path: the directory that was given to `save`.
+        target: an object of the structure that was saved, with any values. Without one, a nested dict of NumPy arrays
+            and values is returned, nested by the segments of their paths.
+        strict: whether everything must fit. If False, the values that fit are loaded, and the others are reported and
+            left unchanged; optimizer state is then also found if a transformation was added to the chain or removed.
+        cast: whether to convert values of a different dtype to that of the target. A complex value never fits a real
+            one.
+        verify: whether to verify the checksums of the data that are read.
+        rename: new names for paths of the checkpoint, e.g. `{"old/**": "new/**"}`; the first pattern that matches is
+            used.
+        report: a LoadReport to fill with the entries that do not fit and the settings that changed, instead of
+            warning.
+
+    Returns:
+        The target, a new object in place of an immutable target, or the nested dict.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        CheckpointError: the checkpoint is damaged or incomplete, or does not fit and `strict` is set. The target is
+            unchanged.
+        ValueError: a pattern of `rename` matches nothing.
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/model"
+    >>> nnx.save(path, nnx.Linear(2, 3, ctx=nnx.context(0)))
+    >>> model = nnx.load(path, nnx.Linear(2, 3, ctx=nnx.context(1)))
+    >>> nnx.load(path)["kernel"].shape
+    (2, 3)
+    """
+    directory = local_path(path).absolute()
+    if target is _NO_TARGET:
+        return load_all(directory, verify, rename)
+    loading = Loading(directory, target, strict, cast, verify, rename)
+    filled = loading.run()
+    if report is not None:
+        report.__dict__.update(loading.report.__dict__)
+    elif loading.report:
+        warnings.warn(LOADED_IN_PART.format(path=directory, differences=loading.report), stacklevel=2)
+    elif loading.report.changed:
+        changed = "\n".join(loading.report.changes())
+        warnings.warn(SETTINGS_CHANGED.format(path=directory, changes=changed), stacklevel=2)
+    return filled

@@ -1,0 +1,114 @@
+"""Places: descriptions of the values in a target, so that the old values themselves need not be kept.
+
+A place has the kind of value that is expected (a NumPy array, a Python number, a `jax.Array` with its sharding) and
+knows which boxes of the saved array this process has to read for it.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx.storage.checkpoints.chunks import Box, box_of
+from nnx.storage.fitting import bound_sharding
+from nnx.storage.records import Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The description of one value in the target.
+
+    Attributes:
+        kind: "number" (a Python number or string), "scalar" (a NumPy scalar), "numpy" or "jax".
+        dtype: the dtype of an array.
+        shape: the shape of an array.
+        sharding: the sharding of an array that is committed to its devices, or None.
+        weak: whether it is a scalar of weak type.
+        abstract: whether there is no value yet.
+    """
+
+    kind: str
+    dtype: Any = None
+    shape: tuple[int, ...] = ()
+    sharding: Any = None
+    weak: bool = False
+    abstract: bool = False
+
+    @classmethod
+    def of(cls, old: Any) -> "Place":
+        """Returns the place of a value."""
+        if not hasattr(old, "shape"):
+            return cls("number")
+        shape, dtype = tuple(old.shape), old.dtype
+        if isinstance(old, (np.ndarray, np.generic)):
+            return cls("scalar" if isinstance(old, np.generic) else "numpy", dtype, shape)
+        weak = bool(getattr(old, "weak_type", False))
+        return cls("jax", dtype, shape, bound_sharding(old), weak, isinstance(old, jax.ShapeDtypeStruct))
+
+    def boxes(self, record: Record) -> list[Box]:
+        """Returns the boxes of a saved array that this process reads: those of its devices, each once."""
+        shape = record.data_shape
+        whole = [Box((0,) * len(shape), shape)]
+        if not self._is_sharded(record):
+            return whole
+        indices = self.sharding.addressable_devices_indices_map(shape).values()
+        return list(dict.fromkeys(box_of(index, shape) for index in indices if index is not None))
+
+    def _is_sharded(self, record: Record) -> bool:
+        """Whether each device gets its own part, instead of a whole value made on the host."""
+        if self.kind != "jax" or self.sharding is None or record.weak:
+            return False
+        return record.kind == "array" or isinstance(self.sharding, jax.sharding.NamedSharding)
+
+    def value(self, record: Record, parts: Sequence[np.ndarray] | None) -> Any:
+        """Returns the value for this place.
+
+        Args:
+            record: the record of the saved value.
+            parts: the data of `boxes`; None if the record has no data.
+        """
+        if record.kind == "text":
+            return record.value
+        if record.kind == "number":
+            value = record.plain_value
+            return value if self.kind == "number" or self.weak else self._put(np.asarray(value, self.dtype))
+        if parts is None:  # an array without elements
+            shape = record.data_shape
+            parts = [np.zeros(box.shape, record.data_dtype) for box in self.boxes(record)]
+            if not parts:
+                parts = [np.zeros(shape, record.data_dtype)]
+        if record.kind == "array" and self.dtype is not None and record.data_dtype != self.dtype:
+            parts = [part.astype(self.dtype) for part in parts]
+        if self._is_sharded(record):
+            data = self._assemble(record, parts)
+            return data if record.kind == "array" else jax.random.wrap_key_data(data, impl=record.impl)
+        if record.kind == "key":
+            return self._put(jax.random.wrap_key_data(jnp.asarray(parts[0]), impl=record.impl))
+        if record.weak and self.kind in ("number", "jax"):
+            weak = jnp.asarray(parts[0].item())
+            if self.kind == "number" or weak.dtype == parts[0].dtype:
+                return self._put(weak)
+        return jnp.asarray(parts[0]) if self.kind == "number" else self._put(parts[0])
+
+    def _assemble(self, record: Record, parts: Sequence[np.ndarray]) -> Any:
+        shape = record.data_shape
+        by_box: Mapping[Box, np.ndarray] = dict(zip(self.boxes(record), parts, strict=True))
+        dtype = parts[0].dtype if parts else (self.dtype if record.kind == "array" else np.dtype(np.uint32))
+
+        def part(index: Any) -> np.ndarray:
+            return by_box[box_of(index, shape)]
+
+        return jax.make_array_from_callback(shape, self.sharding, part, dtype=dtype)
+
+    def _put(self, array: Any) -> Any:
+        if self.kind == "scalar":
+            return np.asarray(array)[()]
+        if self.kind == "numpy":
+            return np.asarray(array)
+        if self.sharding is not None:
+            return jax.device_put(array, self.sharding)
+        # An uncommitted array goes where JAX would put it; `device_put` does not copy aligned memory on a CPU.
+        return array if isinstance(array, jax.Array) else jax.device_put(array)

@@ -1,0 +1,275 @@
+"""A load in progress: everything that can fail is checked first, then the target is filled.
+
+Arrays are read into the shardings of the target; each process reads the parts of its own devices. Before anything is
+changed, every process has compared paths, shapes and dtypes, and verified the checksum of every byte it needs. Then the
+target is filled part by part: each old array can be freed before the next new one is read, so a load needs little more
+memory than the target.
+"""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nnx.storage.checkpoints.chunk_reader import ChunkReader
+from nnx.storage.checkpoints.chunks import Box
+from nnx.storage.checkpoints.expected import Place
+from nnx.storage.checkpoints.manifest import FILE_NAME, CheckpointError, DamagedError, Manifest, read_manifest
+from nnx.storage.checkpoints.matching import match
+from nnx.storage.checkpoints.orbax_format import OrbaxReader
+from nnx.storage.leaves import Entries
+from nnx.storage.load_report import LoadReport
+from nnx.storage.processes import Exchange, ProcessError
+from nnx.storage.records import Record
+from nnx.storage.renaming import renamed
+
+DOES_NOT_FIT = """The checkpoint at {path} does not fit the target. Nothing was loaded.
+{differences}
+Build the target as the saved object was built, or load what fits with nnx.load(path, target, strict=False)."""
+FILLED_IN_PART = """The checkpoint at {path} was checked, but could not be read again: {reason}. The target is only \
+filled in part: build it again before loading another checkpoint."""
+OTHER_MANIFEST = """Process {peer} and process 0 read different checkpoints at {path}: another job is saving there, or \
+the processes do not share a disk. Nothing was loaded."""
+
+_ATTEMPTS = 20  # to read a checkpoint that another job keeps replacing in the meantime
+SMALL = 16 << 20
+"""The bytes that may always be read at once, even if no array is that large."""
+
+
+def _reader(directory: Path, manifest: Manifest, verify: bool) -> ChunkReader | OrbaxReader:
+    if manifest.version == 1:
+        return OrbaxReader(directory, manifest)
+    return ChunkReader(directory, manifest, verify)
+
+
+def load_all(directory: Path, verify: bool, rename: Mapping[str, str] | None) -> Any:
+    """Returns the contents of a checkpoint as nested dicts, by the segments of the paths."""
+    for attempt in range(_ATTEMPTS):
+        before = _manifest_identity(directory)
+        try:
+            manifest = read_manifest(directory)
+            places, parts = _read_all(directory, manifest, verify)
+            break
+        except DamagedError:
+            if attempt == _ATTEMPTS - 1 or _manifest_identity(directory) == before:
+                raise
+    names = renamed(manifest.entries, rename or {})
+    root: dict[str, Any] = {}
+    for name, path in names.items():
+        value = places[path].value(manifest.entries[path], parts.pop(path, None))
+        if name == "":
+            return value
+        *parents, last = name.split("/")
+        inner: Any = root
+        for segment in parents:
+            inner = inner.setdefault(segment, {}) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and last not in inner:
+            inner[last] = value
+        else:  # a key that contains "/", below the path of another value
+            root[name] = value
+    return root
+
+
+def _read_all(directory: Path, manifest: Manifest, verify: bool) -> tuple[dict[str, Place], dict[str, Any]]:
+    places = {path: _host_place(record) for path, record in manifest.entries.items()}
+    boxes = {path: places[path].boxes(record) for path, record in manifest.entries.items() if record.has_data}
+    if not boxes:
+        return places, {}
+    with contextlib.closing(_reader(directory, manifest, verify)) as reader:
+        return places, reader.read(boxes)
+
+
+def _host_place(record: Record) -> Place:
+    return Place("numpy", record.data_dtype, record.shape) if record.kind == "array" else Place("number")
+
+
+class _Outcome(NamedTuple):
+    """The outcome of preparing a load on one process: the checksum of the manifest it found, or the error."""
+
+    checksum: int
+    error: str = ""
+    damaged: bool = False
+    replaced: bool = False  # whether the checkpoint was replaced by another one in the meantime
+
+
+def _manifest_identity(directory: Path) -> tuple[int, int] | None:
+    """Returns a value that changes when a checkpoint is replaced."""
+    try:
+        found = (directory / FILE_NAME).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+class Loading:
+    """One load into a target: everything that can fail happens first, on every process, then the target is filled."""
+
+    def __init__(
+        self,
+        directory: Path,
+        target: Any,
+        strict: bool,
+        cast: bool,
+        verify: bool,
+        rename: Mapping[str, str] | None,
+    ):
+        self._directory, self._target = directory, target
+        self._strict, self._cast, self._verify, self._rename = strict, cast, verify, rename
+        self._reader: ChunkReader | OrbaxReader | None = None
+        self._first: dict[str, Any] = {}
+        self.report: LoadReport = LoadReport()
+
+    def run(self) -> Any:
+        try:
+            self._agree()
+            if len(self._groups) == 1:
+                return self._entries.fill(self._first)
+            with _no_interrupt():
+                return self._fill_part_by_part()
+        finally:
+            if self._reader is not None:
+                self._reader.close()
+
+    def _agree(self) -> None:
+        """Prepares on every process; a failure on one is raised on all, before anything is changed."""
+        try:
+            exchange = Exchange(f"nnx.load({str(self._directory)!r})")
+            for attempt in range(_ATTEMPTS):
+                outcomes = [_Outcome(*outcome) for outcome in exchange.together(self._try_to_prepare)]
+                same = len({outcome.checksum for outcome in outcomes}) == 1
+                if same and not any(outcome.replaced for outcome in outcomes):
+                    break
+                time.sleep(0.02 * attempt)  # another job has just saved there; all processes read the new one
+        except ProcessError as error:
+            raise CheckpointError(str(error)) from error
+        if self._failure is not None:
+            raise self._failure
+        for peer, outcome in enumerate(outcomes):
+            if outcome.error:
+                raise (DamagedError if outcome.damaged else CheckpointError)(f"Process {peer}: {outcome.error}")
+            if outcome.checksum != outcomes[0].checksum:
+                raise CheckpointError(OTHER_MANIFEST.format(peer=peer, path=self._directory))
+
+    def _try_to_prepare(self) -> "_Outcome":
+        self._failure: Exception | None = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        self._first = {}  # frees what a failed attempt has read
+        before = _manifest_identity(self._directory)
+        try:
+            self._prepare()
+        except (CheckpointError, FileNotFoundError) as error:
+            self._failure = error
+            damaged = isinstance(error, DamagedError)
+            replaced = damaged and _manifest_identity(self._directory) != before
+            return _Outcome(0, str(error), damaged, replaced)
+        return _Outcome(self._manifest.checksum)
+
+    def _prepare(self) -> None:
+        manifest = self._manifest = read_manifest(self._directory)
+        entries = self._entries = Entries(self._target)
+        entries.check_level()
+        self._places = {path: Place.of(entry.value) for path, entry in entries.leaves.items()}
+        self._found, self.report = match(
+            manifest, entries, self._places, strict=self._strict, cast=self._cast, rename=self._rename
+        )
+        if self.report and self._strict:
+            raise CheckpointError(DOES_NOT_FIT.format(path=self._directory, differences=self.report))
+        entries.release()
+        if any(manifest.entries[saved].has_data for saved in self._found.values()):
+            self._reader = _reader(self._directory, manifest, self._verify)
+        self._groups = self._grouped()
+        # The first group is verified while it is read. The others are read twice: now, to be verified and dropped, and
+        # again once nothing can fail anymore, because keeping them would take the memory of a second target.
+        self._first = self._values(self._groups[0])
+        if self._verify and self._reader is not None:
+            rest = self._groups[1:]
+            self._reader.check({path: boxes for group in rest for path, boxes in self._boxes(group).items()})
+
+    def _grouped(self) -> list[list[str]]:
+        """Returns the paths of the target in groups that are read together, each about as large as the largest array.
+
+        Only arrays in Modules free memory when they are replaced. If there are none (the target is abstract, or a
+        pytree that is rebuilt), everything is read in one go.
+        """
+        units = [[path for path in unit if path in self._found] for unit in self._entries.units()]
+        sizes = [sum(map(self._bytes, unit)) for unit in units]
+        limit = max(SMALL, *map(self._bytes, self._found)) if self._found else SMALL
+        makes_room = [path for unit in units[:-1] for path in unit if not self._places[path].abstract]
+        if sum(map(self._bytes, makes_room)) <= limit:
+            return [[path for unit in units for path in unit]]
+        groups: list[list[str]] = [[]]
+        used = 0
+        for unit, size in zip(units, sizes, strict=True):
+            if used and used + size > limit:
+                groups.append([])
+                used = 0
+            groups[-1] += unit
+            used += size
+        return groups
+
+    def _bytes(self, path: str) -> int:
+        record = self._manifest.entries[self._found[path]]
+        if not record.has_data:
+            return 0
+        return sum(box.size for box in self._places[path].boxes(record)) * record.data_dtype.itemsize
+
+    def _boxes(self, group: list[str]) -> dict[str, list[Box]]:
+        """Returns the boxes to read for a group, by path in the checkpoint; two places may need the same array."""
+        wanted: dict[str, list[Box]] = {}
+        for path in group:
+            saved = self._found[path]
+            record = self._manifest.entries[saved]
+            if record.has_data:
+                boxes = wanted.setdefault(saved, [])
+                boxes += [box for box in self._places[path].boxes(record) if box not in boxes]
+        return wanted
+
+    def _values(self, group: list[str], verify: bool | None = None) -> dict[str, Any]:
+        boxes = self._boxes(group)
+        parts = self._reader.read(boxes, verify=verify) if self._reader is not None and boxes else {}
+        values: dict[str, Any] = {}
+        for path in group:
+            saved, place = self._found[path], self._places[path]
+            record = self._manifest.entries[saved]
+            own = None
+            if record.has_data:
+                by_box = dict(zip(boxes[saved], parts[saved], strict=True))
+                own = [by_box[box] for box in place.boxes(record)]
+            values[path] = place.value(record, own)
+        return values
+
+    def _fill_part_by_part(self) -> Any:
+        outside: dict[str, Any] = {}
+        own = set(self._entries.units()[-1])
+        try:
+            for number, group in enumerate(self._groups):
+                values = self._values(group, verify=False) if number else self._first
+                self._first = {}
+                outside |= {path: value for path, value in values.items() if path in own}
+                self._entries.fill_cells(values)
+                del values
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise CheckpointError(FILLED_IN_PART.format(path=self._directory, reason=reason)) from error
+        return self._entries.fill_outside(outside)
+
+
+@contextlib.contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Delays Ctrl-C until the end of the block, because a target must not be left half filled."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if received:
+        raise KeyboardInterrupt

@@ -1,0 +1,53 @@
+"""Reading checkpoints of format version 1, whose array data Orbax wrote. `chunk_reader` reads version 2."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nnx.core.extras import require
+from nnx.storage.checkpoints.chunks import Box
+from nnx.storage.checkpoints.manifest import DamagedError, Manifest
+
+READ_FAILED = "The checkpoint at {path} could not be read: {reason}. Nothing was loaded. Load an earlier one."
+
+_ROOT = "."  # the name of the array if the target was a single array, whose path is empty
+
+
+class OrbaxReader:
+    """Reads parts of the arrays of a checkpoint of version 1. It has no checksums, so `check` does nothing."""
+
+    def __init__(self, directory: Path, manifest: Manifest):
+        self._directory, self._manifest = directory, manifest
+        self._orbax = require("orbax.checkpoint", "checkpoint", "nnx.load of a checkpoint of format version 1")
+
+    def check(self, wanted: Mapping[str, Sequence[Box]]) -> None:
+        pass
+
+    def read(self, wanted: Mapping[str, Sequence[Box]], *, verify: bool | None = None) -> dict[str, list[np.ndarray]]:
+        """Reads the wanted boxes.
+
+        Raises:
+            DamagedError: Orbax cannot read them.
+        """
+        whole = {path or _ROOT: self._orbax.RestoreArgs(restore_type=np.ndarray) for path in wanted}
+        checkpointer = self._orbax.Checkpointer(self._orbax.PyTreeCheckpointHandler())
+        try:
+            request = self._orbax.args.PyTreeRestore(
+                item=dict.fromkeys(whole, 0), restore_args=whole, partial_restore=True
+            )
+            arrays = checkpointer.restore(self._directory / self._manifest.data, args=request)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise DamagedError(READ_FAILED.format(path=self._directory, reason=reason)) from error
+        finally:
+            checkpointer.close()
+        return {path: self._parts(path, arrays[path or _ROOT], boxes) for path, boxes in wanted.items()}
+
+    def _parts(self, path: str, array: Any, boxes: Sequence[Box]) -> list[np.ndarray]:
+        dtype = self._manifest.entries[path].data_dtype  # the array may have been stored in a wider dtype
+        return [np.ascontiguousarray(np.asarray(array)[box.slices()]).astype(dtype, copy=False) for box in boxes]
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,137 @@
+"""`Module.load_state`: writing a mapping of arrays into a Module, after checking that all of it fits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+
+from nnx.core.module.info import ModuleBase, info_of
+from nnx.core.module.kinds import Absent, box
+from nnx.core.repr import short
+from nnx.core.state.paths import join, path_order
+from nnx.core.state.state import State
+from nnx.core.state.updates import update
+from nnx.core.structure.flat import Flat, flat_of
+from nnx.core.structure.walk import named_modules
+from nnx.core.variables.variables import Container, values_equal
+from nnx.storage.fitting import converted, describe_value, described_misfit, fits, was_narrower
+from nnx.storage.load_report import LoadReport
+
+NOT_A_MAPPING = """load_state takes a State, or a flat or nested mapping of arrays such as {{"encoder/kernel": w}} or \
+{{"encoder": {{"kernel": w}}}}; got {got}."""
+BAD_KEY = "load_state: the keys of the mapping are paths or segments of paths, i.e. strings; got {key!r}{below}."
+GIVEN_TWICE = "load_state: the mapping has {path!r} twice, as a flat path and as nested keys."
+DOES_NOT_FIT = """load_state: the mapping does not fit this {module}, and nothing was changed.
+{differences}
+Rename or convert the entries, pass cast=True to convert dtypes, or pass strict=False to load only what fits."""
+TWO_VALUES = "{value}, a different value from {other!r}, which it is shared with,"
+
+
+def load_state(root: Any, mapping: Any, strict: bool, cast: bool) -> LoadReport:
+    """Implements `Module.load_state`; see there."""
+    if not isinstance(mapping, Mapping) or isinstance(mapping, ModuleBase):
+        hint = "a Module; pass its get_state()" if isinstance(mapping, ModuleBase) else short(mapping)
+        raise TypeError(NOT_A_MAPPING.format(got=hint))
+    flat = flat_of(root)
+    absent = _absent_paths(root)
+    given = _flattened(mapping, flat)
+    values: dict[str, Any] = {}  # by canonical path
+    names: dict[str, str] = {}  # under which name each of them was given
+    report = LoadReport(source="mapping")
+    # The canonical name of something shared comes first, and its other names are compared with it.
+    for name in sorted(given, key=lambda name: (name not in flat.key.layout.index, path_order(name))):
+        cell = flat.key.find(name)
+        if cell is None and name not in absent:
+            report.unexpected.append(name)
+            continue
+        path = name if cell is None else flat.key.layout.paths[cell]
+        if path in names:
+            if not _same_value(given[name], given[names[path]]):
+                have = TWO_VALUES.format(value=short(given[name]), other=names[path])
+                report.mismatched[name] = have, short(_leaf(flat, cell))
+            continue
+        names[path] = name
+        if cell is None:
+            values[path] = given[name]
+            continue
+        leaf = _leaf(flat, cell)
+        value = _fitting(given[name], leaf, cast)
+        if isinstance(value, str):
+            report.mismatched[path] = value, short(leaf)
+        else:
+            values[path] = value[0]
+    report.missing = sorted({*flat.key.layout.paths, *absent} - names.keys(), key=path_order)
+    if report and strict:
+        raise ValueError(DOES_NOT_FIT.format(module=type(root).__name__, differences=report))
+    update(root, State(values))
+    return report
+
+
+def _leaf(flat: Flat, cell: Any) -> Any:
+    return box(flat.key.kinds[cell], flat.dicts[cell][flat.names[cell]])
+
+
+def _absent_paths(root: Any) -> list[str]:
+    """Returns the paths of the variables that were given no state when the Module was rebuilt."""
+    return [
+        join(path, name)
+        for path, module in named_modules(root)
+        for name, kind in info_of(module).kinds.items()
+        if type(kind) is Absent
+    ]
+
+
+def _flattened(mapping: Mapping[Any, Any], flat: Flat) -> dict[str, Any]:
+    """Returns the values by path. A mapping at the path of a variable is its value, not a further level."""
+    leaves: dict[str, Any] = {}
+    stack: list[tuple[str, Mapping[Any, Any]]] = [("", mapping)]
+    while stack:
+        prefix, inner = stack.pop()
+        for key, value in inner.items():
+            if not isinstance(key, str) or not key:
+                raise TypeError(BAD_KEY.format(key=key, below=f" below {prefix!r}" if prefix else ""))
+            path = f"{prefix}/{key}" if prefix else key
+            if isinstance(value, Mapping) and flat.key.find(path) is None:
+                stack.append((path, value))
+            elif path in leaves:
+                raise ValueError(GIVEN_TWICE.format(path=path))
+            else:
+                leaves[path] = value
+    return leaves
+
+
+def _fitting(new: Any, leaf: Any, cast: bool) -> tuple[Any] | str:
+    """Returns the value to store, in a tuple, if what was given fits a leaf of the Module; else what was given."""
+    if isinstance(new, Container) and isinstance(leaf, Container) and type(new) is not type(leaf):
+        return short(new)
+    new_leaves, new_tree = jax.tree.flatten(_raw(new))
+    old_leaves, old_tree = jax.tree.flatten(_raw(leaf))
+    if new_tree != old_tree:
+        return short(new)
+    new_leaves = [_as_array(value) for value in new_leaves]
+    for value, old in zip(new_leaves, old_leaves, strict=True):
+        have, want = describe_value(value), describe_value(old)
+        if have is None or want is None or isinstance(value, jax.ShapeDtypeStruct):
+            return short(new)
+        if not fits(have, want, cast or was_narrower(have, want, type(leaf).__name__)):
+            return described_misfit(short(new), have, want)
+    return (jax.tree.unflatten(old_tree, map(converted, new_leaves, old_leaves)),)  # `update` restores the order
+
+
+def _raw(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, Container) else leaf
+
+
+def _as_array(value: Any) -> Any:
+    """Returns an array of another library, such as a tensor of PyTorch, as a NumPy array."""
+    known = (jax.Array, jax.core.Tracer, jax.ShapeDtypeStruct, np.ndarray, np.generic)
+    return np.asarray(value) if hasattr(value, "__array__") and not isinstance(value, known) else value
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    a, b = _raw(a), _raw(b)
+    if a is b or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((a, b))):
+        return a is b
+    return values_equal(a, b)

@@ -1,0 +1,1 @@
+"""Safetensors files: one, or several with an index."""

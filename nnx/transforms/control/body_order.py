@@ -1,0 +1,66 @@
+"""Order in bodies that run many times, or never: what a body leaves has the order that it had before.
+
+A loop hands its Modules from step to step, and branches must all return the same, so the order of attributes and of
+dict items cannot depend on the step or the branch. It is no reason to refuse a body either: nobody who deletes an
+attribute and sets it again means to say something about order. So what was there keeps its place, and what is new comes
+in the order in which the first body made it.
+"""
+
+from collections import deque
+from operator import call
+from typing import Any
+
+import jax
+
+from nnx.core.module.info import arrange, info_of
+from nnx.core.module.kinds import is_cell
+from nnx.core.structure.walk import number_modules
+from nnx.core.trace import same_level
+from nnx.core.variables.refs import Ref
+from nnx.core.variables.trees import KeyOrder, in_order, key_order, leaf_types
+from nnx.transforms.engine.call import is_module
+from nnx.transforms.engine.entered import Entered
+
+
+class BodyOrder:
+    """The order in which the Modules of one call were first seen."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, list[str]] = {}  # the attributes, by the number of their Module
+        self.keys: dict[tuple[int, str], KeyOrder | None] = {}  # the items of the dicts in an attribute
+
+    def keep(self, entered: Entered, out: Any = None) -> None:
+        """Puts everything in the order in which it was first seen, and notes the order of what was not seen before.
+
+        Args:
+            entered: the Modules of a body.
+            out: what the body returned, perhaps with new Modules in it.
+        """
+        rebuilt: dict[int, tuple[Any, Any]] = {}  # by id: a value, and what takes its place
+        returned = [leaf for leaf in jax.tree.leaves(out) if is_module(leaf)]
+        # The numbers that `leave` finds for them as well.
+        for number, module in enumerate(number_modules([*entered.graph.modules, *returned]).modules):
+            if same_level(info_of(module).level):  # else it comes from outside, which `leave` refuses
+                self._keep_names(number, module)
+                self._keep_keys(number, module, rebuilt)
+
+    def _keep_names(self, number: int, module: Any) -> None:
+        info, held = info_of(module), module.__dict__
+        known = self.names.setdefault(number, [])
+        known += [name for name in info.kinds if name not in known]
+        names = [name for name in known if name in info.kinds]
+        if names != [*info.kinds]:
+            steps = [*arrange(info.kinds, names), *arrange(held, [name for name in names if name in held])]
+            deque(map(call, steps), maxlen=0)
+            info.changed()
+
+    def _keep_keys(self, number: int, module: Any, rebuilt: dict[int, tuple[Any, Any]]) -> None:
+        for name, kind in info_of(module).kinds.items():
+            value = module.__dict__.get(name)
+            if leaf_types.get(type(value)) or not (type(kind) is Ref or is_cell(kind)):
+                continue
+            order = self.keys.setdefault((number, name), key_order(value, complete=True))
+            _, found = rebuilt.setdefault(id(value), (value, in_order(value, order)))  # a tree in two cells stays one
+            if found is not value:
+                for values, place in kind.targets() if type(kind) is Ref else [(module.__dict__, name)]:
+                    values[place] = found

@@ -1,0 +1,94 @@
+"""Bodies that are traced once for all calls of equal structure: what keeps tracing 64 rematerialized blocks cheap.
+
+JAX caches the trace of a checkpointed function by the identity of the function it is given. A lifted function is given
+other Modules in each call, so it has to be a new function object each time, unless two calls are known to run the same
+body on the same structure. Then the second call can pass JAX the object of the first, and its trace is a cache hit.
+
+Two calls *share* a trace if both are made within one run of an enclosing lifted function (the *scope*), at one trace
+level, with equal signatures and the same values of all context variables, if their functions are the same object whose
+names mean the same (`function_keys`), and if all weights that the trace captured are still the same arrays. Nothing
+outlives the scope, so no later call sees an old trace.
+"""
+
+import contextvars
+import functools
+import threading
+from collections.abc import Callable
+from operator import is_
+from typing import Any
+
+import jax
+
+from nnx.core.trace import current_level
+from nnx.transforms.engine.call import Call
+from nnx.transforms.engine.captured import Captured, evaluate, trace_program
+from nnx.transforms.engine.function_keys import CanChange, function_key
+
+
+class _Scope(threading.local):
+    """The bodies that the function now running in this thread has passed to JAX; None outside lifted functions."""
+
+    bodies: dict[Any, "_Shared"] | None = None
+
+
+class _Shared:
+    """A function for JAX to trace, and the call to trace it with if it has to be traced for new shapes."""
+
+    def __init__(self, fun: Any, trace: Callable[..., Any], contexts: Any):
+        self.call: Any = None
+        self._fun = fun
+        self._contexts = contexts  # keeps alive what the key knows by identity
+        self._captured = Captured(lambda: None)
+        self._weights: list[Any] = []  # what the captured cells held
+
+        def function(*args: Any) -> Any:
+            # Traced by itself first, because only a whole program shows what it captured.
+            program = trace_program(functools.partial(trace, self.call), *args)
+            self._captured.add((fun,), program.jaxpr)
+            self._weights = jax.tree.leaves(self._captured.values())
+            return evaluate(program, {}, args)
+
+        self.function = function
+
+    def is_current(self) -> bool:
+        """Whether the body would read the same weights again."""
+        if not self._captured.is_current((self._fun,)):
+            return False
+        weights = jax.tree.leaves(self._captured.values())
+        return len(weights) == len(self._weights) and all(map(is_, weights, self._weights))
+
+
+_scope = _Scope()
+
+
+def run_in_scope(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls the function of a lifted call, as a scope for the traces of the bodies it runs in turn."""
+    outer, _scope.bodies = _scope.bodies, {}
+    try:
+        return fun(*args, **kwargs)
+    finally:
+        _scope.bodies = outer
+
+
+def shared_body(fun: Any, call: Call, trace: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function to pass to JAX for a call.
+
+    Args:
+        fun: the user's function.
+        call: the call, split.
+        trace: what to do when JAX traces the result: `trace(call, *args)`.
+    """
+    bodies = _scope.bodies
+    if bodies is None:
+        return functools.partial(trace, call)
+    contexts = tuple(contextvars.copy_context().items())  # logical axis rules, and what users keep in theirs
+    try:
+        by_identity = tuple([(id(variable), id(value)) for variable, value in contexts])
+        key = (call.signature, current_level(), by_identity, function_key(fun))
+        shared = bodies.get(key)
+    except (CanChange, TypeError):  # a TypeError: something in the signature has no hash
+        return functools.partial(trace, call)
+    if shared is None or not shared.is_current():
+        shared = bodies[key] = _Shared(fun, trace, contexts)
+    shared.call = call
+    return shared.function

@@ -1,0 +1,238 @@
+"""`vmap`: one function over many members, with Modules stacked or shared as `variable_axes` says."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack, overload
+
+import jax
+
+from nnx.core.context import SharedBy
+from nnx.core.module.attributes import settle
+from nnx.core.module.info import info_of, new_module
+from nnx.core.module.kinds import is_static
+from nnx.core.trace import is_of_this_trace
+from nnx.core.variables.variables import BatchStat, Cache, Intermediate, Spec
+from nnx.transforms.control.body_order import BodyOrder
+from nnx.transforms.control.shared_traces import run_in_scope
+from nnx.transforms.control.stacking import Stacking, argument_labels, check_module_axes, data_axes, move_axis
+from nnx.transforms.engine.annotations import Decorator, P, R, VmapOptions
+from nnx.transforms.engine.call import Call, target_of, with_values
+from nnx.transforms.engine.decorators import decorator
+from nnx.transforms.engine.effects import Effects, Outcome, cell_paths, commit, enter_call, finish, leave
+
+
+def map_call(
+    stacking: Stacking,
+    fun: Callable[..., Any],
+    call: Call,
+    axes_of_data: Any,
+    labels: Any,
+    out_axes: Any,
+    shared_by: SharedBy,
+    **options: Any,
+) -> Outcome:
+    """Maps a function over the members of a split call."""
+    groups = stacking.groups(call)
+    size = stacking.find_size(call, groups, axes_of_data, labels)
+    split, shared = stacking.keys(call, size)
+    outer = call.signature.key
+    inner = stacking.inner_key(outer, groups)
+    signature = call.signature._replace(key=inner)
+    found: list[tuple[Effects, dict[int, Any]]] = []
+    order = BodyOrder()
+
+    mapped_data = [i for i, axis in enumerate(axes_of_data) if axis is not None]
+
+    def body(cells: Any, slices: Any, split: Any) -> Any:
+        contexts = stacking.contexts(call, split, shared, size, shared_by)
+        data = with_values(call.data, (mapped_data, slices))  # what is not mapped need not even be an array
+        entered, args, kwargs = enter_call(signature, call.statics, stacking.transformed(inner, cells), data, contexts)
+        order.keep(entered)
+        out = run_in_scope(fun, args, kwargs)
+        if not isinstance(out_axes, int):
+            check_module_axes(stacking, "out_axes", [out_axes], [out], ["the result"])
+        order.keep(entered, out)
+        outcome = leave(entered, stacking.name_new_axes(entered, out), stacking.name)
+        effects = outcome.effects
+        out_groups = stacking.output_groups(inner, groups, effects)
+        found[:] = [(effects, out_groups)]
+        stacked, same = [], []
+        key = effects.rewrite.key if effects.rewrite is not None else inner
+        for cell, value in zip(effects.outputs(), outcome.values):
+            assert key is not None, "only a graph has cells"
+            if isinstance(out_groups[cell], int):
+                stacked.append(value)
+                if shared_by.drawn and is_equal_by_mistake(key.kinds[cell], value):
+                    while shared_by.drawn:
+                        shared_by.warn(shared_by.drawn.pop())
+            else:
+                stacking.check_same(cell_paths(key)[cell], key.kinds[cell], value)
+                same.append(value)
+        return stacked, same, outcome.out
+
+    cell_axes = [group if isinstance(group, int) else None for group in groups]
+    in_axes = (cell_axes, [axes_of_data[i] for i in mapped_data], 0)
+    mapped = jax.vmap(body, in_axes=in_axes, out_axes=(0, None, out_axes), axis_size=size, **options)
+    stacked, same, out = mapped(call.cells(), [call.data[i] for i in mapped_data], split)
+    effects, out_groups = found[0]
+    return assemble(stacking, effects, out_groups, iter(stacked), iter(same), out)
+
+
+def assemble(
+    stacking: Stacking, effects: Effects, out_groups: Mapping[int, Any], stacked: Any, others: Any, out: Any
+) -> Outcome:
+    """Returns the outcome of all runs together: stacked values with their axis in its place, the others unchanged."""
+    values = []
+    for cell in effects.outputs():
+        group = out_groups[cell]
+        values.append(move_axis(next(stacked), 0, group) if isinstance(group, int) else next(others))
+    if effects.rewrite is not None:
+        rewrite = stacking.outer_rewrite(effects.rewrite, out_groups)
+        effects = effects.replace(rewrite=rewrite)
+    return Outcome(values, out, effects)
+
+
+def construct(stacking: Stacking, make: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Builds one Module whose variables are stacked over all members; the arguments are the same for all."""
+    stacking.require_size()
+    call = Call(args, kwargs)
+    return commit(call, map_all(stacking, make, call, _shared_by(stacking, make)))
+
+
+def map_all(stacking: Stacking, make: Callable[..., Any], call: Call, shared_by: SharedBy) -> Outcome:
+    """Maps a function over the members of a call whose arguments are the same for all of them."""
+    count = len(call.data)
+    return map_call(stacking, make, call, [None] * count, [""] * count, 0, shared_by)
+
+
+def _shared_by(stacking: Stacking, make: Callable[..., Any]) -> SharedBy:
+    """Returns what shared streams of a constructor are marked with.
+
+    A draw is right if the members share the variable that it is for, so the warning waits for what comes out.
+    """
+    return SharedBy(f"{stacking.name}({getattr(make, '__name__', type(make).__name__)})", drawn=set())
+
+
+def is_equal_by_mistake(kind: Any, value: Any) -> bool:
+    """Whether a stacked variable, of a type that is usually drawn at random, has one value for all members."""
+    if type(kind) is not Spec or issubclass(kind.type, (BatchStat, Cache, Intermediate)):
+        return False
+    return not any(map(is_of_this_trace, jax.tree.leaves(value)))
+
+
+def is_init_method(fun: Any, is_init: bool | None) -> bool:
+    """Whether a decorated function builds variables: what the option says, or else what its name says."""
+    return getattr(fun, "__name__", "") == "__init__" if is_init is None else is_init
+
+
+def stacked_init(stacking: Stacking, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a constructor that runs `fun` once per member and gives `self` the stacked variables.
+
+    Inside, `self` is a member. When the members have been built, `self` takes the member's place in the result, so that
+    everything that refers to the member (a child's parent, a bound method) refers to `self`.
+    """
+    stacking.require_size()
+    shared_by = _shared_by(stacking, fun)
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        statics = {name: self.__dict__[name] for name, kind in info_of(self).kinds.items() if is_static(kind)}
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            member = new_module(type(self), {}, constructing=True)
+            for name, value in statics.items():
+                setattr(member, name, value)
+            fun(member, *args, **kwargs)
+            settle(member)
+            info_of(member).constructing = False
+            return member
+
+        call = Call(args, kwargs)
+        outcome = map_all(stacking, make, call, shared_by)
+        commit(call, outcome, taking={outcome.out.index: self})
+
+    return init
+
+
+@overload
+def vmap(
+    fun: Callable[P, R],
+    *,
+    variable_axes: Mapping[Any, int] | None = None,
+    axis_size: int | None = None,
+    **options: Unpack[VmapOptions],
+) -> Callable[P, R]: ...
+@overload
+def vmap(
+    *, variable_axes: Mapping[Any, int] | None = None, axis_size: int | None = None, **options: Unpack[VmapOptions]
+) -> Decorator: ...
+@decorator
+def vmap(
+    fun: Any,
+    *,
+    variable_axes: Mapping[Any, int] | None = None,
+    variable_broadcast: Any = ...,
+    split_rngs: Any = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    axis_size: int | None = None,
+    axis_name: Any = None,
+    spmd_axis_name: Any = None,
+    data_transform: Callable[[Any], Any] | None = None,
+    metadata_params: Mapping[Any, Any] | None = None,
+    stateful: bool = True,
+    is_init: bool | None = None,
+) -> Callable[..., Any]:
+    """Maps a function over axes of its arguments and of the variables of its Modules.
+
+    Args:
+        fun: the function, a Module, or a bound method of one. On a method, `@nnx.vmap(...)` maps over `self`; on
+            `__init__` (or with `is_init=True`) it builds the stacked variables. A Module class is mapped as by
+            `nnx.Vmap`.
+        variable_axes: the variables that are stacked, `{filter: axis}`; each member sees one slice.
+        variable_broadcast: a filter for variables that are the same for all members; by default, everything else.
+        split_rngs: an RNG filter for the streams of Contexts that differ from member to member.
+        in_axes, out_axes: as in `jax.vmap`, for plain arrays. Modules are stacked by `variable_axes` and Contexts are
+            split by `split_rngs`, so their entries should be None.
+        axis_size: the number of members, if the arguments do not determine it.
+        axis_name, spmd_axis_name: as in `jax.vmap`.
+        data_transform: a function applied to the State of the Modules inside the body.
+        metadata_params: with `{nnx.PARTITION_NAME: "name"}`, the stacked axis's name in `sharding` metadata.
+        stateful: whether changes to Modules are written back.
+        is_init: whether the function builds variables; by default, whether its name is `__init__`.
+
+    >>> models = nnx.Vmap(nnx.Linear, variable_axes={nnx.Param: 0}, split_rngs="params", axis_size=6, in_axes=None)(
+    ...     3, 2, ctx=nnx.context(0))
+    >>> models(jnp.ones((4, 3))).shape
+    (6, 4, 2)
+    """
+    stacking = Stacking.of(
+        "nnx.vmap",
+        "axis_size",
+        variable_axes,
+        variable_broadcast,
+        None,
+        split_rngs,
+        axis_size,
+        metadata_params,
+        data_transform,
+    )
+    if is_init_method(fun, is_init):
+        return stacked_init(stacking, fun)
+    target = target_of(fun, "nnx.vmap")
+    shared_by = SharedBy(f"nnx.vmap({target.name})")
+    options = {"axis_name": axis_name, "spmd_axis_name": spmd_axis_name}
+    options = {k: v for k, v in options.items() if v is not None}
+
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        if target.bound:
+            args = (*target.bound, *args)
+        entries = in_axes
+        if target.bound and isinstance(in_axes, (tuple, list)):
+            entries = (None, *in_axes)
+        if isinstance(entries, (tuple, list)):
+            check_module_axes(stacking, "in_axes", entries, args, argument_labels(len(args)))
+        call = Call(args, kwargs)
+        axes_of_data, labels = data_axes(stacking.name, entries, args, kwargs, 0)
+        outcome = map_call(stacking, target.fun, call, axes_of_data, labels, out_axes, shared_by, **options)
+        return finish(call, outcome, stateful)
+
+    return lifted

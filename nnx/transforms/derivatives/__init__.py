@@ -1,0 +1,1 @@
+"""Derivatives: `grad` and its relatives."""

@@ -1,0 +1,280 @@
+"""Captured weights: arrays that a traced function reads from Modules that are not among its arguments.
+
+JAX makes every array that a function reads by closure, global or any other way a constant of the traced program. The
+constants of the program *are* those arrays, so they can be recognized among the cells of live Modules: first of the
+Modules that the function reaches by name (`routes`), then of whoever holds the array. These cells become *hidden*
+arguments, gathered on every call like the others, so the program sees their current values and is compiled once.
+
+A program is traced again if what it captured is no longer where it was: a name on the route was bound to another
+Module, the structure of a Module changed, or a Module is gone. An array stays a constant, and its cell is *watched*, if
+it cannot become an argument (it is a constant of `jax.jit` in the body of a loop), if nothing says which of several
+holders the function read it from, or if no name leads to it. The program is traced again once such a cell changes.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import getitem
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import eval_jaxpr
+
+from nnx.core.module.info import ModuleBase
+from nnx.core.structure.flat import flat_of
+from nnx.core.structure.structure import GraphKey
+from nnx.core.trace import is_tracer
+from nnx.transforms.engine.routes import Route, reached
+
+_DEPTH = 3  # containers between a Module and an array that is found by who holds it
+
+
+class Root:
+    """A Module with captured cells, as it was when the function was traced.
+
+    Args:
+        module: the Module.
+        route: how the function reaches it; None if that is unknown.
+        cells: the dicts that hold the captured cells, by the number of the cell in the Module's flat form.
+    """
+
+    def __init__(self, module: Any, route: Route | None, cells: dict[int, Any], when_gone: Callable[[], Any]):
+        flat = flat_of(module)
+        self.module = weakref.ref(module, lambda _: when_gone())
+        self.route = route
+        self.structure: GraphKey = flat.key
+        self._cells = cells
+        self._flat = weakref.ref(flat)
+
+    def is_current(self, functions: Sequence[Any]) -> bool:
+        module = self.module()
+        if module is None or not (self.route is None or self.route.follow(functions) is module):
+            return False
+        flat = flat_of(module)
+        if flat is not self._flat():  # something changed, but maybe nothing that matters
+            if flat.key is not self.structure or any(flat.dicts[i] is not values for i, values in self._cells.items()):
+                return False
+            self._flat = weakref.ref(flat)
+        return True
+
+
+class Place(NamedTuple):
+    """A leaf of a cell that holds a captured array."""
+
+    module: "weakref.ref[Any]"
+    cell: int
+    leaf: int
+    route: Route | None
+
+    def path(self) -> str:
+        module = self.module()
+        return f"{type(module).__name__}.{flat_of(module).key.cell_roots()[self.cell].path.replace('/', '.')}"
+
+    def holds(self, array: Any) -> bool:
+        """Whether the array is still there, or the Module is gone, so that no function can read from it."""
+        module = self.module()
+        if module is None:
+            return True
+        values = flat_of(module).values()
+        leaves = jax.tree.leaves(values[self.cell]) if self.cell < len(values) else []
+        return self.leaf < len(leaves) and identity(leaves[self.leaf]) == identity(array)
+
+
+class Captured:
+    """The cells that a function reads besides its arguments.
+
+    It holds instance dicts but no Module. When one is gone, `when_gone` is called, to drop all that refers to its dict.
+
+    Attributes:
+        dicts, names: the hidden arguments: `dicts[i][names[i]]` is the value of cell i.
+    """
+
+    def __init__(self, when_gone: Callable[[], Any]):
+        self.dicts: list[dict[str, Any]] = []
+        self.names: list[str] = []
+        self._numbers: dict[tuple[int, str], int] = {}
+        self._roots: list[Root] = []
+        self._watched: list[tuple[Place, Any]] = []  # with a weak reference to the array, a constant of the program
+        self._when_gone = when_gone
+
+    def __bool__(self) -> bool:
+        return bool(self.names or self._watched)
+
+    def values(self) -> list[Any]:
+        """Returns the hidden arguments."""
+        return [*map(getitem, self.dicts, self.names)]
+
+    def is_current(self, functions: Sequence[Any]) -> bool:
+        """Whether the program still reads what it read when it was traced, given its functions."""
+        return all([root.is_current(functions) for root in self._roots]) and not self.changed()
+
+    def changed(self) -> list[str]:
+        """Returns the paths of watched cells whose arrays have changed."""
+        return [place.path() for place, array in self._watched if not place.holds(array())]
+
+    def watched(self) -> list[str]:
+        """Returns the paths of all watched cells."""
+        return [place.path() for place, _ in self._watched if place.module() is not None]
+
+    def add(self, functions: Sequence[Any], closed: Any) -> bool:
+        """Notes which constants of a program are held by cells; returns whether there are new hidden arguments."""
+        outer, inner = _constants(closed)
+        wanted = {**outer, **inner}
+        if not wanted:
+            return False
+        before, cells = len(self.names), {}
+        for key, places, has_name in _places_of(wanted, functions):
+            first = places[0]
+            is_known = len(places) == 1 and first.route is not None and not has_name
+            if key in outer and is_known:
+                self._hide(first)
+            elif _is_array(wanted[key]):
+                self._watched += [(place, weakref.ref(wanted[key])) for place in places]
+            for place in places:
+                if place.route is not None or len(places) == 1:
+                    module = place.module()
+                    _, _, held = cells.setdefault(id(module), (module, place.route, {}))
+                    held[place.cell] = flat_of(module).dicts[place.cell]
+        for module, route, held in cells.values():
+            self._roots.append(Root(module, route, held, self._when_gone))
+        return len(self.names) > before
+
+    def inputs(self, hidden: Sequence[Any]) -> dict[Any, Any]:
+        """Returns what takes the place of each constant: a leaf of the hidden arguments, by the array it is now."""
+        keys = [identity(leaf) for value in self.values() for leaf in jax.tree.leaves(value)]
+        return dict(zip(keys, jax.tree.leaves(hidden), strict=True))
+
+    def _hide(self, place: Place) -> None:
+        flat = flat_of(place.module())
+        values, name = flat.dicts[place.cell], flat.names[place.cell]
+        if self._numbers.setdefault((id(values), name), len(self.names)) == len(self.names):
+            self.dicts.append(values)
+            self.names.append(name)
+
+
+def identity(value: Any) -> Any:
+    """Returns what tells an array from any other: itself, or the memory of one that belongs to NumPy."""
+    if isinstance(value, jax.Array):
+        return id(value)
+    if hasattr(value, "__array__") and hasattr(value, "dtype"):  # JAX wraps the arrays of NumPy
+        array = np.asarray(value)
+        return array.__array_interface__["data"][0], array.shape, array.strides, array.dtype
+    return None
+
+
+def _constants(closed: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Returns the array constants of a program, and those of programs inside it that cannot be passed to them."""
+    outer = {identity(const): const for const in closed.consts}
+    inner: dict[Any, Any] = {}
+    stack, seen, kinds = [(closed.jaxpr, True)], set(), (type(closed), type(closed.jaxpr))
+    while stack:
+        jaxpr, can_inline = stack.pop()
+        for eqn in jaxpr.eqns:
+            for value in eqn.params.values():
+                for program in value if type(value) in (tuple, list) else (value,):
+                    if isinstance(program, kinds) and id(program) not in seen:
+                        seen.add(id(program))
+                        inlined = can_inline and is_inlined(eqn)
+                        consts = {identity(const): const for const in getattr(program, "consts", ())}
+                        (outer if inlined else inner).update(consts)
+                        stack.append((getattr(program, "jaxpr", program), inlined))
+    return outer, {key: const for key, const in inner.items() if key not in outer and _is_array(const)}
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not is_tracer(value)
+
+
+def is_inlined(eqn: Any) -> bool:
+    """Whether an equation calls a program in a way that can be replaced by the program itself."""
+    return eqn.primitive.name in ("jit", "pjit")
+
+
+def _places_of(wanted: Mapping[Any, Any], functions: Sequence[Any]) -> Iterator[tuple[Any, list[Place], bool]]:
+    """Yields the arrays that cells hold: the key, the places, and whether it also has a name of its own."""
+    places: dict[Any, dict[Any, Place]] = {}
+    named: set[Any] = set()
+    for value, route in reached(functions):
+        if isinstance(value, ModuleBase):
+            _note_places(places, wanted, value, route)
+        else:
+            named.add(identity(value))
+    missing = [array for key, array in wanted.items() if key not in places and key not in named and _is_array(array)]
+    for module in _holders(missing):
+        _note_places(places, {identity(array): array for array in missing}, module, None)
+    for key, found in places.items():
+        yield key, list(found.values()), key in named
+
+
+def _note_places(places: dict[Any, Any], wanted: Mapping[Any, Any], module: Any, route: Route | None) -> None:
+    flat = flat_of(module)
+    for i, value in enumerate(flat.values()):
+        for leaf, array in enumerate(jax.tree.leaves(value)):
+            key = identity(array)
+            if key in wanted:
+                # A cell that several Modules lead to is one place.
+                cell = id(flat.dicts[i]), flat.names[i], leaf
+                places.setdefault(key, {}).setdefault(cell, Place(weakref.ref(module), i, leaf, route))
+
+
+def _holders(arrays: list[Any]) -> Iterable[Any]:
+    """Returns the Modules that hold arrays, whatever route leads to them; slow, since it looks at every object."""
+    found: dict[int, Any] = {}
+    level, seen = arrays, {id(arrays)}
+    for _ in range(_DEPTH if arrays else 0):
+        holders = [x for x in gc.get_referrers(*level) if type(x) in (dict, list, tuple) and id(x) not in seen]
+        seen.update(map(id, holders), [id(holders)])
+        # Not the globals of a Python module: they hold too much, and a Module among them is found by its own dict.
+        level = [x for x in holders if not (type(x) is dict and "__builtins__" in x)]
+        owners = [x for x in gc.get_referrers(*level) if isinstance(x, ModuleBase)] if level else []
+        found.update({id(owner): owner for owner in owners})
+        seen.add(id(level))
+    return found.values()
+
+
+class Program(NamedTuple):
+    """A traced function. The fields are named as in `jax.stages.Traced`, which is one, too."""
+
+    jaxpr: Any
+    out_tree: Any
+
+
+def trace_program(fun: Callable[..., Any], *operands: Any) -> Program:
+    """Traces a function. Unlike in `jax.jit(fun).trace`, tracers that it captures are constants of the program."""
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*operands)
+    return Program(closed, jax.tree.structure(shapes))
+
+
+def evaluate(program: Any, inputs: dict[Any, Any], operands: Any) -> Any:
+    """Runs a program with inputs in place of its captured constants."""
+    return jax.tree.unflatten(program.out_tree, _evaluate(program.jaxpr, inputs, jax.tree.leaves(operands)))
+
+
+def _evaluate(closed: Any, inputs: dict[Any, Any], args: Sequence[Any]) -> list[Any]:
+    consts = [inputs.get(identity(const), const) for const in closed.consts]
+    opened = {id(eqn) for eqn in closed.jaxpr.eqns if is_inlined(eqn) and _uses(eqn.params["jaxpr"], inputs)}
+    if not opened:
+        return eval_jaxpr(closed.jaxpr, consts, *args)
+    # As `eval_jaxpr` does it, except that programs inside with captured constants are opened.
+    values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*consts, *args], strict=True))
+
+    def read(variable: Any) -> Any:
+        return variable.val if hasattr(variable, "val") else values[variable]
+
+    for eqn in closed.jaxpr.eqns:
+        operands = [read(variable) for variable in eqn.invars]
+        with jax.named_scope(str(eqn.source_info.name_stack)), eqn.ctx.manager:
+            if id(eqn) in opened:
+                outs = _evaluate(eqn.params["jaxpr"], inputs, operands)
+            else:
+                outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+        values.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs]))
+    return [read(variable) for variable in closed.jaxpr.outvars]
+
+
+def _uses(closed: Any, inputs: Mapping[Any, Any]) -> bool:
+    """Whether a program, or one inside it that can be opened, has a captured constant."""
+    if any(identity(const) in inputs for const in closed.consts):
+        return True
+    return any(_uses(eqn.params["jaxpr"], inputs) for eqn in closed.jaxpr.eqns if is_inlined(eqn))
