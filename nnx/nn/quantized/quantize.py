@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from nnx.core.module.attributes import set_spec
 from nnx.core.module.info import ModuleBase, info_of
 from nnx.core.module.module import Module
 from nnx.core.repr import short
@@ -20,7 +21,7 @@ from nnx.core.state.selectors import ModuleSelector, to_module_predicate
 from nnx.core.state.updates import check_levels
 from nnx.core.trace import is_tracer
 from nnx.core.variables.refs import Ref
-from nnx.core.variables.variables import Param
+from nnx.core.variables.variables import Param, spec_of
 from nnx.nn.einsum import Einsum, parse_equation
 from nnx.nn.embed import Embed
 from nnx.nn.linear import Linear, LinearGeneral
@@ -173,8 +174,7 @@ def dequantize(model: Module, *, where: ModuleSelector = ...) -> list[str]:
         weight = _run(to_weight, (integers, scale), (summed, layer.param_dtype), _sharding(integers))
         metadata = Module.variable(layer, name).metadata
         delattr(layer, f"{name}_scale")
-        delattr(layer, name)
-        setattr(layer, name, Param(weight, **metadata))
+        _store(layer, name, Param(weight, **metadata))
     return list(chosen)
 
 
@@ -288,9 +288,14 @@ def _replace_weight(plan: Quantization, default: Any) -> None:
     whole = _sharding(weight)
     shardings = None if whole is None else (whole, _scale_sharding(whole, axes, sizes))
     integers, scale = _run(to_integers, (weight,), (summed, plan.bits, plan.group_size), shardings)
-    delattr(layer, name)  # an attribute keeps its Variable type as long as it exists
-    setattr(layer, name, QuantizedParam(integers, **metadata))
+    _store(layer, name, QuantizedParam(integers, **metadata))
     setattr(layer, f"{name}_scale", QuantizedParam(scale, **{**metadata, "sharding": names}))
+
+
+def _store(layer: Any, name: str, variable: Any) -> None:
+    """Replaces a Variable by one of another type, which `del` and `setattr` would move behind the other attributes."""
+    set_spec(layer, name, spec_of(variable))
+    setattr(layer, name, variable.value)
 
 
 def _scale_names(sharding: Any, ndim: int, axes: Iterable[int]) -> Any:
