@@ -53,7 +53,7 @@ def shared() -> Any:
 
 
 def two_layers() -> Any:
-    return nnx.Scan(nnx.Linear, variable_axes={nnx.Param: 0}, length=2)(2, 2, ctx=nnx.context(0))
+    return nnx.Scan(nnx.Linear, variable_axes={nnx.Param: 0}, split_rngs="params", length=2)(2, 2, ctx=nnx.context(0))
 
 
 def flax_linear() -> Any:

@@ -1,6 +1,7 @@
 """What the library does under the mesh of a `with mesh:` block, of `jax.set_mesh` and of both, on four devices."""
 
 import contextlib
+import functools
 import json
 import warnings
 
@@ -15,9 +16,23 @@ warnings.filterwarnings("ignore", "`with mesh:`", DeprecationWarning)  # the old
 
 AXES = ("data", "model")
 RULES = [("embed", "data"), ("mlp", "model")]
-SQUARE = jax.make_mesh((2, 2), AXES, axis_types=(AxisType.Auto,) * 2)
-EXPLICIT = jax.make_mesh((2, 2), AXES, axis_types=(AxisType.Explicit,) * 2)  # what jax.make_mesh makes by default
-LONG = jax.make_mesh((4, 1), AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+@functools.cache
+def mesh(rows, columns, axes=AxisType.Auto):
+    return jax.make_mesh((rows, columns), AXES, axis_types=(axes,) * 2)
+
+
+def square():
+    return mesh(2, 2)
+
+
+def explicit():
+    return mesh(2, 2, AxisType.Explicit)  # what jax.make_mesh makes by default
+
+
+def long():
+    return mesh(4, 1)
 
 
 @contextlib.contextmanager
@@ -28,12 +43,12 @@ def both(outer, inner):
 
 FORMS = {
     "none": contextlib.nullcontext,
-    "with": lambda: SQUARE,
-    "with, explicit": lambda: EXPLICIT,
-    "set": lambda: jax.set_mesh(SQUARE),
-    "with inside set": lambda: both(jax.set_mesh(SQUARE), LONG),
-    "set inside with": lambda: both(LONG, jax.set_mesh(SQUARE)),
-    "with inside with": lambda: both(LONG, SQUARE),
+    "with": square,
+    "with, explicit": explicit,
+    "set": lambda: jax.set_mesh(square()),
+    "with inside set": lambda: both(jax.set_mesh(square()), long()),
+    "set inside with": lambda: both(long(), jax.set_mesh(square())),
+    "with inside with": lambda: both(long(), square()),
 }
 
 
@@ -93,7 +108,7 @@ def mapped():
     moe = nnx.MoE(4, 8, 4, 2, expert_axis="model", ctx=nnx.context(0))
     x, heads = jnp.ones((8, 4)), jax.random.normal(jax.random.key(0), (2, 8, 2, 4))
     alone = moe(x), nnx.dot_product_attention(heads, heads, heads)
-    with SQUARE, nnx.logical_axis_rules([("length", "model")]):
+    with square(), nnx.logical_axis_rules([("length", "model")]):
         nnx.shard_map(body, in_specs=({nnx.Param: P()}, P("data")), out_specs=P("data"))(layer, x)
         text = str(nnx.jit(moe).trace(x).jaxpr)
         together = moe(x), jax.jit(lambda heads: nnx.ring_attention(heads, heads, heads))(heads)
