@@ -17,6 +17,7 @@ from benchmarks.harness import OURS, Contender, Row, Settings, interleave, ratio
 
 LAYERS, WIDTH = 4, 16
 LIMIT = 2.0
+BODY_PER_CALL = "eager scan, a body made per call"
 
 
 def measure(settings: Settings) -> Iterator[Row]:
@@ -31,6 +32,8 @@ def measure(settings: Settings) -> Iterator[Row]:
     for name, contenders in questions.items():
         timings = interleave(contenders(x, kernels), seconds=settings.seconds(5))
         yield ratio_row(f"eager {name}, repeated call", timings, "raw", LIMIT)
+    timings = interleave(_scan_of_a_body_per_call(x, kernels), seconds=settings.seconds(5))
+    yield ratio_row(BODY_PER_CALL, timings, "raw", LIMIT)
 
 
 def _raw_scan(x: jax.Array, kernels: jax.Array) -> Contender:
@@ -57,6 +60,22 @@ def _scan(x: jax.Array, kernels: jax.Array) -> dict[str, Contender]:
 
     layer = Layer()
     return {OURS: lambda: ours(model, x, None), "raw": _raw_scan(x, kernels), "flax": lambda: flax_scan(layer, x)}
+
+
+def _scan_of_a_body_per_call(x: jax.Array, kernels: jax.Array) -> dict[str, Contender]:
+    """Nothing can be reused: JAX and NNX keep a trace for the function object, and every call makes another one."""
+    model = nnx.Dict(kernel=nnx.Param(kernels))
+
+    def ours() -> Any:
+        def body(layer: Any, x: Any, _: Any) -> Any:
+            return jnp.tanh(x @ layer.kernel), None
+
+        return nnx.scan(body, variable_axes={nnx.Param: 0}, length=LAYERS)(model, x, None)
+
+    def raw() -> Any:
+        return jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), x, kernels)
+
+    return {OURS: ours, "raw": raw}
 
 
 class Block(nnx.Module):

@@ -167,4 +167,13 @@ SENTENCES: dict[str, list[Quote | Claim]] = {
         Quote("as the compiler of JAX {} states it", (version("plan_sharded", "jax"),)),
         Quote("planning took at most {} GiB", (planners_memory(),)),
     ],
+    "docs/guide/transforms.md": [
+        Quote(
+            "is compiled in that call: {} ms instead of {} for a small scan",
+            (
+                f"{1e3 * value('eager_transforms', 'eager scan, a body made per call'):.0f}",
+                f"{1e3 * value('eager_transforms', 'eager scan, repeated call'):.1f}",
+            ),
+        ),
+    ],
 }
