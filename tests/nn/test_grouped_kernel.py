@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 import nnx
+from nnx.nn.moe import grouped
 from nnx.nn.moe.grouped import block_dots, choose_implementation, from_blocks, make_blocks, tile_size, to_blocks
 from nnx.nn.moe.grouped_kernel import block_products
-from nnx.nn.moe.moe import grouped
 from tests.nn.arrays import numpy_normal
 
 IMPLEMENTATIONS = ["xla", "triton"]  # on a CPU, the kernel is interpreted

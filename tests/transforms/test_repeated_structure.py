@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import nnx
-from nnx.core.structure.structure import flat as flat_module
+from nnx.core.structure import flat as flat_module
 
 
 class Layer(nnx.Module):
