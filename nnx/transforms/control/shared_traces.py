@@ -70,6 +70,11 @@ def run_in_scope(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         _scope.bodies = outer
 
 
+def in_lifted_function() -> bool:
+    """Whether a lifted function runs in this thread: its Modules may be copies of the caller's."""
+    return _scope.bodies is not None
+
+
 def shared_body(fun: Any, call: Call, trace: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function to pass to JAX for a call.
 

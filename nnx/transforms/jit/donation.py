@@ -29,6 +29,7 @@ from nnx.core.structure.flat import Flat
 from nnx.core.structure.structure import GraphKey
 from nnx.core.trace import current_level, is_eager, looks_for_nans
 from nnx.core.variables.trees import is_leaf, leaf_types
+from nnx.transforms.control.shared_traces import in_lifted_function
 from nnx.transforms.engine.call import Call
 from nnx.transforms.engine.selected_arguments import leaf_flags
 from nnx.transforms.jit.aliases import aliases, is_key, with_copies
@@ -224,7 +225,8 @@ class Donation:
 
     def _warn_of_copies(self, variant: Variant) -> None:
         lasting = variant.copies.lasting()
-        if lasting:
+        # Inside a lifted function, the caller's Modules hold the arrays as well, and nobody could let go of them.
+        if lasting and not in_lifted_function():
             owner, sizes = self.compiled.owner, variant.copies.sizes
             size = f"{sum(sizes[i] for i in lasting):,} bytes"
             owner.warn(KEEPS_COPYING.format(name=owner.name, paths=self._names(lasting), size=size), "copies")
