@@ -268,6 +268,20 @@ class TestOverflow:
         assert held.overflowed.tolist() == [False, False] and np.isfinite(values).all()
         held.check()
 
+    def test_going_back_into_a_chunk_that_overflowed_does_not_hide_it(self):
+        held = cache()
+        held.append(tokens(2), tokens(2))
+        append = nnx.jit(lambda held, token: held.append(token, token))
+        append(held, tokens(3))  # the first two of them have slots
+        held.index = jnp.array([3, 3])
+        append(held, tokens(1))  # into the last slot
+        assert np.isnan(held.value[:, 2]).all() and held.overflowed.tolist() == [True, True]
+        with pytest.raises(ValueError, match="row 0 got more tokens than max_length=4"):
+            held.check()
+        held.index = jnp.array([2, 2])
+        append(held, tokens(2))
+        assert not held.overflowed.any() and np.isfinite(held.value).all()
+
     def test_a_nan_that_the_model_computed_is_not_an_overflow(self):
         held = cache()
         held.append(jnp.nan * tokens(4), jnp.nan * tokens(4))
@@ -294,8 +308,8 @@ class TestIndexBelowZero:
         decoded(layer, numpy_normal(2, 6, FEATURES), [6])
         before = np.asarray(layer.cache.value[:, :6])
         step = nnx.jit(lambda m, x: m(x, decode=True))
-        for length in (1, 2):
-            layer.cache.index = jnp.array([-2, 5])
+        for start, length in ((-2, 1), (-2, 2), (-1, 3)):
+            layer.cache.index = jnp.array([start, 5])
             out = step(layer, numpy_normal(2, length, FEATURES))
             assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
             np.testing.assert_array_equal(layer.cache.value[0, :6], before[0])

@@ -19,7 +19,14 @@ from nnx.core.context import Context
 from nnx.core.module.module import Module
 from nnx.nn.attention.attention_kernel import Implementation
 from nnx.nn.attention.dot_product import check_dropout_rate, dot_product_attention
-from nnx.nn.attention.kv_cache import KVCache, LayerCache, causal_options, visible_part
+from nnx.nn.attention.kv_cache import (
+    KVCache,
+    LayerCache,
+    causal_options,
+    ends_poisoned,
+    next_positions,
+    visible_part,
+)
 from nnx.nn.attention.rotary import RotaryEmbedding, rotate_pair
 from nnx.nn.linear import DotGeneral, LinearGeneral
 from nnx.nn.norms.norm import LayerNorm, RMSNorm
@@ -408,7 +415,7 @@ class MultiHeadAttention(Module):
         True
         """
         query, key, value = self._projected(inputs, inputs, inputs)
-        positions = lengths[..., None] + jnp.arange(inputs.shape[-2], dtype=jnp.int32)
+        positions = next_positions(lengths, inputs.shape[-2])
         # Keys stay in the cache as they are rotated here, and meet queries of later tokens.
         query, key = rotate_pair(self.rotary, query, key, positions, positions, text_length=cache.max_length)
         cache = cache.append(key, value, lengths, seq_lengths)
@@ -537,7 +544,7 @@ class MultiHeadAttention(Module):
         else:
             # A query that sees nothing returns zeros, but no mask may hide that its row has overflowed.
             visible = cache.mask(slots, self.sliding_window) & mask.astype(bool)
-            options["mask"] = visible | cache.overflowed[..., None, None, None]
+            options["mask"] = visible | ends_poisoned(cache)[..., None, None, None]
         return query, key, value
 
     def _attended(

@@ -14,9 +14,9 @@ written. Inside `jit`, `scan` and the like, the index is not known while tracing
 than the whole cache raises `ValueError` even while tracing.) `seq_lengths` below zero or above the number of given
 tokens, and an index below zero, are refused in the same two ways.
 
-A poisoned row stays one. The NaN takes the last slot, where a token of the text may have been, so setting the index
-back cannot bring all of the text back. A key of zeros goes with the NaN and marks it, so the row counts as overflowed
-until it is reset, or until a token is written to its last slot again.
+A poisoned row stays one. The NaN takes the slots of the new tokens and the last slot, where a token of the text may
+have been, so setting the index back cannot bring all of the text back. A key of zeros goes with each NaN and marks it,
+so the row counts as overflowed until it is reset, or until a token is written to every marked slot again.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ BELOW_ZERO = (
 )
 POISONED = (
     "{cache}: row {row} got more tokens than max_length={max_length} inside a transform, and the NaN that marks it is "
-    "still in its last slot. Start again with a {longer}cache of enough room."
+    "still in the cache. Start again with a {longer}cache of enough room."
 )
 WRONG_LENGTHS = "{cache}: expected {name} of shape {expected}, one per row, got {got}."
 
@@ -121,7 +121,7 @@ class KVCache(Module):
 
     def positions(self, length: int) -> jax.Array:
         """Returns the positions of the next `length` tokens, `[batch..., length]`."""
-        return self.index[..., None] + jnp.arange(length, dtype=jnp.int32)
+        return next_positions(self.index, length)
 
     def append(
         self, key: jax.Array, value: jax.Array, seq_lengths: jax.Array | None = None
@@ -161,8 +161,8 @@ class KVCache(Module):
     def overflowed(self) -> jax.Array:
         """The rows that got more tokens than they can hold, boolean `[batch...]`; setting `index` back changes nothing.
 
-        After an overflow, the row's last slot holds NaN instead of its token. The row counts as overflowed as long as
-        that is so: until `reset`, or until a token is written there again.
+        After an overflow, the slots of the last tokens hold NaN. The row counts as overflowed as long as one of them
+        does: until `reset`, or until tokens are written there again.
         """
         return (self.index > self.max_length) | _poisoned(self.key, self.value)
 
@@ -294,6 +294,14 @@ class DecoderCache:
         _check_rows("DecoderCache", self.layers[0].key, self.layers[0].value, self.lengths)
 
 
+def next_positions(index: jax.Array, length: int) -> jax.Array:
+    """Returns the positions of the next `length` tokens in rows that hold `index` tokens, `[batch..., length]`."""
+    start = index[..., None]
+    # A chunk that starts below zero could reach slot 0 and up, where there is text. All its tokens stay below zero, and
+    # so go to the last slot, and see only that.
+    return jnp.where(start < 0, start, start + jnp.arange(length, dtype=jnp.int32))
+
+
 def causal_options(positions: jax.Array, max_length: int, window: int | None) -> dict[str, Any]:
     """Returns the options of `dot_product_attention` with which tokens at `positions` see the slots up to their own."""
     # For a single token, the number of filled slots is enough, and a fused kernel skips the others.
@@ -387,9 +395,14 @@ def _check_known_lengths(cache: str, index: jax.Array) -> None:
         raise ValueError(BELOW_ZERO.format(cache=cache, name=name, got=np.asarray(index).tolist()))
 
 
+def ends_poisoned(cache: KVCache) -> jax.Array:
+    """Returns which rows are poisoned in their last slot; unlike `overflowed`, it does not read the other slots."""
+    return (cache.index > cache.max_length) | _poisoned(cache.key[..., -1:, :, :], cache.value[..., -1:, :, :])
+
+
 def _poisoned(keys: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns which rows have the mark of an overflow in their last slot: a value of NaN with a key of zeros."""
-    return jnp.isnan(values[..., -1, :, :]).all((-2, -1)) & (keys[..., -1, :, :] == 0).all((-2, -1))
+    """Returns which rows have the mark of an overflow in one of these slots: a value of NaN with a key of zeros."""
+    return (jnp.isnan(values).all((-2, -1)) & (keys == 0).all((-2, -1))).any(-1)
 
 
 def _check_room(cache: str, max_length: int, index: jax.Array, length: int, seq_lengths: jax.Array | None) -> None:
@@ -435,7 +448,7 @@ def _append(
     tokens = jnp.arange(length, dtype=jnp.int32)
     added: Any = length if seq_lengths is None else seq_lengths.astype(jnp.int32)
     impossible = index < 0
-    slots = index[..., None] + tokens  # [batch..., length]
+    slots = next_positions(index, length)
     if seq_lengths is not None:
         impossible |= (added < 0) | (added > length)
         real = (tokens < added[..., None]) | impossible[..., None]  # a poisoned row is poisoned at all its tokens
