@@ -61,10 +61,18 @@ def test_a_bare_array_has_no_axis_names():
     assert leaves["array"].sharding is None and leaves["w"].sharding == ("embed",)
 
 
-def test_unboxing_functions_are_explained():
+UNBOXED = {
+    "Param": lambda: nnx.Param(jnp.ones(2), unbox_fn=jnp.sin),
+    "with_metadata": lambda: nnx.with_metadata(nnx.initializers.ones, unbox_fn=jnp.sin),
+    "ContainerMetadata": lambda: nnx.Param(nnx.ContainerMetadata(jnp.ones(2), {"unbox_fn": jnp.sin})),
+}
+
+
+@pytest.mark.parametrize("name", UNBOXED)
+def test_unboxing_functions_are_explained(name):
     with pytest.raises(TypeError) as error:
-        nnx.Param(jnp.ones(2), unbox_fn=jnp.sin)
-    assert str(error.value) == UNBOX_FN.format(type="Param")
+        UNBOXED[name]()
+    assert str(error.value) == UNBOX_FN.format(type=name)
 
 
 def test_normalize_is_standardize():

@@ -31,6 +31,7 @@ _METADATA = """`nnx.ContainerMetadata(value, {"sharding": names})`; around an in
 _COLLECTION = '`model.filter(nnx.Param)`; by name, `model.filter("params")`'
 _COLLECTIONS = '`(params, rest), moduledef = model.partition("params", ...)`'
 _CONSTRUCTED = "a Module has its parameters once it is constructed: `Model(ctx=nnx.context(0))`"
+_MAKE_RNG = '`ctx.make_rng("params")`'
 _SCOPE = 'a Context, which you pass to the call: `model(x, ctx=nnx.context(dropout=1, flags={"deterministic": False}))`'
 _HOOKS = "nnx.capture(f, where=...) shows outputs, nnx.intercept(f, hook, where=...) changes them"
 _GRADS = "nnx.capture(loss, where=..., grads=True)(model, x) returns the gradients of activations"
@@ -169,7 +170,7 @@ PACKAGE: Hints = {
     "NNX 0.0.2": {
         "init": _CONSTRUCTED,
         "apply": "`moduledef.apply(state)(x)`, or `model.apply(x)`",
-        "make_rng": '`ctx.make_rng("params")`',
+        "make_rng": _MAKE_RNG,
         "get_flag": '`ctx.get_flag("deterministic")`',
         "Scope": _SCOPE,
         "scope": _SCOPE,
@@ -225,6 +226,7 @@ MODULE: Hints = {
     },
     "NNX 0.0.2, and from Flax": {
         "init": _CONSTRUCTED,
+        "make_rng": _MAKE_RNG,
     },
 }
 """What to write instead of `model.<name>`."""

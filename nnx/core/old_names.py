@@ -1,4 +1,4 @@
-"""Old names: arguments that an earlier version called something else."""
+"""Old names: arguments that an earlier version called something else, or that are gone."""
 
 import functools
 from collections.abc import Callable
@@ -8,6 +8,26 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 BOTH_NAMES = "{function} was given both {new!r} and {old!r}, an older name of the same argument."
+
+
+def former_names(**hints: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Adds a hint to the error of a call that does not fit a function's signature, by an argument that is gone."""
+
+    def decorate(fun: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(fun)
+        def explained(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return fun(*args, **kwargs)
+            except TypeError as error:
+                misfit = error.__traceback__ is not None and error.__traceback__.tb_next is None  # not from inside
+                hint = next((hint for name, hint in hints.items() if name in kwargs), None)
+                if misfit and hint is not None:
+                    error.args = (f"{error}. {hint}",)
+                raise
+
+        return explained
+
+    return decorate
 
 
 def old_names(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

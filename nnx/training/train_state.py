@@ -10,6 +10,7 @@ import optax
 from nnx.core.hints import TRAIN_STATE as HINTS
 from nnx.core.hints import add_hints
 from nnx.core.module.call_chains import Access
+from nnx.core.old_names import former_names
 from nnx.core.state.moduledef import ModuleDef
 from nnx.core.state.pytree import Pytree
 from nnx.core.state.state import State
@@ -50,6 +51,7 @@ class TrainState(Pytree, Generic[M]):
     opt_state: Any
     step: jax.Array
 
+    @former_names(apply_fn="The model itself goes first: `nnx.TrainState(moduledef, params=params, tx=tx)`.")
     def __init__(
         self, moduledef: ModuleDef[M], *, params: State, tx: optax.GradientTransformation, step: Any = 0, **more: Any
     ):

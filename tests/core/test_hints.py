@@ -202,6 +202,9 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "state.get_collections()": (lambda: N.State({}).get_collections(), "model.collections()"),
     "pure.state": (lambda: N.Pure(1, 2).state, "pure.states"),
     "train_state.apply_fn": (lambda: N.TrainState.apply_fn, 'train_state.apply("params")(x)'),
+    "TrainState(apply_fn=...)": (lambda: N.TrainState(apply_fn=len, params=1, tx=2), "nnx.TrainState(moduledef, "),
+    "mutable_state_dict(sep='.')": (lambda: N.Sequence([]).mutable_state_dict(sep="."), "always `/`"),
+    "model.make_rng('params')": (lambda: N.Sequence([]).make_rng("params"), 'ctx.make_rng("params")'),
     "stack.module": (lambda: two_layers().module, "scan_module"),
     "model.deref()": (lambda: N.Sequence([]).deref(), "state, moduledef = model.partition()"),
 }

@@ -35,6 +35,7 @@ from nnx.core.module.overview import module_str
 from nnx.core.module.scopes import scope_calls
 from nnx.core.module.tree_repr import module_repr
 from nnx.core.module.views import make_view
+from nnx.core.old_names import former_names
 from nnx.core.repr import article, short
 from nnx.core.state.filters import Filter, classify
 from nnx.core.state.moduledef import ModuleDef
@@ -432,6 +433,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         """Returns the names of the collections present."""
         return {kind.type.collection for kind in flat_of(self).key.kinds if is_variable(kind)}
 
+    @former_names(sep="The separator of paths is always `/`.")
     def mutable_state_dict(self) -> dict[str, MutableLeaf]:
         """Returns `{path: leaf}`; `leaf.value` reads and writes the Module, other attributes read the metadata."""
         return {path: MutableLeaf(self, path) for path in flat_of(self).key.layout.paths}

@@ -142,6 +142,12 @@ UNBOX_FN = """{type}(x, unbox_fn=...): no function runs when an attribute is rea
 which is what makes reading it free. Compute what you need where you use it, or define a property on the Module."""
 
 
+def refuse_unbox_fn(metadata: Mapping[str, Any], owner: str) -> None:
+    """Raises TypeError if metadata has a function that should run at every read; `owner` names the callee."""
+    if "unbox_fn" in metadata:
+        raise TypeError(UNBOX_FN.format(type=owner))
+
+
 class ContainerMetadata(Generic[T]):
     """What an initializer returns to attach metadata to the Variable made from its value.
 
@@ -157,6 +163,7 @@ class ContainerMetadata(Generic[T]):
     metadata: dict[str, Any]
 
     def __init__(self, value: T, metadata: Mapping[str, Any]):
+        refuse_unbox_fn(metadata, "ContainerMetadata")
         self.value = value
         self.metadata = dict(metadata)
 
@@ -424,8 +431,7 @@ class Variable(Node[T]):
         elif isinstance(sharding, str):
             raise TypeError(AXIS_NAME_ALONE.format(type=type(self).__name__, name=sharding))
         refuse_axis_names(metadata, type(self).__name__)
-        if "unbox_fn" in metadata:
-            raise TypeError(UNBOX_FN.format(type=type(self).__name__))
+        refuse_unbox_fn(metadata, type(self).__name__)
         super().__init__(value, sharding=sharding, **metadata)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -526,6 +532,7 @@ def with_metadata(initializer: Callable[..., Any], **metadata: Any) -> Callable[
     ('din', 'dout')
     """
     refuse_axis_names(metadata, "nnx.with_metadata")
+    refuse_unbox_fn(metadata, "with_metadata")
 
     def wrapped(*args: Any, **kwargs: Any) -> ContainerMetadata[Any]:
         value = initializer(*args, **kwargs)
