@@ -244,6 +244,18 @@ def test_nothing_complex_is_loaded_into_a_real_place(tmp_path, cast):
             assert model.w is place and target["w"] is place
 
 
+@pytest.mark.parametrize("value, place", [(1.5, 0), (2, 0.0), (True, 0), (2, False), (1.5, 0j)])
+def test_a_cast_number_has_the_type_of_its_place(tmp_path, value, place):
+    loads = {
+        "load_state": lambda model, source: nnx.Module.load_state(model, source.get_state(), cast=True),
+        "load": lambda model, source: (nnx.save(tmp_path / "a", source), nnx.load(tmp_path / "a", model, cast=True)),
+    }
+    for load in loads.values():
+        model = nnx.Dict(w=nnx.Variable(place))
+        load(model, nnx.Dict(w=nnx.Variable(value)))
+        assert type(model.w) is type(place) and model.w == type(place)(value)
+
+
 def test_real_and_complex_values_are_loaded_into_complex_places():
     model = nnx.Dict(number=nnx.Variable(0j), array=nnx.Param(jnp.zeros(1, jnp.complex64)))
     model.load_state({"number": 1 + 2j, "array": np.array([1j], ">c8")}, cast=True)

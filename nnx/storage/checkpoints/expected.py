@@ -28,6 +28,7 @@ class Place:
         sharding: the sharding of an array that is committed to its devices, or None.
         weak: whether it is a scalar of weak type.
         abstract: whether there is no value yet.
+        number: the type of a Python number.
     """
 
     kind: str
@@ -36,12 +37,13 @@ class Place:
     sharding: Any = None
     weak: bool = False
     abstract: bool = False
+    number: type | None = None
 
     @classmethod
     def of(cls, old: Any) -> "Place":
         """Returns the place of a value."""
         if not hasattr(old, "shape"):
-            return cls("number")
+            return cls("number", number=type(old) if type(old) in (bool, int, float, complex) else None)
         shape, dtype = tuple(old.shape), old.dtype
         if isinstance(old, (np.ndarray, np.generic)):
             return cls("scalar" if isinstance(old, np.generic) else "numpy", dtype, shape)
@@ -74,7 +76,9 @@ class Place:
             return record.value
         if record.kind == "number":
             value = record.plain_value
-            return value if self.kind == "number" or self.weak else self._put(np.asarray(value, self.dtype))
+            if self.kind == "number" or self.weak:
+                return value if self.number is None else self.number(value)
+            return self._put(np.asarray(value, self.dtype))
         if parts is None:  # an array without elements
             shape = record.data_shape
             parts = [np.zeros(box.shape, record.data_dtype) for box in self.boxes(record)]
