@@ -26,6 +26,7 @@ is made: nnx.{metric}({name!r})."""
 RESERVED_NAME = """{metric}({name!r}): `update` takes {name!r} for what counts, so the values need another name."""
 NOT_A_MASK = """{metric}.update expected a boolean mask, got {dtype}{shape}. If these say how much each value counts, \
 write {metric}.update(..., weights=...) instead; if they are zeros and ones, write mask=mask.astype(bool)."""
+NOT_WEIGHTS = "{metric}.update expected real weights, got {dtype}."
 NO_CLASS_AXIS = """Accuracy expected logits with one axis more than labels, got logits of shape {logits} and labels of \
 shape {labels}. For binary labels write nnx.Accuracy(threshold=0.5)."""
 NOT_BINARY = """Accuracy(threshold=...) expected logits and labels of one shape, got logits of shape {logits} and \
@@ -144,13 +145,13 @@ class Average(Metric):
 
         Raises:
             TypeError: the values are missing.
-            ValueError: the mask is not boolean.
+            ValueError: the mask is not boolean, or the weights are complex.
         """
         self._add(_argument(self, values), mask, weights)
 
     def _add(self, values: Any, mask: Any, weights: Any) -> None:
         values = jnp.asarray(values)
-        mask, weights = _mask(self, mask, values.shape), _weights(weights, values.shape)
+        mask, weights = _mask(self, mask, values.shape), _weights(self, weights, values.shape)
         self.total_pair = exact_sums.add(self.total_pair, exact_sums.exact_sum(values, mask, weights))
         self.count_pair = exact_sums.add(self.count_pair, _counted(values.size, mask, weights))
 
@@ -201,7 +202,8 @@ class Accuracy(Average):
             weights: how much each prediction counts, 0 or more, of the shape of `labels` or broadcast to it.
 
         Raises:
-            ValueError: the shapes do not match, the labels are not integers, or the mask is not boolean.
+            ValueError: the shapes do not match, the labels are not integers, the mask is not boolean, or the weights
+                are complex.
         """
         logits, labels = jnp.asarray(logits), jnp.asarray(labels)
         if not (jnp.issubdtype(labels.dtype, jnp.integer) or labels.dtype == bool):
@@ -265,7 +267,7 @@ class Welford(Metric):
     def update(self, *, mask: Any = None, weights: Any = None, **values: Any) -> None:
         """Adds values; the arguments are those of `Average.update`."""
         x = jnp.asarray(_argument(self, values), jnp.float32)
-        mask, weights = _mask(self, mask, x.shape), _weights(weights, x.shape)
+        mask, weights = _mask(self, mask, x.shape), _weights(self, weights, x.shape)
         count_pair = _counted(x.size, mask, weights)
         self._take(count_pair, *_moments(x, mask, weights, count_pair))
 
@@ -394,8 +396,13 @@ def _mask(metric: Any, mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
     return jnp.broadcast_to(mask, shape)
 
 
-def _weights(weights: Any, shape: tuple[int, ...]) -> jax.Array | None:
-    return None if weights is None else jnp.broadcast_to(jnp.asarray(weights), shape)
+def _weights(metric: Any, weights: Any, shape: tuple[int, ...]) -> jax.Array | None:
+    if weights is None:
+        return None
+    weights = jnp.asarray(weights)
+    if jnp.iscomplexobj(weights):
+        raise ValueError(NOT_WEIGHTS.format(metric=type(metric).__name__, dtype=weights.dtype))
+    return jnp.broadcast_to(weights, shape)
 
 
 def _counted(size: int, mask: jax.Array | None, weights: jax.Array | None) -> jax.Array:

@@ -56,6 +56,12 @@ def test_values_cannot_be_named_like_other_arguments_of_update():
             nnx.Average(name)
 
 
+@pytest.mark.parametrize("metric", [nnx.Average(), nnx.Welford()], ids=["Average", "Welford"])
+def test_complex_weights_are_refused(metric):
+    with pytest.raises(ValueError, match=r"update expected real weights, got complex64"):
+        metric.update(values=jnp.ones(2), weights=jnp.ones(2, jnp.complex64))
+
+
 def weighted(values, weights):
     """The sum of the weights, the weighted sum and the standard deviation, with Python's exact fractions."""
     values, weights = ([Fraction(float(v)) for v in array] for array in (values, weights))
