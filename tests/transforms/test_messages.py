@@ -200,6 +200,21 @@ def test_a_function_whose_body_runs_later_is_refused_where_it_is_lifted(transfor
     assert str(error.value).startswith(start) and f"{kind} function: calling it only makes {kind}" in str(error.value)
 
 
+@pytest.mark.parametrize("fun, kind", [LATER["generator"], LATER["coroutine"]])
+def test_a_loop_refuses_functions_whose_body_runs_later(fun, kind):
+    loops = {
+        "nnx.while_loop": [
+            lambda: nnx.while_loop(fun, lambda m: m, counter()),
+            lambda: nnx.while_loop(lambda m: True, fun, counter()),
+        ],
+        "nnx.fori_loop": [lambda: nnx.fori_loop(0, 2, fun, counter())],
+    }
+    for name, calls in loops.items():
+        for call in calls:
+            with pytest.raises(TypeError, match=f"^{name} was given {fun.__name__}, {kind} function"):
+                call()
+
+
 # Classes
 
 

@@ -12,7 +12,7 @@ from nnx.transforms.control.eager_traces import kept_trace
 from nnx.transforms.control.scan import carry_structure, current_values, with_contexts_by_number
 from nnx.transforms.control.shared_traces import run_in_scope
 from nnx.transforms.engine.annotations import T
-from nnx.transforms.engine.call import Call
+from nnx.transforms.engine.call import Call, check_runs_now
 from nnx.transforms.engine.effects import Effects, Outcome, Returned, enter_call, finish, leave
 from nnx.transforms.engine.entered import Entered
 from nnx.transforms.engine.observed import refuse_records
@@ -146,6 +146,8 @@ def while_loop(cond_fun: Callable[[T], Any], body_fun: Callable[[T], T], init_va
     >>> out is counter, int(counter.n)
     (True, 5)
     """
+    check_runs_now(cond_fun, "nnx.while_loop")
+    check_runs_now(body_fun, "nnx.while_loop")
     loop = LoopCall("nnx.while_loop", init_val)
 
     def run(carry: Any, body_keys: Any, condition_keys: Any) -> Any:
@@ -185,6 +187,7 @@ def fori_loop(
     >>> int(nnx.fori_loop(0, 5, body, counter).n)
     10
     """
+    check_runs_now(body_fun, "nnx.fori_loop")
     loop = LoopCall("nnx.fori_loop", init_val)
     # An unrolled loop needs to know its bounds. Otherwise they are data, so that other bounds use the same trace.
     fixed = (lower, upper) if unroll is not None else ()

@@ -211,7 +211,7 @@ def target_of(fun: Any, transform: str) -> Target:
         TypeError: it is not callable.
     """
     refuse_flax_module(fun, transform)
-    _check_runs_now(fun, transform)
+    check_runs_now(fun, transform)
     if isinstance(fun, ModuleBase):
         if not callable(fun):
             raise TypeError(NOT_CALLABLE_MODULE.format(transform=transform, name=type(fun).__name__))
@@ -224,8 +224,8 @@ def target_of(fun: Any, transform: str) -> Target:
     return Target(fun, (), fun.name if isinstance(fun, CallAt) else getattr(fun, "__name__", type(fun).__name__))
 
 
-def _check_runs_now(fun: Any, transform: str) -> None:
-    """Raises TypeError for functions whose body does not run when they are called."""
+def check_runs_now(fun: Any, transform: str) -> None:
+    """Raises TypeError for a function whose body does not run when it is called."""
     if not callable(fun):
         return
     called = type(fun).__call__ if isinstance(fun, ModuleBase) else fun
