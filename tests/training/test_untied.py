@@ -74,6 +74,14 @@ def test_what_the_warning_shows_works(use):
     use(model)
 
 
+def test_an_array_in_three_places_is_one_warning_with_one_ref_to_write():
+    array = jnp.zeros(2)
+    model = nnx.Dict({name: nnx.Param(array) for name in "abc"})
+    with pytest.warns(UserWarning, match="'a', 'b' and 'c' are 3 Variables that hold one array") as record:
+        nnx.Optimizer(model, optax.sgd(0.1))
+    assert len(record) == 1 and "\n    model.a = model.b = model.c = ref\n" in str(record[0].message)
+
+
 @each
 def test_layers_that_start_as_clones_do_not_warn(use):
     model = Tied(lambda embed, head: None, ctx=nnx.context(0))

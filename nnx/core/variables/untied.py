@@ -17,14 +17,14 @@ from nnx.core.module.info import info_of
 from nnx.core.user_warnings import warn_user
 from nnx.core.variables.variables import Variable
 
-UNTIED = """{name}: {path!r} and {other!r} are two Variables that hold one array. They are equal now, and each is then \
-trained separately: an assignment such as `b.kernel = a.kernel` passes on a value and ties nothing. If they are meant \
-to be one, share one Variable:
+UNTIED = """{name}: {paths} are {number} Variables that hold one array. They are equal now, and each is then trained \
+separately: an assignment such as `b.kernel = a.kernel` passes on a value and ties nothing. If they are meant to be \
+one, share one Variable:
 
     ref = nnx.Ref({owner}.variable({attribute!r}))
-    {first} = {second} = ref
+    {places} = ref
 
-If they should only start equal, store a copy: {second} = jnp.copy({second})."""
+If they should only start equal, store a copy: {last} = jnp.copy({last})."""
 
 _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by ModuleInfo of the root: who has warned of it
 
@@ -48,23 +48,26 @@ def warn_of_untied(name: str, root: Any, leaves: Iterable[tuple[str, Any]]) -> N
     """
     arrays: dict[str, int] = {}
     first: dict[int, str] = {}
-    pairs = []
+    others: dict[str, list[str]] = {}  # by the first path of the same array
     same = _tracing.same
     for path, leaf in leaves:
         if isinstance(leaf, Variable) and isinstance(leaf.value, jax.Array) and not is_frozen(leaf):
             key = id(same.get(id(leaf.value), leaf.value))
             arrays[path] = key
             if first.setdefault(key, path) != path:
-                pairs.append((first[key], path))
-    warned = _warned.setdefault(info_of(root), set()) if pairs else set()
+                others.setdefault(first[key], []).append(path)
+    warned = _warned.setdefault(info_of(root), set()) if others else set()
     if name in warned:
         return
-    for path, other in pairs:
-        if not _is_clone(path, other, arrays):
+    for path, rest in others.items():
+        paths = [path, *(other for other in rest if not _is_clone(path, other, arrays))]
+        if len(paths) > 1:
             prefix, _, attribute = path.rpartition("/")
-            text = {"owner": _expression(prefix), "attribute": attribute}
-            text |= {"first": _expression(path), "second": _expression(other)}
-            warn_user(UNTIED.format(name=name, path=path, other=other, **text))
+            *heads, last = map(repr, paths)
+            places = [_expression(path) for path in paths]
+            text = {"paths": f"{', '.join(heads)} and {last}", "number": "two" if len(paths) == 2 else len(paths)}
+            text |= {"owner": _expression(prefix), "attribute": attribute}
+            warn_user(UNTIED.format(name=name, places=" = ".join(places), last=places[-1], **text))
             warned.add(name)
 
 
