@@ -59,6 +59,7 @@ def remat(
         static_argnums: positions of arguments that are not data, counted as the call is written: Modules count, but the
             one in front of the dot does not. In `block(x, flag)` and `block.encode(x, flag)`, `flag` is number 1, no
             matter whether `remat` was applied to the class, the method or the Module; in `f(block, x, flag)` it is 2.
+            A static method whose first argument is a Module counts like a method.
         stateful: whether changes to Modules are written back.
         is_init: whether the function is a constructor; by default, whether its name is `__init__`.
 
