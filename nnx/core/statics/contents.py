@@ -21,7 +21,7 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSet, Sequence, Set
+from collections.abc import Callable, Mapping, MutableMapping, MutableSet, Sequence, Set
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nnx.core.caches import made_by_class_statement
+from nnx.core.statics.reach import is_member
 
 
 class Base(NamedTuple):
@@ -136,7 +137,14 @@ class Content:
             getattr(cls, "__iter__", None) is getattr(base_type, "__iter__", None)
             and getattr(cls, "__len__", None) is getattr(base_type, "__len__", None)
         )
-        self.slots = tuple(name for name in _slot_names(cls) if not name.startswith("_nnx_"))
+        # A built-in type has members as well, such as a defaultdict's factory: see `Base.settings`.
+        self.slots = tuple(
+            name
+            for parent in cls.__mro__
+            if "__slots__" in vars(parent)
+            for name, member in vars(parent).items()
+            if is_member(member) and not name.startswith("_nnx_")
+        )
         # What functools.cached_property stores follows from the rest; counting it would make a read look like a change.
         self.derived = frozenset(
             name
@@ -167,12 +175,6 @@ class Content:
         items = self.base.items(value)
         held = items[len(items) // 2 :] if issubclass(self.base_type, dict) else items
         return [*held, *self.attributes(value).values()]
-
-    def routes(self, value: Any) -> list[str]:
-        """Returns how to write each of the parts after the value's name."""
-        items = self.base.items(value)
-        names = items[: len(items) // 2] if issubclass(self.base_type, dict) else range(len(items))
-        return [*[f"[{name!r}]" for name in names], *[f".{name}" for name in self.attributes(value)]]
 
     def make(self, cls: type, items: Any, like: Any) -> Any:
         """Makes an instance with these items (none yet if the class is mutable) and no attributes."""
@@ -249,30 +251,6 @@ def _read(value: Any, name: str) -> Any:
         return object.__getattribute__(value, name)
     except AttributeError:
         return _UNSET
-
-
-_members: "weakref.WeakKeyDictionary[type, tuple[str, ...]]" = weakref.WeakKeyDictionary()
-
-
-def member_names(cls: type) -> tuple[str, ...]:
-    """Returns the names of all `__slots__` of a class, and of what built-in types store the same way."""
-    names = _members.get(cls)
-    if names is None:
-        found = (name for parent in cls.__mro__ for name, member in vars(parent).items() if _is_member(member))
-        names = _members[cls] = tuple(found)
-    return names
-
-
-def _is_member(member: Any) -> bool:
-    return isinstance(member, types.MemberDescriptorType)
-
-
-def _slot_names(cls: type) -> Iterable[str]:
-    """Yields the names in the `__slots__` of a class; what built-in types store is covered by `Base.settings`."""
-    for parent in cls.__mro__:
-        # A built-in type has members as well, such as a defaultdict's factory, but no `__slots__`.
-        if "__slots__" in vars(parent):
-            yield from (name for name, member in vars(parent).items() if _is_member(member))
 
 
 _contents: "weakref.WeakKeyDictionary[type, Content | None]" = weakref.WeakKeyDictionary()

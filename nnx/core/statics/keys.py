@@ -30,6 +30,7 @@ from nnx.core.errors import BY_IDENTITY_FINALIZER, BY_IDENTITY_LARGE, BY_IDENTIT
 from nnx.core.module.info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.statics.contents import MAX_LEAVES, Content, content_for, content_of, is_config_class, is_omegaconf
+from nnx.core.statics.reach import closure_of
 from nnx.core.statics.watches import Watch, snapshot
 from nnx.core.user_warnings import warn_user
 from nnx.core.variables.trees import holds_state
@@ -291,7 +292,7 @@ def _function_key(value: Any, route: str, around: dict[int, int], watches: list[
         names = value.__code__.co_freevars
         closure = [
             freezer.key(contents, f"{name!r} in the closure of {value.__qualname__}")
-            for name, contents in zip(names, view.cells(), strict=True)
+            for name, contents in zip(names, closure_of(value), strict=True)
         ]
         key = (
             types.FunctionType,
@@ -314,22 +315,12 @@ class _Bindings:
     def __init__(self, function: Any):
         self.function = function
 
-    def cells(self) -> list[Any]:
-        """Returns what the closure holds, with None for a cell that was never filled."""
-        found = []
-        for cell in self.function.__closure__ or ():
-            try:
-                found.append(cell.cell_contents)
-            except ValueError:
-                found.append(None)
-        return found
-
     def __len__(self) -> int:
         return 3 + len(self.function.__closure__ or ())
 
     def __iter__(self) -> Any:
         function = self.function
-        return iter([function.__code__, function.__defaults__, function.__kwdefaults__, *self.cells()])
+        return iter([function.__code__, function.__defaults__, function.__kwdefaults__, *closure_of(function)])
 
 
 def in_no_graph(module: Any) -> None:

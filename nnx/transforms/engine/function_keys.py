@@ -23,6 +23,7 @@ import optax
 
 from nnx.core.module.info import ModuleBase
 from nnx.core.state.filters import Matcher
+from nnx.core.statics.reach import closure_of, globals_of
 from nnx.core.structure.flat import flat_of
 from nnx.core.user_warnings import PACKAGE
 
@@ -136,28 +137,5 @@ def _reads(fun: types.FunctionType) -> Iterator[Any]:
     """Yields the values of the names that a function reads."""
     yield fun.__defaults__
     yield tuple((fun.__kwdefaults__ or {}).items())
-    for cell in fun.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            yield ...
-    for name in code_names(fun.__code__):
-        if name in fun.__globals__:
-            yield fun.__globals__[name]
-
-
-_names: "weakref.WeakKeyDictionary[types.CodeType, tuple[str, ...]]" = weakref.WeakKeyDictionary()
-
-
-def code_names(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the global and attribute names that a function's code mentions, functions defined inside it included."""
-    names = _names.get(code)
-    if names is None:
-        found, codes = dict.fromkeys(code.co_names), [code]
-        while codes:
-            inner = [const for const in codes.pop().co_consts if isinstance(const, types.CodeType)]
-            codes.extend(inner)
-            for one in inner:
-                found.update(dict.fromkeys(one.co_names))
-        names = _names[code] = tuple(found)
-    return names
+    yield from closure_of(fun)
+    yield from (value for _, value in globals_of(fun))

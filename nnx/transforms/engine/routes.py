@@ -9,40 +9,32 @@ following it again later shows whether the same names still lead to the same Mod
 import collections
 import contextvars
 import functools
-import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
 
 from nnx.core.module.info import ModuleBase
-from nnx.core.statics.contents import member_names
-from nnx.transforms.engine.function_keys import code_names, is_of_library
+from nnx.core.statics.reach import (
+    HOLD_NOTHING,
+    NOT_THERE,
+    Step,
+    attribute,
+    closure_of,
+    code_names,
+    globals_of,
+    held_by,
+)
+from nnx.transforms.engine.function_keys import is_of_library
 
 MAX_VISITED = 10_000  # objects; a trainer may hold a whole data set
 
-_ATOMS = {int, float, complex, str, bytes, bool, type(None), types.ModuleType}
+# Built-in types whose contents are the user's.
+_ALWAYS_ENTERED = (types.MethodType, functools.partial, dict, types.MappingProxyType, list, tuple, collections.deque)
 _LIBRARIES = {"builtins", "functools", "jax", "jaxlib", "nnx", "numpy", "optax", "typing"}
-
-
-class Step(NamedTuple):
-    """One step: a closure cell, a global, an item, an attribute, or the value of a context variable."""
-
-    kind: str
-    name: Any
-
-    def take(self, value: Any) -> Any:
-        if self.kind == "cell":
-            return value.__closure__[self.name].cell_contents
-        if self.kind == "global":
-            return value.__globals__[self.name]
-        if self.kind == "imported":
-            return sys.modules[self.name]
-        if self.kind == "context":
-            return value.get()
-        return value[self.name] if self.kind == "item" else _attribute(value, self.name)
 
 
 class Route(NamedTuple):
@@ -57,13 +49,13 @@ class Route(NamedTuple):
         try:
             for step in self.steps:
                 value = step.take(value)
-        except (AttributeError, LookupError, TypeError, ValueError):
+        except NOT_THERE:
             return None
         return value
 
 
-Held = tuple[tuple[Step, ...], Any]
-"""What something holds: the steps to it, and the value."""
+Found = tuple[tuple[Step, ...], Any]
+"""A value, with the steps to it."""
 
 
 def reached(functions: Sequence[Any]) -> Iterator[tuple[Any, Route]]:
@@ -74,80 +66,70 @@ def reached(functions: Sequence[Any]) -> Iterator[tuple[Any, Route]]:
         value, route = queue.popleft()
         if isinstance(value, (ModuleBase, jax.Array)):
             yield value, route
-        elif type(value) not in _ATOMS and id(value) not in seen:
+        elif id(value) not in seen:
             seen.add(id(value))
-            for steps, item in _held_by(value):
-                if type(item) not in _ATOMS:
+            for steps, item in islice(_reached_from(value), MAX_VISITED):
+                if type(item) not in HOLD_NOTHING:
                     queue.append((item, Route(route.start, (*route.steps, *steps))))
 
 
-def _held_by(value: Any) -> Iterable[Held]:
-    """Returns what a value holds, with the steps to it."""
+def _reached_from(value: Any) -> Iterator[Found]:
+    """Yields what the user's code reaches directly from a value; from a library's object, only what that wraps."""
     if isinstance(value, types.FunctionType):
-        return _held_by_function(value)
-    if isinstance(value, types.MethodType):
-        return _attributes(value, ("__self__", "__func__"))
-    if isinstance(value, contextvars.ContextVar):
-        return [((Step("context", None),), value.get(None))]
-    if isinstance(value, functools.partial):
-        return _attributes(value, ("func", "args", "keywords"))
-    if isinstance(value, Mapping):
-        return [((Step("item", key),), value[key]) for key in list(value)[:MAX_VISITED] if _is_plain(key)]
-    if isinstance(value, (list, tuple, collections.deque)):
-        return [((Step("item", i),), item) for i, item in zip(range(MAX_VISITED), value)]
-    cls = value if isinstance(value, type) else type(value)
-    if cls.__module__.partition(".")[0] in _LIBRARIES:
-        return _attributes(value, ("__wrapped__",))
-    return _attributes(value, _names_of(value, cls))
+        yield from _wrapped_by(value) if is_of_library(value) else _reached_from_function(value)
+    elif isinstance(value, contextvars.ContextVar):
+        yield (Step("context"),), value.get(None)
+    elif isinstance(value, _ALWAYS_ENTERED):
+        yield from _held_by(value)
+    elif _is_library(cls := value if isinstance(value, type) else type(value)):
+        yield from _wrapped_by(value)
+    else:
+        yield from _held_by(value)
+        own = (vars(parent) for parent in cls.__mro__ if not _is_library(parent))
+        yield from _attributes(value, (name for names in own for name in names if not name.startswith("__")))
+
+
+def _is_library(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in _LIBRARIES
+
+
+def _held_by(value: Any) -> Iterator[Found]:
+    """Yields what a value holds, by steps that can be taken again later and keep nothing alive."""
+    for step, item in held_by(value):
+        if step.kind not in ("key", "element") and _is_plain(step.name):
+            yield (step,), item
 
 
 def _is_plain(key: Any) -> bool:
-    """Whether the key of a dict can be part of a route, which keeps nothing alive."""
-    return type(key) in _ATOMS or (type(key) is tuple and all(map(_is_plain, key)))
+    return type(key) in HOLD_NOTHING or (type(key) is tuple and all(map(_is_plain, key)))
 
 
-def _held_by_function(function: types.FunctionType) -> Iterator[Held]:
-    yield from _attributes(function, ("__wrapped__",))
-    if is_of_library(function):
-        return
-    yield from _attributes(function, ("__defaults__", "__kwdefaults__"))
-    names, found = code_names(function.__code__), []
-    for i, cell in enumerate(function.__closure__ or ()):
-        try:
-            found.append((Step("cell", i), cell.cell_contents))
-        except ValueError:  # not assigned yet
-            continue
-    for name in names:
-        if name in function.__globals__:
-            found.append((Step("global", name), function.__globals__[name]))
-        elif name in sys.modules:  # imported in the function, perhaps
-            found.append((Step("imported", name), sys.modules[name]))
-    for step, value in found:
+def _wrapped_by(value: Any) -> Iterator[Found]:
+    return _attributes(value, ("__wrapped__",))
+
+
+def _reached_from_function(function: types.FunctionType) -> Iterator[Found]:
+    """Yields what a function holds, and the globals that its code names."""
+    yield from _held_by(function)
+    names = code_names(function.__code__)
+    cells = zip(function.__code__.co_freevars, closure_of(function), strict=True)
+    imported = [name for name in names if name not in function.__globals__ and name in sys.modules]  # inside, perhaps
+    named = [
+        *((Step("cell", name), value) for name, value in cells),
+        *globals_of(function),
+        *((Step("imported", name), sys.modules[name]) for name in imported),
+    ]
+    for step, value in named:
         yield (step,), value
         if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in _LIBRARIES:
-            read = [name for name in names if name in vars(value)]  # the code names what it reads from it as well
+            # The code also names what it reads from the module: `weights.table` mentions both names.
+            read = [name for name in names if name in vars(value)]
             yield from (((step, *steps), item) for steps, item in _attributes(value, read))
 
 
-def _names_of(value: Any, cls: type) -> list[str]:
-    """Returns the names of a user's object or class: its own, and those of the classes it inherits from."""
-    names = [*getattr(value, "__dict__", ()), *member_names(cls)]
-    for parent in cls.__mro__:
-        if parent.__module__.partition(".")[0] not in _LIBRARIES:
-            names += [name for name in vars(parent) if not name.startswith("__")]
-    return list(dict.fromkeys(names))
-
-
-def _attributes(value: Any, names: Iterable[str]) -> Iterator[Held]:
-    for name in names:
+def _attributes(value: Any, names: Iterable[str]) -> Iterator[Found]:
+    for name in dict.fromkeys(names):
         try:
-            yield (Step("attribute", name),), _attribute(value, name)
+            yield (Step("attribute", name),), attribute(value, name)
         except AttributeError:  # a slot that was never set
             continue
-
-
-def _attribute(value: Any, name: str) -> Any:
-    """Returns an attribute without running the user's code: no property, no `__getattr__`."""
-    found = inspect.getattr_static(value, name)
-    is_in_slot = isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType))
-    return getattr(value, name) if is_in_slot else found
