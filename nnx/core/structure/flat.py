@@ -6,7 +6,7 @@ weak references to the Modules themselves.
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, getitem
 from typing import Any
 
@@ -14,13 +14,13 @@ from nnx.core.module.info import cached_flat, info_of
 from nnx.core.state.state import Layout, State
 from nnx.core.statics.keys import settle
 from nnx.core.statics.statics import Statics
-from nnx.core.statics.watches import Watch, comparison, watched_unchanged
+from nnx.core.statics.watches import comparison, watched_unchanged
 from nnx.core.structure.structure import GraphKey
 from nnx.core.structure.versions import STRUCTURE, Revision, Version
 from nnx.core.structure.walk import Traversal, traverse
 from nnx.core.variables.refs import Ref
 from nnx.core.variables.ties import NO_TIES, Ties, alias_groups, mutable_tree_cells, orders_of
-from nnx.core.variables.trees import KeyOrder, fresh, holds_dicts, key_order, leaf_types
+from nnx.core.variables.trees import fresh, holds_dicts, key_order, leaf_types
 from nnx.core.variables.variables import box_all
 
 _revision = attrgetter("revision")
@@ -34,68 +34,44 @@ class Flat:
     """
 
     __slots__ = (
-        "key", "statics", "mutables", "dicts", "names", "refs", "ties", "modules", "level", "sown", "writers", "plans",
-        "last_plan", "ready", "unchanged", "versions", "revisions", "has_mutable_trees",
-        "_unchanged_once_settled", "_indices", "__weakref__",
+        "key", "statics", "mutables", "modules", "dicts", "names", "refs", "ties", "level", "sown",  # the graph
+        "ready", "versions", "revisions", "unchanged", "_unchanged_once_settled",  # whether it is still valid
+        "writers", "plans", "last_plan", "_indices", "__weakref__",  # what others cache here
     )  # fmt: skip
 
     def __init__(self, walk: Traversal):
-        stamp = STRUCTURE.stamp
+        stamp = STRUCTURE.stamp  # read before the revisions, so that no change is missed
+        infos = [info_of(module) for module in walk.modules]
+        instance_dicts = [module.__dict__ for module in walk.modules]
         self.key: GraphKey = walk.key
         self.statics: Statics = walk.detached()
         self.mutables: list[Any] = walk.mutables  # the live mutable static values, by number
         self.modules: list[weakref.ref[Any]] = [weakref.ref(module) for module in walk.modules]
-        instance_dicts = [module.__dict__ for module in walk.modules]
         self.dicts: list[Any] = [instance_dicts[module] for module in self.key.owners]
         self.names: list[str] = self.key.names
-        # The Refs, not the places they write to: an owner outside the graph must remain free to be collected.
-        self.refs: dict[int, Ref] = {}
-        infos = [info_of(module) for module in walk.modules]
-        # The versions of the Modules by number, then those of the Refs, and their revisions.
-        self.versions: list[Version] = [info.watch() for info in infos]
-        for i, ref in enumerate(walk.refs):
-            if ref is not None:
-                self.refs[i] = ref
-                self.versions.append(ref.version)
-        self.revisions: list[Revision] = list(map(_revision, self.versions))
-        # Cells that hold containers. With two or more, every call has to ask which of them hold the same one.
+        # The Refs, not the dicts they write to: an owner outside the graph must remain free to be collected.
+        self.refs: dict[int, Ref] = {i: ref for i, ref in enumerate(walk.refs) if ref is not None}
         values = self.values()
-        has_trees = not all(map(leaf_types.get, set(map(type, values))))
-        trees = mutable_tree_cells(values) if has_trees else []
-        self.has_mutable_trees: bool = len(trees) > 1
-        shared = set(self.key.shared)
-        lone = tuple([i for i, ref in enumerate(walk.refs) if ref is not None and i not in shared])
-        aliases = alias_groups(trees, [self.dicts[i][self.names[i]] for i in trees])
-        # Cells that hold dicts. Every call has to ask in which order the items are.
-        dicts = [i for i, value in enumerate(values) if holds_dicts(value)] if has_trees else []
-        orders = orders_of([(i, values[i]) for i in dicts])
-        has_ties = lone or aliases or walk.twins or orders
-        self.ties: Ties = Ties(lone, aliases, walk.twins, orders) if has_ties else NO_TIES
+        trees, with_dicts = _tree_cells(values)
+        self.ties: Ties = _ties(self.key, self.refs, walk.twins, values, trees, with_dicts)
         levels = {id(info.level): info.level for info in infos}
         self.level: Any = next(iter(levels.values())) if len(levels) == 1 else None  # None: there are several levels
         self.sown: bool = any(info.sown and not info.sown.isdisjoint(info.kinds) for info in infos)
-        self.writers: dict[tuple[int, ...], Any] = {}  # how transforms write their changes back; filled by them
-        self.plans: dict[Any, Any] = {}  # how jitted functions repeat a call; filled by them
-        self.last_plan: Any = None  # the one used last, which is usually the next one, too
+
         # What a call checks, in this order. `ready` is the stamp at which the revisions were last compared: while it is
-        # the global one, they are the same. `unchanged` asks what no stamp tells: whether watched static values still
-        # hold what they held, whether the same cells share a container, whether dicts have their items in the same
-        # order, and whether functions whose keys are open are unchanged. It is None if there are none of these.
+        # the global one, they are the same. `unchanged` asks what no stamp tells, and is None if there is nothing to
+        # ask. The versions are those of the Modules by number, then those of the Refs.
         self.ready: Any = stamp
-        watches = [watch for watches in walk.watches for watch in watches]
-        self.unchanged: Callable[[], bool] | None = comparison(watches) if watches else None
-        if self.has_mutable_trees:
-            # Not a method: a form that refers to itself would not be freed together with its Module.
-            places = trees, [self.dicts[i] for i in trees], [self.names[i] for i in trees]
-            self.unchanged = functools.partial(_shares_as_before, *places, aliases, self.unchanged)
-        if dicts:
-            places = [self.dicts[i] for i in dicts], [self.names[i] for i in dicts]
-            known = [key_order(values[i]) for i in dicts]
-            self.unchanged = functools.partial(_is_ordered_as_before, *places, known, self.unchanged)
-        self._unchanged_once_settled = self.unchanged
+        self.versions: list[Version] = [info.watch() for info in infos] + [ref.version for ref in self.refs.values()]
+        self.revisions: list[Revision] = list(map(_revision, self.versions))
+        checks = _checks(self, walk, values, trees, with_dicts)
+        self._unchanged_once_settled: Callable[[], bool] | None = _all_of(checks)
         watches = [watch for function in walk.functions for watch in function.watches]
-        if watches:
-            self.unchanged = functools.partial(_are_unchanged, watches, self.unchanged)
+        self.unchanged = _all_of([functools.partial(watched_unchanged, watches), *checks] if watches else checks)
+
+        self.writers: dict[tuple[int, ...], Any] = {}  # how transforms write their changes back
+        self.plans: dict[Any, Any] = {}  # how jitted functions repeat a call
+        self.last_plan: Any = None  # the one used last, which is usually the next one, too
         self._indices: dict[Layout, list[int]] = {}
 
     def is_valid(self) -> bool:
@@ -154,30 +130,58 @@ class Flat:
         return found
 
 
-def _is_ordered_as_before(
-    dicts: Sequence[dict[str, Any]],
-    names: Sequence[str],
-    orders: list[KeyOrder | None],
-    rest: Callable[[], bool] | None,
-) -> bool:
-    """Whether the dicts in cells have their items in the same order as before, and the rest is unchanged."""
-    return [*map(key_order, map(getitem, dicts, names))] == orders and (rest is None or rest())
+def _tree_cells(values: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Returns the cells that hold mutable trees, and those that hold dicts."""
+    if all(map(leaf_types.get, set(map(type, values)))):  # the usual case: nothing but arrays
+        return [], []
+    return mutable_tree_cells(values), [i for i, value in enumerate(values) if holds_dicts(value)]
 
 
-def _shares_as_before(
-    cells: Sequence[int],
-    dicts: Sequence[dict[str, Any]],
-    names: Sequence[str],
-    aliases: tuple[tuple[int, ...], ...],
-    rest: Callable[[], bool] | None,
-) -> bool:
-    """Whether the same cells share a container as before, and the rest is unchanged."""
-    return alias_groups(cells, map(getitem, dicts, names)) == aliases and (rest is None or rest())
+def _ties(
+    key: GraphKey,
+    refs: dict[int, Ref],
+    twins: tuple[tuple[int, ...], ...],
+    values: Sequence[Any],
+    trees: Sequence[int],
+    with_dicts: Sequence[int],
+) -> Ties:
+    shared = set(key.shared)
+    lone = tuple([cell for cell in refs if cell not in shared])
+    aliases = alias_groups(trees, [values[i] for i in trees])
+    orders = orders_of([(i, values[i]) for i in with_dicts])
+    return Ties(lone, aliases, twins, orders) if lone or aliases or twins or orders else NO_TIES
 
 
-def _are_unchanged(function_watches: Sequence[Watch], others_unchanged: Callable[[], bool] | None) -> bool:
-    """Whether functions whose keys are open are unchanged, and everything else is."""
-    return watched_unchanged(function_watches) and (others_unchanged is None or others_unchanged())
+def _checks(
+    flat: Flat, walk: Traversal, values: Sequence[Any], trees: Sequence[int], with_dicts: Sequence[int]
+) -> list[Callable[[], bool]]:
+    """Returns what a call has to ask because no stamp tells, as functions that do not refer to the flat form.
+
+    That would be a cycle: the form would not be freed together with its Module.
+    """
+    checks: list[Callable[[], bool]] = []
+    if with_dicts:
+        read_dicts, orders = _reader(flat, with_dicts), [key_order(values[i]) for i in with_dicts]
+        checks.append(lambda: [*map(key_order, read_dicts())] == orders)
+    if len(trees) > 1:  # two of them can come to be one object, or stop being one
+        read_trees, aliases = _reader(flat, trees), flat.ties.aliases
+        checks.append(lambda: alias_groups(trees, read_trees()) == aliases)
+    watches = [watch for watches in walk.watches for watch in watches]
+    if watches:
+        checks.append(comparison(watches))
+    return checks
+
+
+def _reader(flat: Flat, cells: Sequence[int]) -> Callable[[], Iterator[Any]]:
+    """Returns a function that yields the current values of some cells."""
+    dicts, names = [flat.dicts[i] for i in cells], [flat.names[i] for i in cells]
+    return lambda: map(getitem, dicts, names)
+
+
+def _all_of(checks: Sequence[Callable[[], bool]]) -> Callable[[], bool] | None:
+    if len(checks) < 2:  # the usual case: nothing to ask, or one config
+        return checks[0] if checks else None
+    return lambda: all(check() for check in checks)
 
 
 def flat_of(module: Any) -> Flat:

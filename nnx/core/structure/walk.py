@@ -41,7 +41,7 @@ def number_modules(roots: Iterable[Any]) -> Numbering:
     index: dict[int, int] = {}
     owners: dict[int, list[tuple[int, str]]] = {}
     statics: list[tuple[int, str, Any]] = []
-    data_kinds: set[Any] = {NODE, TREE}  # one look in a set settles nearly all attributes, here and in `traverse`
+    data_kinds: set[Any] = {NODE, TREE}  # one set lookup handles nearly every attribute, here and in `_Rows`
     for root in roots:
         if id(root) not in index:
             index[id(root)] = len(modules)
@@ -142,69 +142,105 @@ def traverse(roots: Sequence[Any], functions: Iterable[OpenFunction] = ()) -> Tr
     Raises:
         ValueError: a static value has come to hold a Module or array.
     """
-    modules, parents, index, owners, static_attributes, data_kinds = number_modules(roots)
+    numbering = number_modules(roots)
+    modules, parents, index, *_ = numbering
     for module in {type(module): module for module in modules}.values():
         refuse_pytree(module)
     walk = Traversal()
     walk.modules, walk.parents, walk.index = modules, parents, index
-    walk.refs = refs = []
     walk.twins = _twins(modules)
-    elder = {younger: group[0] for group in walk.twins for younger in group[1:]}  # the twin that is numbered first
-    statics = _freeze_statics(walk, static_attributes, functions)
-    plain_kinds = set() if elder else data_kinds  # with twins, attributes have to be looked at one by one
-    attributes: list[list[Any]] = [[] for _ in modules]  # plain tuples with the fields of the records
-    shared_cells: dict[Any, int] = {}  # by the id of the Ref, or by Module and name for a Module that has twins
-    # Attributes that may be met before the one that has their cell: where each belongs, and what it shares.
-    ahead: list[tuple[list[Any], int, str, Any, Any]] = []
-    stack: list[tuple[int, Iterator[str]]] = []
+    rows = _Rows(numbering, walk.twins, _freeze_statics(walk, numbering.statics, functions))
     root_numbers = tuple(dict.fromkeys([index[id(root)] for root in roots]))
     for root in root_numbers:
-        stack.append((root, iter(info_of(modules[root]).sorted_names())))
-        while stack:
-            module, names = stack[-1]
-            kinds, values, found = info_of(modules[module]).kinds, values_of(modules[module]), attributes[module]
-            for name in names:
-                kind = kinds[name]
-                if kind in plain_kinds:
-                    found.append((name, kind, len(refs)))
-                    refs.append(None)
-                elif is_static(kind):
-                    found.append(statics[module, name])
-                elif kind is SUBMODULE:
-                    child = index[id(values[name])]
-                    found.append((name, SUBMODULE, child))
-                    if parents[child] == (module, name):
-                        # Down into the child. The rest of `names` is taken up again when its names are used up.
-                        stack.append((child, iter(info_of(modules[child]).sorted_names())))
-                        break
-                elif type(kind) is Absent:
-                    found.append((name, ABSENT, kind.spec))
-                elif type(kind) is Ref:
-                    # The cell of a Ref is at its canonical path, which this walk may reach after the others: Modules
-                    # are numbered breadth first, but visited depth first.
-                    if owners[id(kind)][0] == (module, name):
-                        shared_cells[id(kind)] = len(refs)
-                        found.append((name, spec_of(kind), len(refs)))
-                        refs.append(kind)
-                    else:
-                        ahead.append((found, len(found), name, spec_of(kind), id(kind)))
-                        found.append(None)
-                elif module in elder:
-                    ahead.append((found, len(found), name, kind, (elder[module], name)))
-                    found.append(None)
-                else:
-                    if elder:
-                        shared_cells[module, name] = len(refs)
-                    found.append((name, kind, len(refs)))
-                    refs.append(None)
-            else:
-                stack.pop()
-    for found, position, name, spec, shared in ahead:
-        found[position] = (name, spec, shared_cells[shared])
-    outlines = [(class_of(module), tuple(found)) for module, found in zip(modules, attributes, strict=True)]
+        rows.record_below(root)
+    rows.record_postponed()
+    walk.refs = rows.refs
+    outlines = [(class_of(module), tuple(found)) for module, found in zip(modules, rows.by_module, strict=True)]
     orders = tuple(map(inserted_names, modules))  # up to date, like the sorted names just used
     walk.key = GraphKey.of((root_numbers, tuple(outlines), orders))
     return walk
+
+
+class _Rows:
+    """Writes down the attributes of every Module, and numbers the cells in the order in which it meets them.
+
+    Args:
+        numbering: the Modules, numbered.
+        twins: the groups of Modules with the same instance dict.
+        statics: the rows of the static attributes, by Module and name.
+    """
+
+    def __init__(self, numbering: Numbering, twins: Iterable[Sequence[int]], statics: dict[tuple[int, str], Any]):
+        self.modules, self.parents, self.index = numbering.modules, numbering.parents, numbering.index
+        self.owners = numbering.owners
+        self.statics = statics
+        # Plain tuples with the fields of the records: see GraphKey.of.
+        self.by_module: list[list[Any]] = [[] for _ in numbering.modules]
+        self.refs: list[Ref | None] = []  # per cell
+        self.elder = {younger: group[0] for group in twins for younger in group[1:]}  # the twin numbered first
+        self.unshared = set() if self.elder else numbering.data_kinds  # the kinds of attributes with cells of their own
+        self.cells: dict[tuple[int, str], int] = {}  # those that may be shared, by the attribute at the canonical path
+        # Attributes met before the one at the canonical path of their cell: the rows and the place in them, the name,
+        # the kind, and the attribute at the canonical path.
+        self.postponed: list[tuple[list[Any], int, str, Any, tuple[int, str]]] = []
+
+    def record_below(self, root: int) -> None:
+        """Writes down a Module and those below it, depth first."""
+        stack = [self._opened(root)]
+        while stack:
+            child = self._record_up_to_child(*stack[-1])
+            if child is None:
+                stack.pop()
+            else:
+                stack.append(self._opened(child))
+
+    def _opened(self, module: int) -> tuple[int, Iterator[str], dict[str, Any], dict[str, Any], list[Any]]:
+        """Returns what it takes to write down a Module: its number, the names to come, kinds, values and rows."""
+        live = self.modules[module]
+        info = info_of(live)
+        return module, iter(info.sorted_names()), info.kinds, values_of(live), self.by_module[module]
+
+    def _record_up_to_child(
+        self, module: int, names: Iterator[str], kinds: dict[str, Any], values: dict[str, Any], found: list[Any]
+    ) -> int | None:
+        """Takes attributes from `names` until one leads down to a child, and returns its number; None at the end."""
+        refs, unshared = self.refs, self.unshared
+        for name in names:
+            kind = kinds[name]
+            if kind in unshared:
+                found.append((name, kind, len(refs)))
+                refs.append(None)
+            elif kind is SUBMODULE:
+                child = self.index[id(values[name])]
+                found.append((name, SUBMODULE, child))
+                if self.parents[child] == (module, name):
+                    return child
+            elif is_static(kind):
+                found.append(self.statics[module, name])
+            elif type(kind) is Absent:
+                found.append((name, ABSENT, kind.spec))
+            else:
+                self._record_shared(module, name, kind)
+        return None
+
+    def _record_shared(self, module: int, name: str, kind: Any) -> None:
+        """Writes down an attribute that is on a Ref, or that a twin may have as well."""
+        found, is_on_ref = self.by_module[module], type(kind) is Ref
+        first = self.owners[id(kind)][0] if is_on_ref else (self.elder.get(module, module), name)
+        spec = spec_of(kind) if is_on_ref else kind
+        if first == (module, name):
+            self.cells[first] = len(self.refs)
+            found.append((name, spec, len(self.refs)))
+            self.refs.append(kind if is_on_ref else None)
+        else:
+            # Modules are numbered breadth first and visited depth first, so the first attribute may come later.
+            self.postponed.append((found, len(found), name, spec, first))
+            found.append(None)
+
+    def record_postponed(self) -> None:
+        """Completes the rows of attributes that were met before the one at the canonical path of their cell."""
+        for found, place, name, spec, first in self.postponed:
+            found[place] = (name, spec, self.cells[first])
 
 
 def _twins(modules: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
