@@ -209,6 +209,13 @@ def place(module: Any, name: str, kind: Any, value: Any) -> None:
     if (old is None or is_cell(old)) and is_cell(kind) and not is_mutable_tree(value):
         info.bind(values, name, kind, value)
         return
+    _restructure(module, name, kind, value)
+
+
+def _restructure(module: Any, name: str, kind: Any, value: Any) -> None:
+    """Stores a value where flat forms have to notice: another kind, submodule or static value, or a mutable tree."""
+    info, values = info_of(module), module.__dict__
+    old = info.kinds.get(name)
     # A Ref knows its owners, so that a write through one attribute reaches the others. Attaching comes first: it raises
     # if the Ref is of another trace level, and then nothing has changed.
     if type(kind) is Ref:

@@ -37,12 +37,12 @@ from nnx.core.module.tree_repr import module_repr
 from nnx.core.module.views import make_view
 from nnx.core.old_names import former_names
 from nnx.core.repr import article, short
-from nnx.core.state.filters import Filter, classify
+from nnx.core.state.filters import Filter
 from nnx.core.state.moduledef import ModuleDef
 from nnx.core.state.paths import is_dunder
 from nnx.core.state.pure import Pure
 from nnx.core.state.selectors import ModuleSelector
-from nnx.core.state.state import Layout, State
+from nnx.core.state.state import State
 from nnx.core.state.updates import check_level, get_path, pop, remove, set_path, stored_name, to_states, update
 from nnx.core.structure.build import build
 from nnx.core.structure.flat import flat_of
@@ -267,14 +267,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         """
         if not filters:
             raise ValueError("filter needs at least one filter, e.g. model.filter(nnx.Param); see get_state() for all.")
-        flat = flat_of(self)
-        leaves, paths = flat.leaves(), flat.key.layout.paths
-        found = classify(zip(paths, leaves, strict=True), filters, exhaustive=False)
-        states = []
-        for which in range(len(filters)):
-            chosen = [i for i, group in enumerate(found) if group == which]
-            states.append(State.from_layout(Layout.of(tuple([paths[i] for i in chosen])), [leaves[i] for i in chosen]))
-        return states[0] if len(states) == 1 else tuple(states)
+        return flat_of(self).state().filter(*filters)
 
     @overload
     def pop_state(self, filter: Filter, /) -> State: ...

@@ -7,9 +7,8 @@ from nnx.core.errors import INCOMPATIBLE_CONTAINER, MUTATE_AT_OTHER_LEVEL, UNKNO
 from nnx.core.module.info import ModuleBase, info_of, values_of
 from nnx.core.module.kinds import NODE, SUBMODULE, TREE, TREE_SPEC, Absent, explain_missing, is_cell, is_static
 from nnx.core.repr import short
-from nnx.core.state.filters import classify
 from nnx.core.state.paths import join, segment_of
-from nnx.core.state.state import Layout, State, parts_of
+from nnx.core.state.state import State, parts_of
 from nnx.core.structure.flat import Flat, flat_of
 from nnx.core.structure.versions import forget_flat_forms
 from nnx.core.trace import current_level, same_level
@@ -190,29 +189,27 @@ def pop(root: Any, filters: Sequence[Any]) -> Any:
             "`...` removes everything."
         )
     flat = flat_of(root)
-    paths, leaves = flat.key.layout.paths, flat.leaves()
-    found = classify(zip(paths, leaves, strict=True), filters, exhaustive=False)
+    states = flat.state().filter(*filters)
+    cell_at = flat.key.layout.index
+    popped = [cell_at[path] for state in (states if isinstance(states, tuple) else (states,)) for path in state]
+    _remove_cells(root, flat, popped)
+    return states
+
+
+def _remove_cells(root: Any, flat: Flat, cells: Sequence[int]) -> None:
+    """Removes every attribute of the graph that holds one of the cells."""
     modules = [weak() for weak in flat.modules]
-    taken = [i for i, group in enumerate(found) if group >= 0]
-    check_levels([modules[flat.key.cells[i].module] for i in taken] or [root], "pop_state")
-    refs = {}
-    for i in taken:
-        at, name, _ = flat.key.cells[i]
-        kind = info_of(modules[at]).kinds[name]
-        if type(kind) is Ref:
-            refs[id(kind)] = kind
-        else:
-            remove(modules[at], name)
+    places = [(modules[flat.key.owners[cell]], flat.names[cell]) for cell in cells]
+    check_levels([module for module, _ in places] or [root], "pop_state")
     inside = {id(module.__dict__) for module in modules}  # the owner of a Ref is never a view, but may be viewed here
-    for ref in refs.values():
-        for owner, name in ref.owners():
-            if id(owner.__dict__) in inside:
-                remove(owner, name)
-    groups = [[i for i in taken if found[i] == which] for which in range(len(filters))]
-    # Cells are in the order of their paths, so those of a group are as well.
-    layouts = [Layout.of(tuple([paths[i] for i in group])) for group in groups]
-    states = [State.from_layout(layout, [leaves[i] for i in group]) for layout, group in zip(layouts, groups)]
-    return states[0] if len(states) == 1 else tuple(states)
+    for module, name in places:
+        kind = info_of(module).kinds[name]
+        if type(kind) is not Ref:
+            remove(module, name)
+        else:
+            for owner, owner_name in kind.owners():
+                if id(owner.__dict__) in inside:
+                    remove(owner, owner_name)
 
 
 def remove(module: Any, name: str) -> None:
