@@ -21,7 +21,7 @@ from nnx.core.errors import CONTEXT_AT_OTHER_LEVEL, TraceContextError
 from nnx.core.hints import CONTEXT as HINTS
 from nnx.core.hints import add_hints
 from nnx.core.repr import short
-from nnx.core.statics.statics import Frozen, own_copy
+from nnx.core.statics.statics import Keyed, own_copy
 from nnx.core.trace import NO_GUARD, current_level, same_level, transfer_guard
 from nnx.core.user_warnings import warn_user
 
@@ -136,7 +136,7 @@ class Context:
         self._flags = dict(flags)
         self._level = current_level()
         self._def: ContextDef | None = None
-        self._live: Frozen | None = None  # the flags as they were when `_def` was made, if their values can change
+        self._live: Keyed | None = None  # the flags as they were when `_def` was made, if their values can change
 
     def make_rng(self, name: str) -> jax.Array:
         """Returns a new key from a stream, different every time.
@@ -201,7 +201,7 @@ class Context:
         if self._def is None or (self._live is not None and not self._live.is_current()):
             shared = tuple([(name, by) for name, s in self._streams.items() if (by := s.shared_by) is not None])
             self._def = ContextDef(self._flags, tuple(self._streams), shared)
-            self._live = Frozen(tuple(self._flags.values()), "flags") if self._def.is_watched else None
+            self._live = Keyed(tuple(self._flags.values()), "flags") if self._def.is_watched else None
         return self._def
 
     def fork_data(self) -> list[tuple[Any, Any]]:
@@ -250,7 +250,7 @@ class ContextDef:
         self, flags: Mapping[str, Any], streams: tuple[str, ...], shared: tuple[tuple[str, SharedBy], ...] = ()
     ):
         # A snapshot, because the caller's values may change.
-        self._flags = tuple([(name, Frozen(own_copy(value), f"flags[{name!r}]")) for name, value in flags.items()])
+        self._flags = tuple([(name, Keyed(own_copy(value), f"flags[{name!r}]")) for name, value in flags.items()])
         self.streams = streams
         self.shared = shared
 

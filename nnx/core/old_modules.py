@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 # Modules whose name is now that of the folder they are in: `nnx.core.state` became `nnx.core.state.state`.
 _NAMED_LIKE_THEIR_FOLDER = (
@@ -26,6 +27,11 @@ _NAMED_LIKE_THEIR_FOLDER = (
     "nnx.nn.quantized",
     "nnx.nn.recurrent",
 )
+
+_RENAMED = {
+    ("nnx.core.statics.statics", "Frozen"): "Keyed",
+    ("nnx.core.statics.statics", "FrozenFields"): "KeyedFields",
+}
 
 
 class _OldModules(MetaPathFinder, Loader):
@@ -52,10 +58,14 @@ class _OldModules(MetaPathFinder, Loader):
         vars(module).update((name, value) for name, value in vars(new).items() if not name.startswith("__"))
 
 
+def _under_old_name(main: ModuleType, name: str) -> Any:
+    return getattr(main, _RENAMED.get((main.__name__, name), name))
+
+
 def answer_for_old_modules() -> None:
     """Lets imports find the modules of version 0.2 under their old names. Called once, by the package root."""
     for name in _NAMED_LIKE_THEIR_FOLDER:
         main = sys.modules[f"{name}.{name.rpartition('.')[2]}"]
         # A module-level `__getattr__` is asked for the names that the folder itself does not have.
-        vars(sys.modules[name])["__getattr__"] = functools.partial(getattr, main)
+        vars(sys.modules[name])["__getattr__"] = functools.partial(_under_old_name, main)
     sys.meta_path.append(_OldModules())

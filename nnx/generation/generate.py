@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from nnx.core.context import Context
 from nnx.core.module.module import Module
-from nnx.core.statics.statics import Frozen
+from nnx.core.statics.statics import Keyed
 from nnx.core.trace import is_tracer
 from nnx.generation.arguments import (
     STREAM_IN_TRANSFORM,
@@ -186,8 +186,8 @@ def generate(
     pure = unstacked or pure
 
     pace = pace_of(new, stops is not None, stream is not None, jax.default_backend())
-    frozen_fn = None if logits_fn is None else Frozen(logits_fn, "logits_fn")
-    options: Any = {"logits_fn": frozen_fn, "pace": pace, "rules": rules}
+    keyed_fn = None if logits_fn is None else Keyed(logits_fn, "logits_fn")
+    options: Any = {"logits_fn": keyed_fn, "pace": pace, "rules": rules}
 
     def advance(progress: Progress, until: int) -> tuple[Progress, Step]:
         return write(pure, progress, np.int32(until), sampling, key, stops, pad, **options)

@@ -20,7 +20,7 @@ from nnx.core.module.modes import set_mode
 from nnx.core.module.module import Module
 from nnx.core.sizes import size_in_bytes
 from nnx.core.state.pure import Pure
-from nnx.core.statics.statics import Frozen
+from nnx.core.statics.statics import Keyed
 from nnx.generation.buckets import Pace, rows_to_run
 from nnx.generation.sampling import Sampling, choose
 from nnx.nn.attention.kv_cache import LayerCache
@@ -150,7 +150,7 @@ def write(
     stop_tokens: Any,
     pad_token: Any,
     *,
-    logits_fn: Frozen | None,
+    logits_fn: Keyed | None,
     pace: Pace,
     rules: Rules,
 ) -> tuple[Progress, Step]:

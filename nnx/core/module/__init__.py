@@ -1,1 +1,1 @@
-"""A Module and its attributes."""
+"""A Module and its attributes. See README.md in this folder."""

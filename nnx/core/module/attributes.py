@@ -117,12 +117,12 @@ def assign(module: Any, name: str, value: Any) -> None:
         old.write(value)
     else:
         kind, value = decide(module, name, category, value)
-        place(module, name, kind, value)
+        store(module, name, kind, value)
 
 
 def _assign_to_variable(module: Any, name: str, spec: Spec, category: int, value: Any) -> None:
     if category == _REF:
-        place(module, name, value, value)
+        store(module, name, value, value)
         return
     if category == _CONTAINER:
         if spec_of(value) is not spec:
@@ -133,7 +133,7 @@ def _assign_to_variable(module: Any, name: str, spec: Spec, category: int, value
         _refuse_module(module, name, spec, category, value)
     if spec.type is Static:
         _refuse_captured(module, name, value)
-        place(module, name, spec, value)
+        store(module, name, spec, value)
         return
     if spec.on_set is not None:
         value = spec.on_set(value, spec.metadata)
@@ -186,11 +186,11 @@ def decide(module: Any, name: str, category: int, value: Any) -> tuple[Any, Any]
     return STATIC, value
 
 
-def place(module: Any, name: str, kind: Any, value: Any) -> None:
+def store(module: Any, name: str, kind: Any, value: Any) -> None:
     """Stores a value whose kind has been decided, and notes the structural change if it is one."""
     info, values = info_of(module), module.__dict__
     if info.is_view:
-        _place_in_view(module, info, name, kind, value)
+        _store_in_view(module, info, name, kind, value)
         return
     old = info.kinds.get(name)
     if old is None and not name.isidentifier():
@@ -230,15 +230,15 @@ def _restructure(module: Any, name: str, kind: Any, value: Any) -> None:
     if type(old) is Absent:
         info.keep_place(values)
     if kind is STATIC and type(value) in wrappers:
-        info.unsettled = True
+        info.undecided = True
     info.changed()
     if old is SUBMODULE:
         forget_flat_forms()
 
 
-def _place_in_view(view: Any, info: Any, name: str, kind: Any, value: Any) -> None:
+def _store_in_view(view: Any, info: Any, name: str, kind: Any, value: Any) -> None:
     if not info.owns(name):
-        place(info.source, name, kind, info.stored(value))
+        store(info.source, name, kind, info.stored(value))
         return
     if not is_static(kind):
         raise ValueError(OWN_OF_VIEW.format(name=name, owner=type(view).__name__, value=short(value)))
@@ -344,17 +344,17 @@ def _refuse_jax_ref(module: Any, name: str, value: Any, route: str = "it") -> No
     raise ValueError(HOLDS_JAX_REF.format(name=name, owner=type(module).__name__, holds=holds, route=route))
 
 
-def settle(module: Any) -> None:
+def decide_again(module: Any) -> None:
     """Decides again about the static lists and dicts of a constructor: by now they may hold Modules or arrays."""
     kinds, values = info_of(module).kinds, module.__dict__
-    info_of(module).unsettled = False
+    info_of(module).undecided = False
     filled = [name for name, kind in kinds.items() if kind is STATIC and type(values[name]) in wrappers]
     for name in filled:
         value = values[name]
         if value:
             kind, settled = decide(module, name, _PLAIN, value)
             if kind is not STATIC:
-                place(module, name, kind, settled)
+                store(module, name, kind, settled)
 
 
 def set_spec(module: Any, name: str, spec: Spec) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Mutable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from nnx.core.errors import BAD_KEY, HOLE_IN_SEQUENCE, MISSING_ITEM
-from nnx.core.module.attributes import assign, holds_modules, place, wrappers
+from nnx.core.module.attributes import assign, holds_modules, store, wrappers
 from nnx.core.module.info import info_of
 from nnx.core.module.module import Module
 from nnx.core.state.paths import is_dunder, segment_of
@@ -180,7 +180,7 @@ class Sequence(Module, MutableSequence[Any]):
         for i in range(len(self)):
             remove(self, str(i))
         for name, kind in info_of(new).kinds.items():
-            place(self, name, kind, new.__dict__[name])
+            store(self, name, kind, new.__dict__[name])
 
     def _nnx_set_item(self, segment: str, value: Any) -> None:
         if segment.isdecimal() and int(segment) > len(self):

@@ -28,7 +28,7 @@ class ModuleInfo:
 
     __slots__ = (
         "kinds", "level", "restructured", "version", "flat", "joint", "flats", "order", "inserted", "ordered_at",
-        "constructing", "unsettled", "sown", "path", "__weakref__",
+        "constructing", "undecided", "sown", "path", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, kinds: dict[str, Any], level: Any, constructing: bool = False):
@@ -42,7 +42,7 @@ class ModuleInfo:
         self.order: list[str] | None = None  # attribute names in path order
         self.inserted: tuple[str, ...] | None = None  # those names as they were set, if that is another order
         self.constructing: bool = constructing
-        self.unsettled: bool = False  # whether a static list or dict was assigned that may still come to hold Modules
+        self.undecided: bool = False  # whether a static list or dict was assigned that may still come to hold Modules
         self.joint: Any = None  # the flat form of several roots, of which this Module is the first; the one used last
         self.flats: tuple[Any, ...] = ()  # all flat forms in use, also those whose revisions may come back
         self.ordered_at: Revision | None = None  # the revision that `order` belongs to

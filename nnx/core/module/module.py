@@ -21,7 +21,7 @@ from nnx.core.errors import (
 )
 from nnx.core.hints import MODULE as HINTS
 from nnx.core.hints import Hint, add_hints, explain_constructor, forward_only
-from nnx.core.module.attributes import assign, refuse_state, settle, variable_of
+from nnx.core.module.attributes import assign, decide_again, refuse_state, variable_of
 from nnx.core.module.call_chains import Access
 from nnx.core.module.copying import deep_copy, shallow_copy
 from nnx.core.module.fields import constructor_signature, prepare_dataclass
@@ -87,8 +87,8 @@ class ModuleType(_ProtocolType):
             if is_dataclass:
                 _adopt_fields(module)
             info = info_of(module)
-            if info.unsettled:
-                settle(module)
+            if info.undecided:
+                decide_again(module)
             info.constructing = False
         return module  # pyright: ignore[reportReturnType]  (the check above has narrowed it to Module)
 

@@ -15,20 +15,20 @@ from nnx.core.state.paths import segment_of
 
 WIDTH = 160  # of a line that holds a whole Module
 
-Entry = tuple[str, Any]  # a label, and a text or the number of a Module to print there
+Labeled = tuple[str, Any]  # a label, and a text or the number of a Module to print there
 
 
 class _Tree:
-    """The Modules of a graph in the order they are printed in, each with its entries."""
+    """The Modules of a graph in the order they are printed in, each with its labeled attributes."""
 
     def __init__(self, root: Any):
         self.names: list[str] = []  # of the classes, by number
-        self.entries: list[list[Entry]] = []
+        self.entries: list[list[Labeled]] = []
         self.looks: list[int] = []  # Modules that print alike have the same number here
         self._defaults: dict[type, dict[str, Any]] = {}
         seen: dict[int, int] = {}
         # Depth first, by an explicit stack: the attributes of each open Module that are still to come.
-        stack: list[tuple[int, Iterator[Entry]]] = [self._open(root, seen)]
+        stack: list[tuple[int, Iterator[Labeled]]] = [self._open(root, seen)]
         while stack:
             number, attributes = stack[-1]
             for label, value in attributes:
@@ -44,13 +44,13 @@ class _Tree:
                 stack.pop()
         self._compare()
 
-    def _open(self, module: Any, seen: dict[int, int]) -> tuple[int, Iterator[Entry]]:
+    def _open(self, module: Any, seen: dict[int, int]) -> tuple[int, Iterator[Labeled]]:
         number = seen[id(module)] = len(self.names)
         self.names.append(class_of(module).__name__)
         self.entries.append([])
         return number, iter(self._attributes(module))
 
-    def _attributes(self, module: Any) -> list[Entry]:
+    def _attributes(self, module: Any) -> list[Labeled]:
         info, values, cls = info_of(module), values_of(module), class_of(module)
         if cls not in self._defaults:
             self._defaults[cls] = constructor_defaults(cls)
@@ -72,7 +72,7 @@ class _Tree:
             ]
             self.looks[number] = known.setdefault((self.names[number], *parts), len(known))
 
-    def grouped(self, number: int) -> list[Entry]:
+    def grouped(self, number: int) -> list[Labeled]:
         """Returns the entries of a Module, with one for each run of numbered submodules that look alike."""
         groups: list[tuple[str, str, Any]] = []  # the first label, the last one, and the text or number
         for label, value in self.entries[number]:
@@ -110,7 +110,7 @@ def module_str(root: Any) -> str:
     return "\n".join(lines)
 
 
-def _in_one_line(name: str, entries: Sequence[Entry]) -> str | None:
+def _in_one_line(name: str, entries: Sequence[Labeled]) -> str | None:
     """Returns a Module without submodules as one line."""
     if not all(isinstance(text, str) for _, text in entries):
         return None

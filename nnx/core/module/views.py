@@ -17,7 +17,7 @@ import weakref
 from typing import Any
 
 from nnx.core.errors import NOTHING_TO_VIEW
-from nnx.core.module.attributes import place, static_value
+from nnx.core.module.attributes import static_value, store
 from nnx.core.module.info import ModuleBase, ModuleInfo, class_of, info_of, is_view, new_view, values_of
 from nnx.core.module.kinds import SUBMODULE, is_static
 from nnx.core.state.paths import listing
@@ -78,7 +78,7 @@ class ViewInfo(ModuleInfo):
     sown = property(lambda self: info_of(self.source).sown)  # type: ignore[assignment]
     path = property(lambda self: info_of(self.source).path)  # type: ignore[assignment]
     inserted = property(lambda self: info_of(self.source).inserted)  # type: ignore[assignment]
-    constructing = unsettled = False
+    constructing = undecided = False
 
     def changed(self) -> None:
         self.forget()
@@ -136,7 +136,7 @@ class ViewInfo(ModuleInfo):
             if not is_view(module):
                 for name, held in list(module.__dict__.items()):
                     if self._unviewed(held) is not held:
-                        place(module, name, info_of(module).kinds[name], self._unviewed(held))
+                        store(module, name, info_of(module).kinds[name], self._unviewed(held))
         return value
 
     def _unviewed(self, value: Any) -> Any:

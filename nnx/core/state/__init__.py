@@ -1,1 +1,1 @@
-"""State and its relatives: filters, paths, Pure and ModuleDef."""
+"""State and its relatives: filters, paths, Pure and ModuleDef. See README.md in this folder."""

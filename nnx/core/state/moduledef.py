@@ -14,7 +14,7 @@ from nnx.core.state.paths import join, segment_of
 from nnx.core.state.pure import Pure
 from nnx.core.state.state import State, parts_of
 from nnx.core.state.updates import update
-from nnx.core.statics.keys import Freezer
+from nnx.core.statics.keys import KeyMaker, in_no_graph
 from nnx.core.statics.statics import Statics
 from nnx.core.structure.build import MISSING, build
 from nnx.core.structure.flat import flat_of
@@ -223,9 +223,9 @@ def _with_static_keys(structure: GraphStructure, keys: Mapping[int, Any]) -> Gra
 
 
 def _unpickle_def(structure: GraphStructure, statics: Statics) -> ModuleDef[Any]:
-    freezer = Freezer(lambda module: None, arrays_inside=True)  # what they hold was checked when they were frozen
-    # In the order of their numbers: the freezer numbers the mutable values as it meets them.
-    keys = {number: freezer.key(value) for number, value in enumerate(statics.values)}
+    maker = KeyMaker(in_no_graph, arrays_inside=True)  # arrays were checked when the keys were first made
+    # In the order of their numbers: the maker numbers the mutable values as it meets them.
+    keys = {number: maker.key(value) for number, value in enumerate(statics.values)}
     return ModuleDef(GraphKey.of(_with_static_keys(structure, keys)), statics)
 
 

@@ -24,7 +24,7 @@ from nnx.core.repr import short
 from nnx.core.state.flax_serialization import register_with_flax
 from nnx.core.state.pure import Pure
 from nnx.core.state.state import State
-from nnx.core.statics.statics import FrozenFields
+from nnx.core.statics.statics import KeyedFields
 from nnx.core.variables.trees import is_pytree_leaf
 from nnx.core.variables.variables import Container, Spec, Static, TreeNode, spec_of
 
@@ -260,9 +260,9 @@ def _statics(record: Pytree) -> Any:
         specs = record._nnx_specs
         data = tuple(sorted(specs))
         fields = {name: record.__dict__[name] for name in sorted(record.__dict__) if name not in specs}
-        frozen = FrozenFields(fields, type(record).__name__)
-        statics = (type(record), data, frozen)
-        if not frozen.watched:
+        keyed = KeyedFields(fields, type(record).__name__)
+        statics = (type(record), data, keyed)
+        if not keyed.watched:
             record._nnx_statics = statics
     return statics
 
@@ -279,10 +279,10 @@ def _flatten_with_keys(record: Pytree) -> Any:
 
 
 def _unflatten(statics: Any, children: Any) -> Any:
-    cls, data, frozen = statics
+    cls, data, keyed = statics
     record = _open(cls)
     values = record.__dict__
-    values.update(frozen.value)
+    values.update(keyed.value)
     for name, child in zip(data, children, strict=True):
         if isinstance(child, Container):
             record._nnx_specs[name] = spec_of(child)
@@ -290,7 +290,7 @@ def _unflatten(statics: Any, children: Any) -> Any:
         else:
             record._nnx_specs[name] = _TREE_NODE
             values[name] = child
-    if not frozen.watched:
+    if not keyed.watched:
         record._nnx_statics = statics
     record._nnx_closed = True
     return record

@@ -1,1 +1,1 @@
-"""Static values: how they are compared, copied and watched."""
+"""Static values: how they are compared, copied and watched. See README.md in this folder."""

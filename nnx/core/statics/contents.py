@@ -195,8 +195,8 @@ class Content:
             steps += [partial(dict.clear, held), partial(dict.update, held, {**rest, **kept})]
         return steps
 
-    def views(self, value: Any) -> list[tuple[Any, Any]]:
-        """Returns live views of what a value holds: `(keys, values)` of a dict, `(None, items)` of anything else."""
+    def readers(self, value: Any) -> list[tuple[Any, Any]]:
+        """Returns what reads a value again each time it is iterated: `(keys, values)` of a dict, else `(None, items)`."""
         found: list[tuple[Any, Any]] = []
         if issubclass(self.base_type, dict):
             found.append((self.base_type.keys(value), self.base_type.values(value)))

@@ -10,7 +10,7 @@ is open, it follows every change of the closure, so that a function that was cha
 the trace of one that was not. It has to be settled in the end because some functions change their own closure when they
 are called: a schedule of optax does so on its first use, and a step that calls it must not be compiled again.
 
-A `Freezer` goes through the static values of one graph. It numbers the *mutable* ones it meets, so that one list held
+A `KeyMaker` goes through the static values of one graph. It numbers the *mutable* ones it meets, so that one list held
 by two attributes is one list in the key, in every copy and after a transform. It also takes the watches of each, which
 tell whether it has changed since (see watches).
 """
@@ -98,7 +98,7 @@ class ForeignMethod(Exception):
 # Keys
 
 
-class Freezer:
+class KeyMaker:
     """Makes the keys of the static values of one graph.
 
     Args:
@@ -168,7 +168,7 @@ class Freezer:
                 return ("the mutable value", number)
             self.numbers[id(value)] = len(self.mutables)
             self.mutables.append(value)
-            self.watches.append([snapshot(*views) for views in content.views(value)])
+            self.watches.append([snapshot(*views) for views in content.readers(value)])
         elif id(value) in self._active:  # an immutable value can come to contain itself, through object.__setattr__
             return ("the value around it", self._active[id(value)])
         self._active[id(value)] = len(self._active)
@@ -264,7 +264,7 @@ def settle(functions: Iterable[OpenFunction]) -> None:
 _settled: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
-class _CaptureFreezer(Freezer):
+class _CaptureKeyMaker(KeyMaker):
     """Makes the keys of what a function captured. A function that captures itself is keyed by its depth of nesting."""
 
     def __init__(self, around: dict[int, int], function_watches: list[Watch]):
@@ -282,28 +282,28 @@ class _CaptureFreezer(Freezer):
 
 def _function_key(value: Any, route: str, around: dict[int, int], watches: list[Watch]) -> Any:
     """Returns the key of a function or partial, and appends the watches on everything it was made from."""
-    freezer = _CaptureFreezer({**around, id(value): len(around)}, watches)
+    maker = _CaptureKeyMaker({**around, id(value): len(around)}, watches)
     if isinstance(value, functools.partial):
         parts = {"func": value.func, "args": value.args, "keywords": value.keywords, "__dict__": vars(value)}
-        key: Any = (type(value), *(freezer.key(part, f"{name} of {route}") for name, part in parts.items()))
+        key: Any = (type(value), *(maker.key(part, f"{name} of {route}") for name, part in parts.items()))
     else:
         view = _Bindings(value)
         watches.append(snapshot(None, view))
         names = value.__code__.co_freevars
         closure = [
-            freezer.key(contents, f"{name!r} in the closure of {value.__qualname__}")
+            maker.key(contents, f"{name!r} in the closure of {value.__qualname__}")
             for name, contents in zip(names, closure_of(value), strict=True)
         ]
         key = (
             types.FunctionType,
             value.__code__,
             id(value.__globals__),  # unique: a key is kept together with the values, and they keep this dict alive
-            freezer.key(value.__defaults__, f"a default of {route}"),
-            freezer.key(value.__kwdefaults__, f"a default of {route}"),
-            freezer.key(value.__dict__, f"attributes of {route}"),
+            maker.key(value.__defaults__, f"a default of {route}"),
+            maker.key(value.__kwdefaults__, f"a default of {route}"),
+            maker.key(value.__dict__, f"attributes of {route}"),
             tuple(closure),
         )
-    watches += [watch for found in freezer.watches for watch in found]
+    watches += [watch for found in maker.watches for watch in found]
     return key
 
 
@@ -324,5 +324,5 @@ class _Bindings:
 
 
 def in_no_graph(module: Any) -> None:
-    """The `index_of` of a Freezer for values outside any graph."""
+    """The `index_of` of a KeyMaker for values outside any graph."""
     return None

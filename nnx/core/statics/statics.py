@@ -1,7 +1,7 @@
 """Static values, copied: how a rebuilt Module gets its own, and how one is kept outside any graph.
 
 `Statics` are the static values of a graph, *detached* from the originals: copies in which bound methods of Modules are
-replaced by `BoundMethod` records. *Attaching* makes the values of a rebuilt graph from them. static_keys decides when
+replaced by `BoundMethod`s. *Attaching* makes the values of a rebuilt graph from them. keys decides when
 two static values are equal, and contents what they are made of.
 """
 
@@ -21,8 +21,8 @@ from nnx.core.statics.keys import (
     ATOMS,
     BoundMethod,
     ForeignMethod,
-    Freezer,
     HoldsState,
+    KeyMaker,
     OpenFunction,
     in_no_graph,
     settle,
@@ -31,7 +31,7 @@ from nnx.core.statics.watches import watched_unchanged
 
 _SHARED_AS_IS = ATOMS | {float, complex, range, slice, types.FunctionType, types.BuiltinFunctionType, type, np.dtype}
 
-Step = Callable[[], Any]
+Refill = Callable[[], Any]
 
 
 class Copier:
@@ -77,7 +77,7 @@ class Copier:
         owner = self.copy(method.__self__)
         return method if owner is method.__self__ else types.MethodType(method.__func__, owner)
 
-    def fill(self, target: Any, source: Any) -> list[Step]:
+    def fill(self, target: Any, source: Any) -> list[Refill]:
         """Returns the steps that make a mutable value hold copies of what another one holds."""
         content: Any = content_of(type(source))
         return content.steps(target, *self._copies(content.base.items(source), content.attributes(source)))
@@ -135,7 +135,7 @@ class Statics:
 
     def attach_onto(
         self, modules: Sequence[Any], existing: dict[int, Any], changed: Iterable[int]
-    ) -> tuple[list[Any], list[Step]]:
+    ) -> tuple[list[Any], list[Refill]]:
         """Like `attach`, but for a graph in which some mutable values exist already: they keep their identity.
 
         Args:
@@ -165,7 +165,7 @@ def detach(
     functions: Iterable[OpenFunction],
     index_of: Callable[[Any], int | None],
 ) -> Statics:
-    """Returns the Statics of a graph, from its static values and what its Freezer has met among them."""
+    """Returns the Statics of a graph, from its static values and what its KeyMaker has met among them."""
     copier = Copier(functools.partial(_detached, index_of))
     copies = [copier.copy(value) for value in values]
     own = tuple([copy is not value for copy, value in zip(copies, values, strict=True)])
@@ -176,7 +176,7 @@ def detach(
 def _detached(index_of: Callable[[Any], int | None], value: Any) -> Any:
     if isinstance(value, types.MethodType) and isinstance(value.__self__, ModuleBase):
         index = index_of(value.__self__)
-        assert index is not None, "freezing refuses methods of other graphs"
+        assert index is not None, "keys are not made for methods of other graphs"
         return BoundMethod(index, value.__func__)
     return value
 
@@ -193,7 +193,7 @@ def own_copy(value: Any) -> Any:
 # Static values outside any graph
 
 
-class Frozen:
+class Keyed:
     """A static value as hashable auxiliary data, compared by its key; errors refer to it as `name`.
 
     Raises:
@@ -203,19 +203,19 @@ class Frozen:
     __slots__ = ("value", "key", "_watch")
 
     def __init__(self, value: Any, name: str = "in nnx.Static"):
-        freezer = Freezer(in_no_graph, arrays_inside=True)
+        maker = KeyMaker(in_no_graph, arrays_inside=True)
         self.value: Any = value
         try:
-            self.key: Any = self._key(freezer, value, name)
+            self.key: Any = self._key(maker, value, name)
         except (HoldsState, ForeignMethod) as found:
             is_method = isinstance(found, ForeignMethod)
             what = f"a bound method of a Module ({found.what})" if is_method else found.what
             raise ValueError(STATE_IN_STATIC_VALUE.format(route=found.route, what=what)) from None
-        settle(freezer.functions.values())  # JAX compiles for auxiliary data like this, and there is no later moment
-        self._watch = [watch for watches in freezer.watches for watch in watches]
+        settle(maker.functions.values())  # JAX compiles for auxiliary data like this, and there is no later moment
+        self._watch = [watch for watches in maker.watches for watch in watches]
 
-    def _key(self, freezer: Freezer, value: Any, name: str) -> Any:
-        return freezer.key(value, name)
+    def _key(self, maker: KeyMaker, value: Any, name: str) -> Any:
+        return maker.key(value, name)
 
     @property
     def watched(self) -> bool:
@@ -223,11 +223,11 @@ class Frozen:
         return bool(self._watch)
 
     def is_current(self) -> bool:
-        """Whether the value is still what it was when it was frozen."""
+        """Whether the value is still what it was when its key was made."""
         return watched_unchanged(self._watch)
 
     def __eq__(self, other: Any) -> bool:
-        return self is other or (isinstance(other, Frozen) and self.key == other.key)
+        return self is other or (isinstance(other, Keyed) and self.key == other.key)
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -239,14 +239,14 @@ class Frozen:
         return (type(self), (self.value,))
 
 
-class FrozenFields(Frozen):
-    """The static fields of one record by name, frozen together; errors refer to a field as `name.field`.
+class KeyedFields(Keyed):
+    """The static fields of one record by name, keyed together; errors refer to a field as `name.field`.
 
-    The fields go through one Freezer, so a list held by two of them is one list in the key. The dict around them is
-    private to this object and not watched, so fields that hold nothing mutable never have to be frozen again.
+    The fields go through one KeyMaker, so a list held by two of them is one list in the key. The dict around them is
+    private to this object and not watched, so fields that hold nothing mutable never have to be keyed again.
     """
 
     __slots__ = ()
 
-    def _key(self, freezer: Freezer, value: dict[str, Any], name: str) -> Any:
-        return tuple([(field, freezer.key(held, f"{name}.{field}")) for field, held in value.items()])
+    def _key(self, maker: KeyMaker, value: dict[str, Any], name: str) -> Any:
+        return tuple([(field, maker.key(held, f"{name}.{field}")) for field, held in value.items()])

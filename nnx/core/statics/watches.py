@@ -1,9 +1,8 @@
 """Watches: noticing that a mutable static value has changed in place, which no `__setattr__` sees.
 
-A *watch* is a live view of what a value holds, with what the view showed when the value was frozen:
-`(keys, names, values, held)`. `values` is the view and `held` a list of its items then. For a dict with string keys,
-`keys` and `names` are the same for the keys; otherwise they are None. A value may have several watches, one for its
-items and one for its attributes.
+A *watch* is `(keys, names, values, held)`: `values` reads again what a value holds each time it is iterated, and `held`
+is a list of what it held when its key was made. For a dict with string keys, `keys` and `names` are the same for the
+keys; otherwise they are None. A value may have several watches, one for its items and one for its attributes.
 
 Every call of a jitted function compares the watches of its Modules, so they are plain tuples, and comparing them
 happens in C.
@@ -18,7 +17,7 @@ Watch = tuple[Any, list[str] | None, Any, list[Any]]
 
 
 def snapshot(keys: Any, values: Any) -> Watch:
-    """Returns the watch of live views as they are now. Names are compared by value, everything else by identity."""
+    """Returns the watch of a value that holds this now. Names are compared by value, everything else by identity."""
     held = [*values]
     if keys is None:
         return None, None, values, held
@@ -29,7 +28,7 @@ def snapshot(keys: Any, values: Any) -> Watch:
 
 
 class _KeysAndValues:
-    """The keys of a dict, then its values, as one view: keys that are not strings are watched by identity."""
+    """Reads the keys of a dict, then its values: keys that are not strings are watched by identity."""
 
     __slots__ = ("keys", "values")
 
@@ -44,7 +43,7 @@ class _KeysAndValues:
 
 
 def watched_unchanged(watches: Sequence[Watch]) -> bool:
-    """Whether every watched value holds the very objects it held when it was frozen."""
+    """Whether every watched value holds the very objects it held when the watch was made."""
     for keys, names, values, held in watches:
         if keys is not None:
             if [*keys] != names:

@@ -31,7 +31,7 @@ class GlobalStamp:
 STRUCTURE = GlobalStamp()
 
 
-class Difference(NamedTuple):
+class Delta(NamedTuple):
     """How one revision differs from the first of its series."""
 
     changed: frozenset[tuple[str, Any]] = frozenset()  # first variables with another kind, or None for those removed
@@ -48,9 +48,9 @@ class Revision:
 
     __slots__ = ("series", "difference")
 
-    def __init__(self, series: "Series | None" = None, difference: Difference = Difference()):  # noqa: B008
+    def __init__(self, series: "Series | None" = None, difference: Delta = Delta()):  # noqa: B008
         self.series: Series | None = series
-        self.difference: Difference = difference
+        self.difference: Delta = difference
 
     def can_lead_to(self, other: "Revision") -> bool:
         """Whether changes of plain variables alone can lead from this revision to another one."""
@@ -74,7 +74,7 @@ class Series:
 
     def __init__(self, first: Revision) -> None:
         self.first_kinds: dict[str, Any] = {}  # of variables that have changed since the first revision
-        self.revisions: dict[Difference, Revision] = {first.difference: first}
+        self.revisions: dict[Delta, Revision] = {first.difference: first}
 
     def find(self, changed: dict[str, Any], added: dict[str, Any], name: str, before: Any, after: Any) -> Revision:
         """Returns the revision that differs from the first in these variables and one more."""
@@ -86,7 +86,7 @@ class Series:
             changed.pop(name, None)
         else:
             changed[name] = after
-        difference = Difference(frozenset(changed.items()), tuple(added.items()))
+        difference = Delta(frozenset(changed.items()), tuple(added.items()))
         found = self.revisions.get(difference)
         if found is None:
             if len(self.revisions) >= MAX_REVISIONS:

@@ -12,7 +12,7 @@ from nnx.core.errors import FOREIGN_METHOD, REGISTERED_AS_PYTREE, STATIC_HOLDS_S
 from nnx.core.module.info import class_of, info_of, inserted_names, is_view, values_of
 from nnx.core.module.kinds import ABSENT, NODE, STATIC, SUBMODULE, TREE, Absent, is_cell, is_static
 from nnx.core.state.paths import join
-from nnx.core.statics.keys import ForeignMethod, Freezer, HoldsState, OpenFunction
+from nnx.core.statics.keys import ForeignMethod, HoldsState, KeyMaker, OpenFunction
 from nnx.core.statics.statics import Statics, detach
 from nnx.core.structure.structure import ROOT, GraphKey, Parent, make_parent, module_path
 from nnx.core.variables.refs import Ref
@@ -149,7 +149,7 @@ def traverse(roots: Sequence[Any], functions: Iterable[OpenFunction] = ()) -> Tr
     walk = Traversal()
     walk.modules, walk.parents, walk.index = modules, parents, index
     walk.twins = _twins(modules)
-    rows = _Rows(numbering, walk.twins, _freeze_statics(walk, numbering.statics, functions))
+    rows = _Rows(numbering, walk.twins, _static_rows(walk, numbering.statics, functions))
     root_numbers = tuple(dict.fromkeys([index[id(root)] for root in roots]))
     for root in root_numbers:
         rows.record_below(root)
@@ -258,7 +258,7 @@ def refuse_pytree(module: Any) -> None:
         raise ValueError(REGISTERED_AS_PYTREE.format(name=type(module).__name__))
 
 
-def _freeze_statics(
+def _static_rows(
     walk: Traversal, attributes: Iterable[tuple[int, str, Any]], functions: Iterable[OpenFunction]
 ) -> dict[tuple[int, str], tuple[Any, ...]]:
     """Returns every static attribute, as a StaticAttribute in plain tuples, by Module and name.
@@ -266,22 +266,22 @@ def _freeze_statics(
     Modules are taken in the order of their numbers, which unlike the depth-first order is the same for every choice
     of roots: a body that changes nothing must find mutable values under the numbers they had when it was entered.
     """
-    freezer = Freezer(walk.index_of, functions=functions)
+    maker = KeyMaker(walk.index_of, functions=functions)
     walk.statics = []
     found: dict[tuple[int, str], tuple[Any, ...]] = {}
     for number, name, kind in attributes:
         value = values_of(walk.modules[number])[name]
-        freezer.arrays_inside = kind is not STATIC  # arrays in an nnx.Static are meant to be there
-        key = _static_key(freezer, walk, number, name, value)
+        maker.arrays_inside = kind is not STATIC  # arrays in an nnx.Static are meant to be there
+        key = _static_key(maker, walk, number, name, value)
         found[number, name] = (name, kind, key, len(walk.statics))
         walk.statics.append(value)
-    walk.mutables, walk.watches, walk.functions = freezer.mutables, freezer.watches, list(freezer.functions.values())
+    walk.mutables, walk.watches, walk.functions = maker.mutables, maker.watches, list(maker.functions.values())
     return found
 
 
-def _static_key(freezer: Freezer, walk: Traversal, module: int, name: str, value: Any) -> Any:
+def _static_key(maker: KeyMaker, walk: Traversal, module: int, name: str, value: Any) -> Any:
     try:
-        return freezer.key(value)
+        return maker.key(value)
     except HoldsState as found:
         path = join(walk.path(module), name)
         route = found.route.replace("it[", f"{path}[", 1)

@@ -20,7 +20,7 @@ from nnx.core.errors import INCOMPATIBLE_CONTAINER, JAX_REF_IN_CONTAINER, MODULE
 from nnx.core.hints import refuse_axis_names
 from nnx.core.module.info import ModuleBase
 from nnx.core.repr import short
-from nnx.core.statics.statics import Frozen, own_copy
+from nnx.core.statics.statics import Keyed, own_copy
 from nnx.core.variables.collection_names import register_collection, snake_case
 from nnx.core.variables.foreign_dicts import refuse_foreign_dicts
 from nnx.core.variables.trees import find_module, leaf_types
@@ -54,8 +54,8 @@ class Spec:
         plain = len(metadata) == 1 and metadata.get("sharding", 0) is None
         if plain and "_nnx_plain" in container_type.__dict__:
             return container_type.__dict__["_nnx_plain"]
-        frozen = {name: Frozen(metadata[name], name) for name in sorted(metadata)}
-        key = (container_type, tuple([(name, entry.key) for name, entry in frozen.items()]))
+        keyed = {name: Keyed(metadata[name], name) for name in sorted(metadata)}
+        key = (container_type, tuple([(name, entry.key) for name, entry in keyed.items()]))
         spec = _specs.get(key)
         if spec is None:
             spec = Spec()
@@ -63,7 +63,7 @@ class Spec:
             # A spec is shared by all equivalent containers, so it keeps its own copies and hands out further ones: a
             # change to a list in the metadata of one Variable must not show up in another.
             spec.metadata = types.MappingProxyType({name: own_copy(value) for name, value in metadata.items()})
-            spec.has_mutable = any(entry.watched for entry in frozen.values())
+            spec.has_mutable = any(entry.watched for entry in keyed.values())
             spec.on_set = metadata.get("on_set")
             spec.is_plain = spec.on_set is None and issubclass(container_type, Node)
             spec.is_slotted = _is_slotted(container_type)
@@ -513,14 +513,14 @@ class Static(Container[T]):
     _nnx_holds_state = False
 
     def __hash__(self) -> int:
-        return hash((type(self), Frozen(self.value)))
+        return hash((type(self), Keyed(self.value)))
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Static) and Frozen(self.value) == Frozen(other.value)
+        return isinstance(other, Static) and Keyed(self.value) == Keyed(other.value)
 
 
 jax.tree_util.register_pytree_node(
-    Static, lambda static: ((), Frozen(static.value)), lambda frozen, _: Static(frozen.value)
+    Static, lambda static: ((), Keyed(static.value)), lambda keyed, _: Static(keyed.value)
 )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Unpack
 
 from nnx.core.hints import SCAN_MODULE, add_hints
-from nnx.core.module.attributes import settle
+from nnx.core.module.attributes import decide_again
 from nnx.core.module.call_chains import Access, Way
 from nnx.core.module.info import info_of, new_module
 from nnx.core.module.module import Module
@@ -55,7 +55,7 @@ class TransformedModule(Module, Generic[M]):
             outer = new_module(cls, {}, constructing=True)
             setattr(outer, cls.inner_name, inner)
             outer.options = dict(options)
-            settle(outer)
+            decide_again(outer)
             info_of(outer).constructing = False
             return outer
 

@@ -6,7 +6,7 @@ from typing import Any, Unpack, overload
 import jax
 
 from nnx.core.context import SharedBy
-from nnx.core.module.attributes import settle
+from nnx.core.module.attributes import decide_again
 from nnx.core.module.info import info_of, new_module
 from nnx.core.module.kinds import is_static
 from nnx.core.trace import is_of_this_trace
@@ -141,7 +141,7 @@ def stacked_init(stacking: Stacking, fun: Callable[..., Any]) -> Callable[..., A
             for name, value in statics.items():
                 setattr(member, name, value)
             fun(member, *args, **kwargs)
-            settle(member)
+            decide_again(member)
             info_of(member).constructing = False
             return member
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from nnx.core.errors import TraceContextError
-from nnx.core.module.attributes import assign, place
+from nnx.core.module.attributes import assign, store
 from nnx.core.module.dict_sequence import Dict
 from nnx.core.module.info import info_of
 from nnx.core.module.kinds import STATIC
@@ -179,7 +179,7 @@ def _set_observers(module: Any, observers: tuple[Observer, ...]) -> None:
     cls = type(module)._nnx_original if isinstance(module, Observed) else type(module)
     if observers:
         cls = observed_class(cls, tuple(sorted({name for observer in observers for name in observer.methods})))
-        place(module, OBSERVERS, STATIC, observers)
+        store(module, OBSERVERS, STATIC, observers)
     else:
         remove(module, OBSERVERS)
     object.__setattr__(module, "__class__", cls)
@@ -306,4 +306,4 @@ def keep_records(modules: Callable[[], Sequence[Any]], rewrite: Any, values: Seq
         if is_record(kind) and number < rewrite.old_count:
             module = modules()[number]
             check_recordable(module, len(module.__dict__[OBSERVERS]) - 1)
-            place(module, name, kind, value)
+            store(module, name, kind, value)

@@ -8,7 +8,7 @@ import jax
 
 from nnx.core.module.info import ModuleBase
 from nnx.core.repr import short
-from nnx.core.statics.statics import Frozen
+from nnx.core.statics.statics import Keyed
 
 WRONG_COUNT = "{option} has {given} entries for a call with {count} arguments."
 
@@ -20,7 +20,7 @@ STATIC_MODULE = """The static argument {label} of {name} is a Module ({kind}). M
 of static_argnums/static_argnames, and its state is passed as data and its structure compared by itself."""
 
 
-class StaticArgument(Frozen):
+class StaticArgument(Keyed):
     """A static argument of a call: a pytree without leaves, compared as static attributes are."""
 
     __slots__ = ()
