@@ -1,5 +1,5 @@
 """Everything that uses private parts of JAX: a cheap token for the running trace, the mesh of a `with mesh:` block, the
-store shared by processes, and transfer guards.
+store shared by processes, transfer guards, and the dispatch of jitted functions.
 
 The *level* of an object is the trace it was made in. A Module or Context of one level must not be changed at another,
 or tracers would leak out of a transformed function, or stale values into it. This is the only file that imports JAX's
@@ -74,6 +74,17 @@ def is_eager() -> bool:
 def looks_for_nans() -> bool:
     """Whether JAX checks every result for NaN or infinity (`jax_debug_nans`, `jax_debug_infs`)."""
     return jax.debug_nans.value or jax.debug_infs.value
+
+
+def forget_failed_dispatch(jitted: Any) -> None:
+    """Lets calls of a jitted function go through JAX's C++ dispatch again after one raised while it was traced.
+
+    JAX keeps one dispatch entry per signature, and marks the entry of a call that raised for good: every later call
+    then runs some 340 Python frames instead of none. The public `clear_cache` would also forget the traces.
+    """
+    clear = getattr(jitted, "_clear_cache", None)
+    if clear is not None:  # else calls are as slow, and as right
+        clear()
 
 
 def is_of_this_trace(value: Any) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from nnx.core.trace import is_eager
+from nnx.core.trace import forget_failed_dispatch, is_eager
 from nnx.sharding.rules import current_rules
 from nnx.transforms.engine.call import Call, CallAt
 from nnx.transforms.engine.captured import Captured, evaluate, trace_program
@@ -69,6 +69,7 @@ class _Trace:
             pass  # made below, outside the handler: errors must not be chained to this one
         program = trace_program(work, *operands)
         self.captured.add(functions, program.jaxpr)
+        forget_failed_dispatch(self._jitted)
         outer, _current.program = _current.program, program
         try:
             return self._jitted(self.captured.values(), operands)

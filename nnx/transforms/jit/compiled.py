@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from nnx.core.trace import is_eager
+from nnx.core.trace import forget_failed_dispatch, is_eager
 from nnx.core.variables.untied import inputs_traced_as
 from nnx.transforms.engine.call import Call, Signature
 from nnx.transforms.engine.captured import Captured, evaluate, trace_program
@@ -207,6 +207,7 @@ class Compiled:
         current.is_staging, current.program = True, None
         try:
             current.program = current.run(call, self._stage, call, arguments_of(call.cells(), data, forks))
+            forget_failed_dispatch(self.jitted.at(self.cells_of(call)) if self.placed else self.jitted)
             return current.run(call, use, self.cells_of(call), data, forks)
         finally:
             current.is_staging, current.program = outer

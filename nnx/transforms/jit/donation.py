@@ -27,7 +27,7 @@ import jax
 
 from nnx.core.structure.flat import Flat
 from nnx.core.structure.structure import GraphKey
-from nnx.core.trace import current_level, is_eager, looks_for_nans
+from nnx.core.trace import current_level, forget_failed_dispatch, is_eager, looks_for_nans
 from nnx.core.variables.trees import is_leaf, leaf_types
 from nnx.transforms.control.shared_traces import in_lifted_function
 from nnx.transforms.engine.call import Call
@@ -247,14 +247,18 @@ class Donation:
     def _trace_and_lower(self, cells: list[Any], data: tuple[Any, ...], forks: Any) -> None:
         """Traces and lowers the function for the values of a call."""
         try:
-            self.stage("lower", cells, data, forks)
+            self._lower(cells, data, forks)
         except OtherChangeSet:
             self.by_avals = True  # shapes decide what changes: from now on, one variant per set of shapes
             self.usual = None
             self.variants.clear()
         else:
             return
-        self.stage("lower", cells, data, forks)  # outside the handler: an error must not be chained to this one
+        self._lower(cells, data, forks)  # outside the handler: an error must not be chained to this one
+
+    def _lower(self, cells: list[Any], data: tuple[Any, ...], forks: Any) -> None:
+        variant, _ = self.stage("lower", cells, data, forks)
+        forget_failed_dispatch(variant.jitted)
 
     def stage(self, name: str, cells: list[Any], data: Any, forks: Any) -> tuple[Variant, Any]:
         """Traces or lowers (`name` says which) the function for these arguments; returns JAX's object as well."""
