@@ -332,7 +332,8 @@ def test_memory_stays_flat_and_the_model_is_freed_at_once():
     tracemalloc.start()
     try:
         before = repeat(model, 400)  # the first calls fill caches of other parts
-        assert repeat(model, 400) - before < 2_000
+        # The smallest object, kept by every call, would be 20 kB. Other tests leave JAX with some to free or to make.
+        assert repeat(model, 400) - before < 10_000
     finally:
         tracemalloc.stop()
     array, gc_was_enabled = weakref.ref(model.layers[0].w), gc.isenabled()

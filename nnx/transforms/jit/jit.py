@@ -30,9 +30,10 @@ from nnx.transforms.engine.effects import discard
 from nnx.transforms.engine.observed import OBSERVERS
 from nnx.transforms.engine.selected_arguments import Selection, make_static, unwrap_static
 from nnx.transforms.jit.argument_names import ArgumentNames
+from nnx.transforms.jit.call_plans import PlanCache
 from nnx.transforms.jit.compiled import Compiled, CurrentCall
 from nnx.transforms.jit.donation import NO_COUNTS
-from nnx.transforms.jit.fast_path import PlanCache, make_function
+from nnx.transforms.jit.fast_path import make_function
 from nnx.transforms.jit.holders import counts_tell
 from nnx.transforms.jit.interrupts import uninterrupted
 from nnx.transforms.jit.staged import Staged
