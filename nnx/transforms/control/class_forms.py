@@ -189,16 +189,14 @@ class Remat(TransformedModule[M]):
 
 def _stacked(name: str, size_name: str, module_type: Any, options: dict[str, Any]) -> Callable[..., Any]:
     """Returns a function that builds one Module whose variables are stacked."""
-    stacking = Stacking.of(
-        name,
-        size_name,
-        options.get("variable_axes"),
-        ...,
-        None,
-        options.get("split_rngs"),
-        options.get(size_name),
-        options.get("metadata_params"),
-        None,
+    stacking = Stacking(
+        name=name,
+        size_name=size_name,
+        variable_axes=options.get("variable_axes"),
+        broadcast=...,
+        split_rngs=options.get("split_rngs"),
+        size=options.get(size_name),
+        metadata_params=options.get("metadata_params"),
     )
     stacking.require_size()
     return lambda *args, **kwargs: construct(stacking, module_type, args, kwargs)

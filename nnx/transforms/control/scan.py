@@ -104,16 +104,16 @@ def scan(
     >>> float(carry), ys.tolist()
     (6.0, [1.0, 1.0, 2.0])
     """
-    stacking = Stacking.of(
-        "nnx.scan",
-        "length",
-        variable_axes,
-        variable_broadcast,
-        variable_carry,
-        split_rngs,
-        length,
-        metadata_params,
-        data_transform,
+    stacking = Stacking(
+        name="nnx.scan",
+        size_name="length",
+        variable_axes=variable_axes,
+        broadcast=variable_broadcast,
+        carry=variable_carry,
+        split_rngs=split_rngs,
+        size=length,
+        metadata_params=metadata_params,
+        data_transform=data_transform,
     )
     stacking.require_size()
     if is_init_method(fun, is_init):

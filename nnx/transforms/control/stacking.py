@@ -72,56 +72,50 @@ the same value. Carry it from step to step (variable_carry), or stack it (variab
 ADD_TO_AXES = "Every run makes its own value, so it must be stacked: add its type to variable_axes, e.g. {{{kind}: 0}}."
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Stacking:
-    """The options of one scan or vmap that concern Modules and Contexts.
+    """The options of one scan or vmap that concern Modules and Contexts, as a value that can be hashed.
 
-    Attributes:
+    Args:
         name: the transform's name, for errors.
         size_name: what the option for the number of slices is called, "length" or "axis_size".
-        variable_axes: pairs of a filter and the axis along which its variables are stacked.
+        variable_axes: a mapping from filter to the axis along which its variables are stacked; kept as pairs.
         broadcast, carry: filters for variables that every run reads, and that are handed from step to step.
         split_rngs: an RNG filter for the streams that differ from run to run.
         size: the number of slices, if given.
-        metadata_params: the metadata of the stacked axis, such as its name in `sharding`.
+        metadata_params: the metadata of the stacked axis, such as its name in `sharding`; kept as pairs.
         data_transform: a function applied to the State inside the body.
+
+    Raises:
+        TypeError: `variable_axes` is not a mapping from filters to axes.
     """
 
     name: str
     size_name: str
-    variable_axes: tuple[tuple[Any, int], ...]
+    variable_axes: Any
     broadcast: Any
-    carry: Any
+    carry: Any = None
     split_rngs: Any
     size: int | None
-    metadata_params: tuple[tuple[Any, Any], ...]
-    data_transform: Callable[[State], State] | None
+    metadata_params: Any
+    data_transform: Callable[[State], State] | None = None
 
-    @staticmethod
-    def of(
-        name: str,
-        size_name: str,
-        axes: Any,
-        broadcast: Any,
-        carry: Any,
-        split: Any,
-        size: Any,
-        params: Any,
-        transform: Any,
-    ) -> "Stacking":
-        if isinstance(axes, Mapping):
-            axes = tuple(axes.items())
-        elif axes is None:
-            axes = ()
-        else:
-            raise TypeError(NOT_A_MAPPING.format(name=name, axes=axes))
-        for filter, axis in axes:
+    def __post_init__(self) -> None:
+        axes = {} if self.variable_axes is None else self.variable_axes
+        if not isinstance(axes, Mapping):
+            raise TypeError(NOT_A_MAPPING.format(name=self.name, axes=axes))
+        for filter, axis in axes.items():
             to_predicate(filter)
             if not isinstance(axis, int):
-                raise TypeError(NOT_AN_AXIS.format(name=name, filter=describe(filter), axis=axis))
-        rng_predicate(split)
-        split = tuple(split) if isinstance(split, list) else split
-        return Stacking(name, size_name, axes, broadcast, carry, split, size, tuple((params or {}).items()), transform)
+                raise TypeError(NOT_AN_AXIS.format(name=self.name, filter=describe(filter), axis=axis))
+        rng_predicate(self.split_rngs)  # raises if it is no RNG filter
+        hashable = {
+            "variable_axes": tuple(axes.items()),
+            "split_rngs": tuple(self.split_rngs) if isinstance(self.split_rngs, list) else self.split_rngs,
+            "metadata_params": tuple((self.metadata_params or {}).items()),
+        }
+        for field, value in hashable.items():
+            object.__setattr__(self, field, value)
 
     def require_size(self) -> None:
         if self.variable_axes and self.size is None:

@@ -1,6 +1,6 @@
 """`vmap`: one function over many members, with Modules stacked or shared as `variable_axes` says."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack, overload
 
 import jax
@@ -9,6 +9,7 @@ from nnx.core.context import SharedBy
 from nnx.core.module.attributes import decide_again
 from nnx.core.module.info import info_of, new_module
 from nnx.core.module.kinds import is_static
+from nnx.core.structure.structure import GraphKey
 from nnx.core.trace import is_of_this_trace
 from nnx.core.variables.variables import BatchStat, Cache, Intermediate, Spec
 from nnx.transforms.control.body_order import BodyOrder
@@ -20,61 +21,78 @@ from nnx.transforms.engine.decorators import decorator
 from nnx.transforms.engine.effects import Effects, Outcome, cell_paths, commit, enter_call, finish, leave
 
 
-def map_call(
-    stacking: Stacking,
-    fun: Callable[..., Any],
-    call: Call,
-    axes_of_data: Any,
-    labels: Any,
-    out_axes: Any,
-    shared_by: SharedBy,
-    **options: Any,
-) -> Outcome:
-    """Maps a function over the members of a split call."""
-    groups = stacking.groups(call)
-    size = stacking.find_size(call, groups, axes_of_data, labels)
-    split, shared = stacking.keys(call, size)
-    outer = call.signature.key
-    inner = stacking.inner_key(outer, groups)
-    signature = call.signature._replace(key=inner)
-    found: list[tuple[Effects, dict[int, Any]]] = []
-    order = BodyOrder()
+class MappedCall:
+    """One call of a mapped function.
 
-    mapped_data = [i for i, axis in enumerate(axes_of_data) if axis is not None]
+    Args:
+        stacking: the options of the transform.
+        fun: the user's function.
+        call: the call, split.
+        axes_of_data: the mapped axis of every data leaf, or None.
+        labels: what the data leaves are called in errors.
+        shared_by: what shared streams of Contexts are marked with.
+    """
 
-    def body(cells: Any, slices: Any, split: Any) -> Any:
-        contexts = stacking.contexts(call, split, shared, size, shared_by)
-        data = with_values(call.data, (mapped_data, slices))  # what is not mapped need not even be an array
-        entered, args, kwargs = enter_call(signature, call.statics, stacking.transformed(inner, cells), data, contexts)
-        order.keep(entered)
-        out = run_in_scope(fun, args, kwargs)
+    def __init__(
+        self, stacking: Stacking, fun: Any, call: Call, axes_of_data: Sequence[Any], labels: Any, shared_by: SharedBy
+    ):
+        self.stacking, self.fun, self.call, self.shared_by = stacking, fun, call, shared_by
+        self.axes_of_data = axes_of_data
+        self.mapped_data: list[int] = [i for i, axis in enumerate(axes_of_data) if axis is not None]
+        self.groups: list[Any] = stacking.groups(call)
+        self.size: int = stacking.find_size(call, self.groups, axes_of_data, labels)
+        self.inner: GraphKey | None = stacking.inner_key(call.signature.key, self.groups)
+        self.found: list[tuple[Effects, dict[int, Any]]] = []  # what the last trace of the body did
+        self.order: BodyOrder = BodyOrder()
+
+    def run(self, out_axes: Any, **options: Any) -> Outcome:
+        """Maps the function over all members; `options` are those of `jax.vmap`."""
+        call = self.call
+        split, shared = self.stacking.keys(call, self.size)
+
+        def body(cells: Any, slices: Any, split: Any) -> Any:
+            contexts = self.stacking.contexts(call, split, shared, self.size, self.shared_by)
+            return self._member(cells, slices, contexts, out_axes)
+
+        cell_axes = [group if isinstance(group, int) else None for group in self.groups]
+        in_axes = (cell_axes, [self.axes_of_data[i] for i in self.mapped_data], 0)
+        mapped = jax.vmap(body, in_axes=in_axes, out_axes=(0, None, out_axes), axis_size=self.size, **options)
+        stacked, same, out = mapped(call.cells(), [call.data[i] for i in self.mapped_data], split)
+        return assemble(self.stacking, *self.found[0], iter(stacked), iter(same), out)
+
+    def _member(self, cells: Any, slices: Any, contexts: Any, out_axes: Any) -> Any:
+        """Runs one member; returns its changed values, stacked and shared, and its output."""
+        call, stacking = self.call, self.stacking
+        data = with_values(call.data, (self.mapped_data, slices))  # what is not mapped need not even be an array
+        signature = call.signature._replace(key=self.inner)
+        cells = stacking.transformed(self.inner, cells)
+        entered, args, kwargs = enter_call(signature, call.statics, cells, data, contexts)
+        self.order.keep(entered)
+        out = run_in_scope(self.fun, args, kwargs)
         if not isinstance(out_axes, int):
             check_module_axes(stacking, "out_axes", [out_axes], [out], ["the result"])
-        order.keep(entered, out)
+        self.order.keep(entered, out)
         outcome = leave(entered, stacking.name_new_axes(entered, out), stacking.name)
+        return *self._sort_values(outcome), outcome.out
+
+    def _sort_values(self, outcome: Outcome) -> tuple[list[Any], list[Any]]:
+        """Returns the values that came out of a member: those that are stacked, and those that all members share."""
         effects = outcome.effects
-        out_groups = stacking.output_groups(inner, groups, effects)
-        found[:] = [(effects, out_groups)]
+        out_groups = self.stacking.output_groups(self.inner, self.groups, effects)
+        self.found[:] = [(effects, out_groups)]
+        key = effects.rewrite.key if effects.rewrite is not None else self.inner
         stacked, same = [], []
-        key = effects.rewrite.key if effects.rewrite is not None else inner
         for cell, value in zip(effects.outputs(), outcome.values):
             assert key is not None, "only a graph has cells"
             if isinstance(out_groups[cell], int):
                 stacked.append(value)
-                if shared_by.drawn and is_equal_by_mistake(key.kinds[cell], value):
-                    while shared_by.drawn:
-                        shared_by.warn(shared_by.drawn.pop())
+                if self.shared_by.drawn and is_equal_by_mistake(key.kinds[cell], value):
+                    while self.shared_by.drawn:
+                        self.shared_by.warn(self.shared_by.drawn.pop())
             else:
-                stacking.check_same(cell_paths(key)[cell], key.kinds[cell], value)
+                self.stacking.check_same(cell_paths(key)[cell], key.kinds[cell], value)
                 same.append(value)
-        return stacked, same, outcome.out
-
-    cell_axes = [group if isinstance(group, int) else None for group in groups]
-    in_axes = (cell_axes, [axes_of_data[i] for i in mapped_data], 0)
-    mapped = jax.vmap(body, in_axes=in_axes, out_axes=(0, None, out_axes), axis_size=size, **options)
-    stacked, same, out = mapped(call.cells(), [call.data[i] for i in mapped_data], split)
-    effects, out_groups = found[0]
-    return assemble(stacking, effects, out_groups, iter(stacked), iter(same), out)
+        return stacked, same
 
 
 def assemble(
@@ -101,7 +119,7 @@ def construct(stacking: Stacking, make: Callable[..., Any], args: Any, kwargs: A
 def map_all(stacking: Stacking, make: Callable[..., Any], call: Call, shared_by: SharedBy) -> Outcome:
     """Maps a function over the members of a call whose arguments are the same for all of them."""
     count = len(call.data)
-    return map_call(stacking, make, call, [None] * count, [""] * count, 0, shared_by)
+    return MappedCall(stacking, make, call, [None] * count, [""] * count, shared_by).run(0)
 
 
 def _shared_by(stacking: Stacking, make: Callable[..., Any]) -> SharedBy:
@@ -204,16 +222,15 @@ def vmap(
     >>> models(jnp.ones((4, 3))).shape
     (6, 4, 2)
     """
-    stacking = Stacking.of(
-        "nnx.vmap",
-        "axis_size",
-        variable_axes,
-        variable_broadcast,
-        None,
-        split_rngs,
-        axis_size,
-        metadata_params,
-        data_transform,
+    stacking = Stacking(
+        name="nnx.vmap",
+        size_name="axis_size",
+        variable_axes=variable_axes,
+        broadcast=variable_broadcast,
+        split_rngs=split_rngs,
+        size=axis_size,
+        metadata_params=metadata_params,
+        data_transform=data_transform,
     )
     if is_init_method(fun, is_init):
         return stacked_init(stacking, fun)
@@ -232,7 +249,7 @@ def vmap(
             check_module_axes(stacking, "in_axes", entries, args, argument_labels(len(args)))
         call = Call(args, kwargs)
         axes_of_data, labels = data_axes(stacking.name, entries, args, kwargs, 0)
-        outcome = map_call(stacking, target.fun, call, axes_of_data, labels, out_axes, shared_by, **options)
+        outcome = MappedCall(stacking, target.fun, call, axes_of_data, labels, shared_by).run(out_axes, **options)
         return finish(call, outcome, stateful)
 
     return lifted

@@ -14,7 +14,7 @@ One cell may be reached from several of these Modules, or from one that is passe
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from nnx.core.state.state import State
 from nnx.core.structure.flat import Flat, flat_of, joint_flat_of
 from nnx.core.variables.untied import warn_of_untied
 from nnx.core.variables.variables import Container
-from nnx.transforms.engine.call import Call, is_data, is_module, unique, with_values
+from nnx.transforms.engine.call import DATA_MARK, Call, is_data, is_module, unique, with_values
 from nnx.transforms.engine.effects import Outcome, Returned, run
 from nnx.transforms.engine.selected_arguments import Selection, leaf_flags
 
@@ -75,7 +75,8 @@ class Part:
         kwargs: dict[str, Any],
         argnums: Any,
         wrt: Any,
-        allow_int: bool,
+        *,
+        allow_int: bool = False,
         allow_empty: bool = False,
         trained_only: bool = False,
     ):
@@ -84,45 +85,44 @@ class Part:
         self.single: bool = isinstance(argnums, int)
         self.positions: list[int] = positions_of(name, "argnums", argnums, len(args))
         self.arguments: list[Any] = [args[i] for i in self.positions]
-        flags = leaf_flags(Selection(lambda: None, self.positions, None), args, kwargs)
-        marks = self.call.signature.marks
-        data_flags = [flag for flag, mark in zip(flags, marks) if mark == -1]
-        self.data: list[int] = [i for i, flag in enumerate(data_flags) if flag]
+        self.data: list[int] = _data_in(self.call, self.positions, args, kwargs)
         self.roots: list[Any] = unique([leaf for leaf in jax.tree.leaves(self.arguments) if is_module(leaf)])
         self.flat: Flat | None = joint_flat_of(self.roots) if self.roots else None
-        self.cells: list[int] = []  # of the call
-        self.own: list[int] = []  # the same cells, numbered from the differentiated Modules alone
-        self.views: list[dict[str, int]] = []  # per root: the path of each cell it reaches, and its index in `own`
+        self.own: list[int] = []  # the differentiated cells, as `flat` numbers them
+        self.cells: list[int] = []  # the same cells, as the call numbers them
+        self.paths: list[dict[str, int]] = []  # per root: the path of each cell that it reaches, and its index in `own`
         if self.flat is not None:
             self._select_cells(self.flat)
-            if not self.own and not self.data and not allow_empty:
-                raise ValueError(self._nothing_selected())
+        if self.flat is not None and not (self.own or self.data or allow_empty):
+            raise ValueError(self._nothing_selected())
         if not allow_int:
             self._check_floats()
 
     def _select_cells(self, flat: Flat) -> None:
-        matches = to_predicate(self.wrt)
         places = _places(flat)
-        found: list[list[tuple[str, int]]] = []
-        for root in self.roots:
-            # Filters see the paths of each Module on its own, so that `module.filter(wrt)` is always a valid tangent.
-            own_flat = flat_of(root)
-            entries = list(zip(own_flat.key.layout.paths, own_flat.leaves()))
-            check_wrt(self.wrt, entries, self.name)
-            cells = (places[id(values), name] for values, name in zip(own_flat.dicts, own_flat.names))
-            chosen = [(path, leaf, cell) for (path, leaf), cell in zip(entries, cells) if matches(path, leaf)]
-            if self.trained_only:
-                chosen = [(path, leaf, cell) for path, leaf, cell in chosen if not is_frozen(leaf)]
-                warn_of_untied("nnx.grad", root, [(path, leaf) for path, leaf, _ in chosen])
-            found.append([(path, cell) for path, _, cell in chosen])
-        self.own = sorted({cell for view in found for _, cell in view})
-        numbers = {cell: n for n, cell in enumerate(self.own)}
-        self.views = [{path: numbers[cell] for path, cell in view} for view in found]
-        if self.call.flat is flat:
-            self.cells = self.own
-        else:
-            call_places = _places(self.call.flat)
-            self.cells = [call_places[id(flat.dicts[i]), flat.names[i]] for i in self.own]
+        chosen = [self._chosen_cells(root, places) for root in self.roots]
+        self.own = sorted({cell for cells in chosen for cell in cells.values()})
+        indices = {cell: n for n, cell in enumerate(self.own)}
+        self.paths = [{path: indices[cell] for path, cell in cells.items()} for cells in chosen]
+        self.cells = self.own
+        if self.call.flat is not flat:
+            places = _places(self.call.flat)
+            self.cells = [places[id(flat.dicts[i]), flat.names[i]] for i in self.own]
+
+    def _chosen_cells(self, root: Any, places: Mapping[tuple[int, str], int]) -> dict[str, int]:
+        """Returns the cells of one Module that `wrt` selects, by path.
+
+        The filter sees the paths of each Module on its own, so that `module.filter(wrt)` is always a valid tangent.
+        """
+        flat, matches = flat_of(root), to_predicate(self.wrt)
+        entries = list(zip(flat.key.layout.paths, flat.leaves()))
+        check_wrt(self.wrt, entries, self.name)
+        cells = (places[id(values), name] for values, name in zip(flat.dicts, flat.names))
+        chosen = [(path, leaf, cell) for (path, leaf), cell in zip(entries, cells) if matches(path, leaf)]
+        if self.trained_only:
+            chosen = [(path, leaf, cell) for path, leaf, cell in chosen if not is_frozen(leaf)]
+            warn_of_untied("nnx.grad", root, [(path, leaf) for path, leaf, _ in chosen])
+        return {path: cell for path, _, cell in chosen}
 
     def _nothing_selected(self) -> str:
         by_type: dict[str, list[str]] = {}
@@ -181,8 +181,7 @@ class Part:
     def spread(self, cells: Sequence[Any], data: Sequence[Any]) -> Any:
         """Like `pack`, but with every cell in the State of every Module that reaches it."""
         boxed = [self._box(i, value) for i, value in zip(self.own, cells)]
-        views = {id(root): view for root, view in zip(self.roots, self.views)}
-        return self._fill(data, lambda module: {path: boxed[n] for path, n in views[id(module)].items()})
+        return self._fill(data, lambda module: {path: boxed[n] for path, n in self._paths_of(module).items()})
 
     def _fill(self, data: Sequence[Any], leaves_of: Callable[[Any], dict[str, Any]]) -> Any:
         rest = iter(data)
@@ -231,7 +230,7 @@ class Part:
                 if is_data(leaf):
                     data.append(value)
                 elif is_module(leaf) and value is None and complete:
-                    zero.update(self._view(leaf).values())
+                    zero.update(self._paths_of(leaf).values())
                 elif is_module(leaf):
                     self._add_state(leaf, value, sums, what)
         if complete:
@@ -244,14 +243,14 @@ class Part:
         if not isinstance(state, State):
             got, kind = type(state).__name__, f"{what} ({type(module).__name__})"
             raise TypeError(NOT_A_STATE.format(name=self.name, what=kind, wrt=describe(self.wrt), got=got))
-        view = self._view(module)
+        paths = self._paths_of(module)
         for path, leaf in state.items():
-            n = view.get(path)
+            n = paths.get(path)
             if n is None:
                 n = self._find_alias(module, path)
             if n is None:
                 text = {"path": path, "what": what, "module": type(module).__name__, "wrt": describe(self.wrt)}
-                raise ValueError(UNKNOWN_PATH.format(name=self.name, known=listing(view) or "nothing", **text))
+                raise ValueError(UNKNOWN_PATH.format(name=self.name, known=listing(paths) or "nothing", **text))
             given = leaf.value if isinstance(leaf, Container) else leaf
             value = self._value(self.own[n])
             if _shape(given) != _shape(value):
@@ -260,18 +259,18 @@ class Part:
             given = jax.tree.map(lambda g, v: zero_tangent(v) if _is_integer(v) else g, given, value)
             sums[n] = given if sums[n] is None else jax.tree.map(_add, sums[n], given)
 
-    def _view(self, module: Any) -> dict[str, int]:
-        return next(view for root, view in zip(self.roots, self.views) if root is module)
+    def _paths_of(self, module: Any) -> dict[str, int]:
+        return next(paths for root, paths in zip(self.roots, self.paths) if root is module)
 
     def _find_alias(self, module: Any, path: str) -> int | None:
         """Returns the index in `own` of the cell that a path other than the canonical one leads to."""
         key = flat_of(module).key
         cell = key.find(path)
-        return self._view(module).get(key.layout.paths[cell]) if cell is not None else None
+        return self._paths_of(module).get(key.layout.paths[cell]) if cell is not None else None
 
     def _require_all(self, sums: Sequence[Any], zero: set[int]) -> None:
-        for root, view in zip(self.roots, self.views):
-            for path, n in view.items():
+        for root, paths in zip(self.roots, self.paths):
+            for path, n in paths.items():
                 if sums[n] is None and n not in zero:
                     text = {"module": type(root).__name__, "path": path, "wrt": describe(self.wrt)}
                     raise ValueError(MISSING_COTANGENT.format(name=self.name, **text))
@@ -335,6 +334,13 @@ def _is_returned(x: Any) -> bool:
 
 
 # Places
+
+
+def _data_in(call: Call, positions: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """Returns which of a call's data are in the arguments at these positions."""
+    flags = leaf_flags(Selection(lambda: None, positions, None), args, kwargs)
+    in_positions = [flag for flag, mark in zip(flags, call.signature.marks) if mark == DATA_MARK]
+    return [i for i, flag in enumerate(in_positions) if flag]
 
 
 def positions_of(name: str, option: str, numbers: Any, count: int) -> list[int]:

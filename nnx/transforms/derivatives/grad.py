@@ -199,7 +199,7 @@ def _value_and_gradient(
     name = f"nnx.grad({target.name})"
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        part = Part(name, (*target.bound, *args), kwargs, argnums, wrt, allow_int, trained_only=True)
+        part = Part(name, (*target.bound, *args), kwargs, argnums, wrt, allow_int=allow_int, trained_only=True)
         pure = part.function(target.fun)
 
         def loss(differentiated: Any) -> tuple[Any, Outcome]:

@@ -20,8 +20,11 @@ from nnx.transforms.engine.effects import Outcome, finish
 from nnx.transforms.engine.tracebacks import boundary
 
 
-def _all(count: int) -> tuple[int, ...]:
-    return tuple(range(count))
+def _whole(transform: str, fun: Any, primals: Sequence[Any], wrt: Filter) -> tuple[Callable[..., Any], Part]:
+    """Returns a function and the differentiated part of its call with these arguments: all of them."""
+    target = target_of(fun, transform)
+    arguments = (*target.bound, *primals)
+    return target.fun, Part(f"{transform}({target.name})", arguments, {}, tuple(range(len(arguments))), wrt)
 
 
 def _with_aux(pure: Callable[[Any], Outcome], has_aux: bool) -> Callable[[Any], tuple[Any, Outcome]]:
@@ -69,11 +72,8 @@ def vjp(fun: Any, *primals: Any, has_aux: bool = False, wrt: Filter = Param, sta
     >>> float(out), float(state["w"].value), float(x_bar)
     (6.0, 2.0, 3.0)
     """
-    target = target_of(fun, "nnx.vjp")
-    part = Part(
-        f"nnx.vjp({target.name})", (*target.bound, *primals), {}, _all(len(primals) + len(target.bound)), wrt, False
-    )
-    raw, pull, outcome = jax.vjp(_with_aux(part.function(target.fun), has_aux), part.primals(), has_aux=True)
+    fun, part = _whole("nnx.vjp", fun, primals, wrt)
+    raw, pull, outcome = jax.vjp(_with_aux(part.function(fun), has_aux), part.primals(), has_aux=True)
     out, aux = _finish(part, raw, outcome, stateful)
     returns_modules = outcome.effects.returns_modules
     structure = jax.tree.map(lambda _: 0, raw)
@@ -134,11 +134,9 @@ def jvp(
     >>> float(out), float(tangent_out)
     (9.0, 6.0)
     """
-    target = target_of(fun, "nnx.jvp")
-    primals = (*target.bound, *primals)
-    part = Part(f"nnx.jvp({target.name})", primals, {}, _all(len(primals)), wrt, False)
+    fun, part = _whole("nnx.jvp", fun, primals, wrt)
     given = part.unpack(tuple(tangents), "the tangents")
-    function = _with_aux(part.function(target.fun), has_aux)
+    function = _with_aux(part.function(fun), has_aux)
     raw, tangent, outcome = jax.jvp(function, (part.primals(),), (as_tangents(given, part.primals()),), has_aux=True)
     out, aux = _finish(part, raw, outcome, stateful)
     tangent = without_modules(tangent)
@@ -164,10 +162,8 @@ def linearize(fun: Any, *primals: Any, has_aux: bool = False, wrt: Filter = Para
     >>> float(f_jvp(nnx.State({"w": nnx.Param(jnp.array(1.0))})))
     6.0
     """
-    target = target_of(fun, "nnx.linearize")
-    primals = (*target.bound, *primals)
-    part = Part(f"nnx.linearize({target.name})", primals, {}, _all(len(primals)), wrt, False)
-    function = _with_aux(part.function(target.fun), has_aux)
+    fun, part = _whole("nnx.linearize", fun, primals, wrt)
+    function = _with_aux(part.function(fun), has_aux)
     values = part.primals()
     raw, push, outcome = jax.linearize(function, values, has_aux=True)
     out, aux = _finish(part, raw, outcome, stateful)
@@ -214,7 +210,7 @@ def _jacobian(
     allow_int = bool(options.get("allow_int"))
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        part = Part(f"{name}({target.name})", (*target.bound, *args), kwargs, argnums, wrt, allow_int)
+        part = Part(f"{name}({target.name})", (*target.bound, *args), kwargs, argnums, wrt, allow_int=allow_int)
         structure: list[Any] = []
         split = _with_aux(part.function(target.fun), has_aux)
 

@@ -389,49 +389,63 @@ def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
     """Finds the Rewrite from the structure a graph was entered with to the one it has now."""
     old_modules = entered.graph.modules
     walk = traverse([*old_modules, *returned], entered.functions)
-    numbers = {id(ref): cell for cell, ref in entered.refs.items()}
-    places = {} if entered.key is None else entered.key.cell_numbers
     current = [walk.modules[at].__dict__[name] for at, name, _ in walk.key.cells]
-    refs, origins, sources = [], [], []
-    for (at, name, _), ref, value in zip(walk.key.cells, walk.refs, current):
-        status = UNTIED if ref is None else numbers.get(id(ref), NEW_REF)
-        place = places.get((at, name), -1) if at < len(old_modules) else -1
-        keeps = status >= 0 or place not in entered.refs  # whether the cell is the one that was there before
-        origin = status if status >= 0 else place
-        # A value that can change in place must not be shared with the Ref that the attribute has left.
-        stays = origin >= 0 and (keeps or not can_change(value)) and not entered.is_changed(origin, value)
-        refs.append(status)
-        origins.append(origin if keeps else -1)
-        sources.append(origin if stays else -1)
+    numbers = {id(ref): cell for cell, ref in entered.refs.items()}
+    statuses = [UNTIED if ref is None else numbers.get(id(ref), NEW_REF) for ref in walk.refs]
+    cells = list(map(partial(_trace_back, entered), walk.key.cells, statuses, current))
+    refs = tuple([cell.ref for cell in cells])
     mutables = _origins_of_mutables(entered, walk)
     keeps_mutables = mutables == tuple([(number, False) for number in range(len(entered.graph.mutables))])
-    if keeps_mutables and _is_as_before(entered, walk, places, refs):
+    if keeps_mutables and _is_as_before(entered, walk, refs):
         return Found(walk)
+    origins = [cell.origin for cell in cells]
     aliases, others = entered.regrouped(origins, current)
-    for i in others:
-        sources[i] = -1
-    held = set(refs)
-    released = [
-        cell
-        for cell, ref in entered.refs.items()
-        if cell not in held and entered.is_changed(cell, ref.__dict__["value"])
-    ]
-    values = [value for value, source in zip(current, sources) if source < 0]
+    in_other_group = set(others)
+    sources = [-1 if i in in_other_group else cell.source for i, cell in enumerate(cells)]
+    released = _released(entered, refs)
     released_values = [entered.refs[cell].__dict__["value"] for cell in released]
     orders = orders_of([*enumerate(current), *((-1 - i, value) for i, value in enumerate(released_values))])
-    values += released_values
     rewrite = Rewrite(
         key=walk.key,
         statics=walk.detached(),
         mutables=mutables,
         sources=tuple(sources),
         tied=tuple(entered.refs),
-        refs=tuple(refs),
-        released=tuple(released),
+        refs=refs,
+        released=released,
         old_count=len(old_modules),
     )
+    values = [*(value for value, source in zip(current, sources) if source < 0), *released_values]
     regrouped = tuple([origins[i] for i in others if origins[i] >= 0])
     return Found(walk, rewrite, values, aliases, regrouped, orders)
+
+
+class CellOrigin(NamedTuple):
+    """Where a cell comes from, as numbers of cells before the function."""
+
+    ref: int  # as in `Rewrite.refs`
+    origin: int  # the cell that it is a continuation of, or -1
+    source: int  # the cell whose value it still has, or -1
+
+
+def _trace_back(entered: Entered, cell: tuple[int, str, Any], status: int, value: Any) -> CellOrigin:
+    """Returns where a cell of the graph after the function comes from, given its status in `Rewrite.refs` and value."""
+    at, name, _ = cell
+    place = -1
+    if entered.key is not None and at < len(entered.graph.modules):
+        place = entered.key.cell_numbers.get((at, name), -1)
+    keeps = status >= 0 or place not in entered.refs  # whether the cell is the one that was there before
+    origin = status if status >= 0 else place
+    # A value that can change in place must not be shared with the Ref that the attribute has left.
+    stays = origin >= 0 and (keeps or not can_change(value)) and not entered.is_changed(origin, value)
+    return CellOrigin(status, origin if keeps else -1, origin if stays else -1)
+
+
+def _released(entered: Entered, refs: Sequence[int]) -> tuple[int, ...]:
+    """Returns the cells whose Refs were written to and are on no attribute anymore; `refs` are those still held."""
+    held = set(refs)
+    gone = [(cell, ref.__dict__["value"]) for cell, ref in entered.refs.items() if cell not in held]
+    return tuple([cell for cell, value in gone if entered.is_changed(cell, value)])
 
 
 def _origins_of_mutables(entered: Entered, walk: Any) -> tuple[tuple[int, bool], ...]:
@@ -444,7 +458,7 @@ def _origins_of_mutables(entered: Entered, walk: Any) -> tuple[tuple[int, bool],
     return tuple([(numbers.get(id(value), -1), id(value) in changed) for value in walk.mutables])
 
 
-def _is_as_before(entered: Entered, walk: Any, places: Mapping[tuple[int, str], int], refs: Sequence[int]) -> bool:
+def _is_as_before(entered: Entered, walk: Any, refs: Sequence[int]) -> bool:
     """Whether the structure is the one that was entered: an attribute may have been deleted and set again."""
     if entered.key is None or len(walk.modules) > len(entered.graph.modules):
         return False
@@ -454,7 +468,7 @@ def _is_as_before(entered: Entered, walk: Any, places: Mapping[tuple[int, str], 
     if not all(before.agrees_with(after) for before, after in outlines):
         return False
     for at, attribute in walk.key.structure.data_attributes():
-        was = places[at, attribute.name]
+        was = entered.key.cell_numbers[at, attribute.name]
         if refs[attribute.cell] != (was if was in entered.refs else UNTIED):
             return False
     return True
