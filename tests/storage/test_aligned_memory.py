@@ -1,4 +1,4 @@
-"""Memory to read into: JAX uses it without a copy, and huge pages are used only where they are fast."""
+"""Memory to read into, which JAX uses without a copy."""
 
 import mmap
 import platform
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from nnx.storage.aligned_memory import LARGE, aligned_bytes, aligned_copy, aligned_zeros, populate, reports_free_memory
+from nnx.storage.aligned_memory import LARGE, aligned_bytes, aligned_copy, aligned_zeros, populate
 
 
 @pytest.mark.parametrize("size", [1, LARGE - 1, LARGE, 3 * LARGE + 5])
@@ -26,30 +26,6 @@ def test_a_copy_is_contiguous():
     copy = aligned_copy(source)
     assert copy.flags.c_contiguous
     np.testing.assert_array_equal(copy, source)
-
-
-@pytest.mark.parametrize(
-    "devices, expected",
-    [
-        ({"virtio0": ("0x0005\n", "01100100")}, True),
-        ({"virtio0": ("0x0005\n", "01100000")}, False),
-        ({"virtio0": ("0x0005\n", "")}, False),
-        ({"virtio0": ("0x0002\n", "11111111"), "virtio1": ("0x0005\n", "00000100")}, True),
-        ({"virtio0": ("0x0002\n", "11111111")}, False),
-        ({"virtio0": ("a device", "11111111")}, False),
-        ({}, False),
-    ],
-)
-def test_a_guest_that_reports_its_free_memory_is_recognized(devices, expected, tmp_path):
-    for name, (kind, features) in devices.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "device").write_text(kind)
-        (tmp_path / name / "features").write_text(features)
-    assert reports_free_memory(tmp_path) is expected
-
-
-def test_a_system_without_such_devices_reports_nothing(tmp_path):
-    assert not reports_free_memory(tmp_path / "missing")
 
 
 @pytest.mark.parametrize("size", [0, 100, 5000, 3 * LARGE + 17])
