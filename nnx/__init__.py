@@ -144,6 +144,14 @@ from nnx.nn.activations import squareplus as squareplus
 from nnx.nn.activations import standardize as standardize
 from nnx.nn.activations import swish as swish
 from nnx.nn.activations import tanh as tanh
+from nnx.nn.adaptive_pool import AdaptiveAvgPool as AdaptiveAvgPool
+from nnx.nn.adaptive_pool import AdaptiveMaxPool as AdaptiveMaxPool
+from nnx.nn.adaptive_pool import GlobalAvgPool as GlobalAvgPool
+from nnx.nn.adaptive_pool import GlobalMaxPool as GlobalMaxPool
+from nnx.nn.adaptive_pool import adaptive_avg_pool as adaptive_avg_pool
+from nnx.nn.adaptive_pool import adaptive_max_pool as adaptive_max_pool
+from nnx.nn.adaptive_pool import global_avg_pool as global_avg_pool
+from nnx.nn.adaptive_pool import global_max_pool as global_max_pool
 from nnx.nn.attention.attention import MultiHeadAttention as MultiHeadAttention
 from nnx.nn.attention.attention_kernel import attention_implementation as attention_implementation
 from nnx.nn.attention.dot_product import dot_product_attention as dot_product_attention
@@ -215,18 +223,10 @@ from nnx.nn.recurrent.rnn_cells import GRUCell as GRUCell
 from nnx.nn.recurrent.rnn_cells import LSTMCell as LSTMCell
 from nnx.nn.recurrent.rnn_cells import OptimizedLSTMCell as OptimizedLSTMCell
 from nnx.nn.recurrent.rnn_cells import SimpleCell as SimpleCell
-from nnx.nn.resize import AdaptiveAvgPool as AdaptiveAvgPool
-from nnx.nn.resize import AdaptiveMaxPool as AdaptiveMaxPool
-from nnx.nn.resize import GlobalAvgPool as GlobalAvgPool
-from nnx.nn.resize import GlobalMaxPool as GlobalMaxPool
-from nnx.nn.resize import Upsample as Upsample
-from nnx.nn.resize import adaptive_avg_pool as adaptive_avg_pool
-from nnx.nn.resize import adaptive_max_pool as adaptive_max_pool
-from nnx.nn.resize import global_avg_pool as global_avg_pool
-from nnx.nn.resize import global_max_pool as global_max_pool
 from nnx.nn.stochastic import Dropout as Dropout
 from nnx.nn.stochastic import DropPath as DropPath
 from nnx.nn.stochastic import GaussianNoise as GaussianNoise
+from nnx.nn.upsample import Upsample as Upsample
 
 # isort: split
 # training: fitting a model

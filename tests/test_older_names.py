@@ -1,5 +1,6 @@
 """Names and arguments of earlier versions that still work, or say what to write."""
 
+import importlib
 import typing
 
 import jax
@@ -107,3 +108,28 @@ def test_jit_takes_a_device_as_jax_does(option, donate):
         return
     assert attempt(lambda: step(model, x)).devices() == expected.devices()
     assert step(model, x).shape == (1, 3) and model.count == 4
+
+
+@pytest.mark.parametrize(
+    "module, name, value",
+    [
+        ("nnx.core.load_report", "LoadReport", nnx.LoadReport),
+        ("nnx.interop.safetensors", "save_safetensors", nnx.save_safetensors),
+        ("nnx.models.activations", "ACTIVATIONS", nnx.models.ACTIVATIONS),
+        ("nnx.models.bert", "BertConfig", nnx.models.BertConfig),
+        ("nnx.nn.attention", "MultiHeadAttention", nnx.MultiHeadAttention),
+        ("nnx.nn.norm", "LayerNorm", nnx.LayerNorm),
+        ("nnx.nn.resize", "AdaptiveAvgPool", nnx.AdaptiveAvgPool),
+        ("nnx.nn.resize", "Upsample", nnx.Upsample),
+        ("nnx.training.checkpoint", "save", nnx.save),
+        ("nnx.training.checkpoint_manager", "CheckpointManager", nnx.CheckpointManager),
+        ("nnx.training.manifest", "CheckpointError", nnx.CheckpointError),
+    ],
+)
+def test_pickles_of_0_2_find_what_was_moved(module: str, name: str, value: object):
+    assert getattr(importlib.import_module(module), name) is value
+
+
+def test_a_module_that_never_was_is_still_missing():
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("nnx.nn.unheard")

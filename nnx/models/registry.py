@@ -6,12 +6,12 @@ from typing import Any
 from nnx.core.module.module import Module
 from nnx.core.repr import short
 from nnx.models.architecture import Architecture
-from nnx.models.architectures.bert_names import BERT
-from nnx.models.architectures.clip_names import CLIP_MODELS
-from nnx.models.architectures.resnet_names import RESNET
-from nnx.models.architectures.t5_names import T5_MODELS
-from nnx.models.architectures.vit import VIT
-from nnx.models.architectures.whisper_names import WHISPER
+from nnx.models.architectures.bert_format import BERT
+from nnx.models.architectures.clip_format import CLIP_MODELS
+from nnx.models.architectures.resnet_format import RESNET
+from nnx.models.architectures.t5_format import T5_MODELS
+from nnx.models.architectures.vit_format import VIT
+from nnx.models.architectures.whisper_format import WHISPER
 from nnx.models.config import DecoderConfig
 from nnx.models.decoder import Decoder
 from nnx.models.families import FAMILIES, UNKNOWN_MODEL, config_from_dict, config_to_dict

@@ -1,4 +1,4 @@
-"""The `config.json` and the tensors of T5 checkpoints: `T5_MODELS`, the architecture that `registry` lists."""
+"""Published T5 models: the entries of `config.json` and the names of tensors, as the `Architecture` `T5_MODELS`."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The `config.json` and the tensors of BERT checkpoints: `BERT`, the architecture that `registry` lists."""
+"""Published BERT models: the entries of `config.json` and the names of tensors, as the `Architecture` `BERT`."""
 
 from nnx.models.architecture import Architecture
 from nnx.models.architectures.bert import Bert, BertConfig, BertWithHead

@@ -1,4 +1,4 @@
-"""The `config.json` and the tensors of ResNet checkpoints: `RESNET`, the architecture that `registry` lists."""
+"""Published ResNet models: the entries of `config.json` and the names of tensors, as the `Architecture` `RESNET`."""
 
 from collections.abc import Collection
 from typing import Any

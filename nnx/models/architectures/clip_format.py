@@ -1,4 +1,4 @@
-"""The `config.json` and the tensors of CLIP checkpoints: `CLIP_MODELS`, the architecture that `registry` lists."""
+"""Published CLIP models: the entries of `config.json` and the names of tensors, as the `Architecture` `CLIP_MODELS`."""
 
 from collections.abc import Mapping
 from typing import Any

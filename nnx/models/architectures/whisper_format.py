@@ -1,4 +1,4 @@
-"""The `config.json` and the tensors of Whisper checkpoints: `WHISPER`, the architecture that `registry` lists."""
+"""Published Whisper models: the entries of `config.json` and the names of tensors, as the `Architecture` `WHISPER`."""
 
 from collections.abc import Mapping
 from typing import Any
