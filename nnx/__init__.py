@@ -234,7 +234,7 @@ from nnx.storage.checkpoints.checkpoint import CheckpointEntry as CheckpointEntr
 from nnx.storage.checkpoints.checkpoint import load as load
 from nnx.storage.checkpoints.checkpoint import save as save
 from nnx.storage.checkpoints.manager import CheckpointManager as CheckpointManager
-from nnx.storage.checkpoints.manifest import CheckpointError as CheckpointError
+from nnx.storage.errors import CheckpointError as CheckpointError
 from nnx.training.dynamic_scale import DynamicScale as DynamicScale
 from nnx.training.early_stopping import EarlyStopping as EarlyStopping
 from nnx.training.ema import EMA as EMA

@@ -38,7 +38,7 @@ _RENAMED = {
     "nnx.nn.resize": ("nnx.nn.adaptive_pool", "nnx.nn.upsample"),
     "nnx.training.checkpoint": ("nnx.storage.checkpoints.checkpoint",),
     "nnx.training.checkpoint_manager": ("nnx.storage.checkpoints.manager",),
-    "nnx.training.manifest": ("nnx.storage.checkpoints.manifest",),
+    "nnx.training.manifest": ("nnx.storage.errors",),
 }
 
 _RENAMED = {

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from nnx.storage.checkpoints.manifest import CheckpointError
+from nnx.storage.errors import CheckpointError
 from nnx.storage.files import local_path
 
 NO_RECORDS = '{path} holds no metrics. Each line should be a JSON object with a "step", as nnx.TrainLog writes them.'

@@ -33,6 +33,7 @@ from nnx.inspection.metrics_file import MetricsWriter, Record, read_metrics
 from nnx.inspection.plots import plot_metrics
 from nnx.inspection.progress import THROUGHPUT, Bar, Lines, Progress, Work, make_view
 from nnx.inspection.sinks import Sink
+from nnx.storage.errors import first_line
 from nnx.storage.files import local_path
 from nnx.storage.processes import is_first
 
@@ -250,7 +251,7 @@ class TrainLog:
                 return jax.device_put(part, part.sharding, may_alias=False)
             return np.array(value)
         except (RuntimeError, IndexError) as error:  # the buffer was donated; no part of the array is local
-            self._warn(f"value {name}", NO_VALUE.format(name=name, step=step, reason=_first_line(error)))
+            self._warn(f"value {name}", NO_VALUE.format(name=name, step=step, reason=first_line(error)))
             return None
 
     def _emit(self, pending: Pending) -> None:
@@ -262,12 +263,12 @@ class TrainLog:
                 self._metrics_file.write(record)
             except (OSError, ValueError) as error:
                 assert self.path is not None
-                self._warn("file", WRITE_FAILED.format(step=step, path=self.path, reason=_first_line(error)))
+                self._warn("file", WRITE_FAILED.format(step=step, path=self.path, reason=first_line(error)))
         for sink in self._sinks:
             try:
                 sink(step, dict(values))
             except Exception as error:
-                self._warn(f"sink {id(sink)}", SINK_FAILED.format(sink=sink, step=step, reason=_first_line(error)))
+                self._warn(f"sink {id(sink)}", SINK_FAILED.format(sink=sink, step=step, reason=first_line(error)))
         self._shown = {**self._shown, **record} if self._shown.get("step") == step else record
         if self._view is not None and not self._view.show(self._shown, self._progress):
             self._view = None
@@ -285,14 +286,14 @@ class TrainLog:
                 try:
                     self.plot()
                 except Exception as error:
-                    self._warn("plot", PLOT_FAILED.format(path=self.path, reason=_first_line(error)))
+                    self._warn("plot", PLOT_FAILED.format(path=self.path, reason=first_line(error)))
 
     def _tell_sinks(self, what: str) -> None:
         for sink in self._sinks if self._is_open else ():
             try:
                 getattr(sink, what, lambda: None)()
             except Exception as error:
-                text = SINK_FAILED.format(sink=sink, step=self._shown.get("step"), reason=_first_line(error))
+                text = SINK_FAILED.format(sink=sink, step=self._shown.get("step"), reason=first_line(error))
                 self._warn(f"sink {id(sink)}", text)
 
     def _warn(self, subject: str, text: str) -> None:
@@ -327,7 +328,3 @@ def _number(value: Any) -> int | float:
         return float(number)
     except OverflowError:  # a Python integer too large for a float
         return math.inf if number > 0 else -math.inf
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -21,7 +21,8 @@ from nnx.core.repr import short
 from nnx.core.state.state import State
 from nnx.interop.export_trees import form_of
 from nnx.interop.exported import DESCRIPTION, FORMAT, PROGRAM, VERSION, WEIGHTS, array_type, weight_type
-from nnx.storage.checkpoints.manifest import CheckpointError, seal
+from nnx.storage.checkpoints.manifest import seal
+from nnx.storage.errors import CheckpointError
 from nnx.storage.files import atomic_file, local_path
 from nnx.storage.safetensors.safetensors import save_safetensors
 from nnx.transforms.engine.call import Call, target_of

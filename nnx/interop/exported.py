@@ -19,7 +19,8 @@ from nnx.core.repr import short
 from nnx.core.state.paths import listing
 from nnx.core.state.state import State
 from nnx.interop.export_trees import check_form, flattened, rebuilt
-from nnx.storage.checkpoints.manifest import CheckpointError, seal
+from nnx.storage.checkpoints.manifest import seal
+from nnx.storage.errors import CheckpointError
 from nnx.storage.files import local_path, open_regular
 from nnx.storage.safetensors.safetensors import load_safetensors
 

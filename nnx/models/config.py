@@ -181,8 +181,8 @@ class DecoderConfig:
         return dataclasses.replace(self, **changes)
 
 
-# Entries of a `config.json` that describe the file or the class rather than the architecture. They are written from
-# what is known, never kept.
+# Entries of a `config.json` that describe the file or the class rather than the architecture. They are never kept, and
+# written from what is known.
 FILE_ENTRIES = {
     *("model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path"),
     "quantization_config",  # weights are read, and written again, without their scales

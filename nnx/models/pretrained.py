@@ -26,15 +26,16 @@ from nnx.core.trace import is_tracer
 from nnx.core.variables.variables import Loss
 from nnx.models.architecture import Architecture
 from nnx.models.files.quantized_files import AnyFile, decoding, reopened
-from nnx.models.files.reading import Piece, Reader
-from nnx.models.files.tables import Link, Shape
+from nnx.models.files.reading import Location, Reader
+from nnx.models.files.tables import Link, Parameter, Shape
 from nnx.models.registry import architecture_named, architecture_of
 from nnx.nn.quantized.quantize import is_quantized
 from nnx.nn.support.settings import as_dtype
 from nnx.sharding.placement import shard
 from nnx.sharding.rules import RulesLike
-from nnx.storage.checkpoints.manifest import CheckpointError
+from nnx.storage.errors import CheckpointError
 from nnx.storage.files import atomic_file, local_path
+from nnx.storage.placing import whole
 from nnx.storage.processes import Exchange, is_first
 from nnx.storage.safetensors.file import Pending, TensorFile
 from nnx.storage.safetensors.safetensors import write_arrays
@@ -177,7 +178,7 @@ def save_pretrained(
     if quantized:
         raise ValueError(QUANTIZED.format(family=config.model_type, paths=_listed(quantized)))
     known = architecture.links(config, values, ())
-    covered = {target.path for link in known for target in link.targets}
+    covered = {parameter.path for link in known for parameter in link.parameters}
     if covered != values.keys():
         raise ValueError(NOT_IN_TABLE.format(family=config.model_type, paths=_listed(values.keys() - covered)))
     expected = abstract_model(architecture, config, published.param_dtype, **architecture.options_of(model))
@@ -258,20 +259,19 @@ def values_by_path(model: Module) -> dict[str, Any]:
     return {path: value for path, value in values.items() if value is not None}
 
 
-def _shape(target: Any, values: Mapping[str, Any]) -> Shape:
+def _shape(parameter: Parameter, values: Mapping[str, Any]) -> Shape:
     """Returns the shape of a parameter, of one layer or expert if it is stacked."""
-    shape = tuple(values[target.path].shape)
-    return shape[len(target.index) :]
+    return tuple(values[parameter.path].shape[len(parameter.index) :])
 
 
 def pending_tensor(link: Link, values: Mapping[str, Any]) -> Pending:
     """Returns the dtype and shape that the tensor of a link has."""
-    parts = [link.layout.tensor_shape(_shape(target, values)) for target in link.targets]
+    parts = [link.layout.tensor_shape(_shape(parameter, values)) for parameter in link.parameters]
     whole = list(parts[0])
     if len(parts) > 1:
         axis = link.layout.output_axis
         whole[axis] = sum(part[axis] for part in parts)
-    return Pending(np.dtype(values[link.targets[0].path].dtype), tuple(whole))
+    return Pending(np.dtype(values[link.parameters[0].path].dtype), tuple(whole))
 
 
 def _check(
@@ -285,7 +285,7 @@ def _check(
     """Raises `CheckpointError` with everything in which the tensors differ from what the model needs."""
     lines: list[str] = []
     for link in known:
-        paths = ", ".join(target.path for target in link.targets)
+        paths = ", ".join(parameter.path for parameter in link.parameters)
         expected = pending_tensor(link, targets).shape
         tensor = found.get(link.name)
         if tensor is None:
@@ -307,26 +307,37 @@ def _check(
 
 def _fill(model: Module, known: list[Link], files: Mapping[str, AnyFile], place: Callable[..., jax.Array]) -> None:
     """Puts the values of the files into an abstract model."""
-    state = Module.get_state(model)
-    values = values_by_path(model)
-    pieces: dict[str, list[Piece]] = {}
+    state, values = Module.get_state(model), values_by_path(model)
+    locations, stacks = _located(known, files, values)
+    # In the order of the files, so that reading is sequential.
+    order = sorted(locations, key=lambda path: _position(locations[path][0]))
+    filled = {path: place(locations[path], values[path], stacks[path]) for path in order}
+    Module.update_state(
+        model, state.map(lambda path, leaf: leaf.replace(filled[path] if path in filled else _zeros(leaf)))
+    )
+
+
+def _located(
+    known: list[Link], files: Mapping[str, AnyFile], values: Mapping[str, Any]
+) -> tuple[dict[str, list[Location]], dict[str, Shape]]:
+    """Returns the locations of each parameter, and the sizes of the leading axes that number them."""
+    locations: dict[str, list[Location]] = {}
     stacks: dict[str, Shape] = {}
     for link in known:
         offset = 0
-        for target in link.targets:
-            shape = _shape(target, values)
-            # Layers and experts come in order, so the pieces of a stacked parameter are appended by index.
-            pieces.setdefault(target.path, []).append(Piece(files[link.name], link.name, link.layout, shape, offset))
-            if len(link.targets) > 1:
+        for parameter in link.parameters:
+            path, shape = parameter.path, _shape(parameter, values)
+            location = Location(files[link.name], link.name, link.layout, shape, offset)
+            # Layers and experts come in order, so the locations of a stacked parameter are appended by index.
+            locations.setdefault(path, []).append(location)
+            stacks[path] = tuple(values[path].shape[: len(parameter.index)])
+            if len(link.parameters) > 1:
                 offset += 1 if link.layout.interleaved else link.layout.tensor_shape(shape)[link.layout.output_axis]
-            stacks[target.path] = tuple(values[target.path].shape[: len(target.index)])
-    # In the order of the files, so that reading is sequential.
-    order = sorted(
-        pieces, key=lambda name: (pieces[name][0].file.path, pieces[name][0].file.tensors[pieces[name][0].name].start)
-    )
-    filled = {name: place(pieces[name], values[name], stacks[name]) for name in order}
-    values = state.map(lambda name, leaf: leaf.replace(filled[name] if name in filled else _zeros(leaf)))
-    Module.update_state(model, values)
+    return locations, stacks
+
+
+def _position(location: Location) -> tuple[Path, int]:
+    return location.file.path, location.file.tensors[location.name].start
 
 
 def _zeros(leaf: Any) -> jax.Array:
@@ -334,19 +345,15 @@ def _zeros(leaf: Any) -> jax.Array:
     return jnp.zeros(leaf.value.shape, leaf.value.dtype, device=leaf.value.sharding)
 
 
-def _place_when_run(pieces: list[Piece], target: jax.ShapeDtypeStruct, stack: Shape) -> jax.Array:
+def _place_when_run(locations: list[Location], target: jax.ShapeDtypeStruct, stack: Shape) -> jax.Array:
     """Returns a parameter inside a trace: its tensors are read when the compiled program runs, if it ever does."""
-    places = [(piece.file.path, piece) for piece in pieces]
 
     def read() -> np.ndarray:
         with contextlib.ExitStack() as opened:
-            files: dict[Path, AnyFile] = {}
-            for path, piece in places:
-                if path not in files:
-                    files[path] = reopened(piece.file, opened)
-            again = [piece._replace(file=files[path]) for path, piece in places]
-            whole = tuple((0, size) for size in target.shape)
-            return opened.enter_context(Reader()).read(again, whole, target.dtype, stack)
+            by_path = {location.file.path: location.file for location in locations}
+            files = {path: reopened(file, opened) for path, file in by_path.items()}
+            again = [location._replace(file=files[location.file.path]) for location in locations]
+            return opened.enter_context(Reader()).read(again, whole(target.shape), target.dtype, stack)
 
     array = jax.pure_callback(read, jax.ShapeDtypeStruct(target.shape, target.dtype))
     return array if target.sharding is None else jax.lax.with_sharding_constraint(array, target.sharding)
@@ -380,9 +387,9 @@ def _differences(model: Module, expected: Module) -> list[str]:
 def _tensor(link: Link, values: Mapping[str, Any]) -> Any:
     """Returns the tensor of a link; for arrays that are spread over processes, all of them must call it."""
     parts = []
-    for target in link.targets:
-        value = values[target.path]
-        value = value[target.index] if target.index else value
+    for parameter in link.parameters:
+        value = values[parameter.path]
+        value = value[parameter.index] if parameter.index else value
         parts.append(link.layout.to_tensor(value))
     return parts[0] if len(parts) == 1 else link.layout.joined(parts)
 

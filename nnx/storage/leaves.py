@@ -1,9 +1,8 @@
 """Anything that can be saved, as leaves by path, and how to fill it from such leaves.
 
 A *target* is a Module, a Context, or any pytree of these and of arrays, numbers and strings: a State, a TrainState, a
-dict of all of them. An *entry* is one leaf of it. The paths of a Module are those of its State. A shared value has one
-entry, at its canonical path, and an *alias* (another path, or the beginning of other paths) for every other way to
-reach it.
+dict of all of them. The paths of a Module are those of its State. A shared value is one *leaf*, at its canonical path,
+with an *alias* (another path, or the beginning of other paths) for every other way to reach it.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,15 +27,15 @@ Rebuild = Callable[[Mapping[str, Any]], Any]
 """Rebuilds a value from new leaves, given by path, and its old leaves for the other paths."""
 
 
-class Entry(NamedTuple):
-    """One leaf: its value, and the name of the Variable type that holds it, if any."""
+class Leaf(NamedTuple):
+    """A value in a target, and the name of the Variable type that holds it, if any."""
 
     value: Any
     type: str
 
 
-class Cell(NamedTuple):
-    """One cell of a Module: the root it is reached from, its path there, its leaves, and how to rebuild its value."""
+class CellLeaves(NamedTuple):
+    """The leaves in one cell of a Module, the root it is reached from, its path there, and how to rebuild its value."""
 
     root: Any
     path: str
@@ -44,11 +43,11 @@ class Cell(NamedTuple):
     rebuild: Rebuild
 
 
-class Entries:
-    """The entries of a target in order, its aliases, the classes of its Modules, and how to fill it."""
+class Leaves:
+    """The leaves of a target in order, its aliases, the classes of its Modules, and how to fill it."""
 
     def __init__(self, target: Any):
-        self.leaves: dict[str, Entry] = {}
+        self.by_path: dict[str, Leaf] = {}
         self.aliases: dict[str, str] = {}
         self.modules: dict[str, str] = {}
         self._target = target
@@ -56,7 +55,7 @@ class Entries:
         self._outside: list[str] = []  # leaves of Contexts and of pytrees that are not in a Module
         self._roots: list[tuple[str, Any]] = []
         self._contexts: list[tuple[str, Context]] = []
-        self._cells: list[Cell] = []
+        self._cells: list[CellLeaves] = []
         self.hyperparameters: dict[str, list[str]] = {}
         self._walk: Traversal | None = None
         self._rebuild = self._collect("", target, "")
@@ -115,7 +114,7 @@ class Entries:
             before = len(self._order)
             rebuild = self._collect(path, walk.modules[at].__dict__[name], type_name)
             own = self._order[before:]
-            self._cells.append(Cell(roots[at][0], join(roots[at][1], name), own, rebuild))
+            self._cells.append(CellLeaves(roots[at][0], join(roots[at][1], name), own, rebuild))
         self._collect_aliases(walk, paths)
 
     def _collect_aliases(self, walk: Traversal, paths: list[str]) -> None:
@@ -131,9 +130,9 @@ class Entries:
                         self.aliases[path] = join(paths[home.module], home.name)
 
     def _add(self, path: str, value: Any, type_name: str) -> None:
-        if path in self.leaves:
+        if path in self.by_path:
             raise ValueError(SAME_PATH.format(path=path))
-        self.leaves[path] = Entry(value, type_name)
+        self.by_path[path] = Leaf(value, type_name)
         self._order.append(path)
 
     def units(self) -> list[list[str]]:
@@ -142,7 +141,7 @@ class Entries:
 
     def release(self) -> None:
         """Drops the values of the target, so that each can be freed as soon as it is replaced."""
-        self.leaves = {path: Entry(None, entry.type) for path, entry in self.leaves.items()}
+        self.by_path = {path: Leaf(None, leaf.type) for path, leaf in self.by_path.items()}
 
     def check_level(self) -> None:
         """Raises TraceContextError if the target cannot be changed here."""
@@ -209,7 +208,7 @@ def _into(target: Any, filled: Any) -> Any:
 
 
 def resolve_alias(path: str, aliases: Mapping[str, str]) -> str:
-    """Returns the canonical path of the entry that a path leads to."""
+    """Returns the canonical path of the leaf or entry that a path leads to."""
     # The bound ends a cycle of aliases, which a damaged or hostile manifest can contain.
     for _ in range(len(aliases) + path.count("/") + 1):
         segments = path.split("/")

@@ -8,7 +8,7 @@ from nnx.storage.checkpoints.checkpoint import CheckpointEntry
 from nnx.storage.checkpoints.checkpoint import checkpoint_entries as entries_of_checkpoint
 from nnx.storage.files import local_path
 from nnx.storage.safetensors.shards import holds_safetensors, open_model
-from nnx.storage.safetensors.target import Source
+from nnx.storage.safetensors.source import Source
 
 
 def checkpoint_entries(path: str | os.PathLike[str]) -> dict[str, CheckpointEntry]:

@@ -10,7 +10,7 @@ import safetensors.numpy
 
 import nnx
 from nnx.models.files import reading
-from nnx.models.files.reading import Piece, Reader
+from nnx.models.files.reading import Location, Reader
 from nnx.models.files.tables import (
     CONV1D,
     CONV1D_FROM_HEADS,
@@ -42,7 +42,7 @@ CASES = {
 
 
 def parts_of(shape):
-    """Some ranges of each axis: all of it, and two pieces."""
+    """Some ranges of each axis: all of it, and two places."""
     return itertools.product(*([(0, n), (0, n // 2), (n // 2, n)] for n in shape))
 
 
@@ -61,13 +61,13 @@ def test_every_part_of_every_layout_is_found(case, dtype, tmp_path, monkeypatch)
         tensor = np.pad(tensor, around)
     nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": tensor}))
     with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
-        piece = Piece(file, "w", layout, shape, offset)
+        location = Location(file, "w", layout, shape, offset)
         for bounds in parts_of(shape):
             expected = parameter[tuple(slice(*bound) for bound in bounds)].astype(dtype)
-            part = reader.read([piece], bounds, dtype, stack=())
+            part = reader.read([location], bounds, dtype, stack=())
             assert part.dtype == dtype
             np.testing.assert_array_equal(part, expected)
-            stacked = reader.read([piece, piece, piece], ((1, 3), *bounds), dtype, stack=(3,))
+            stacked = reader.read([location, location, location], ((1, 3), *bounds), dtype, stack=(3,))
             np.testing.assert_array_equal(stacked, np.stack([expected, expected]))
 
 
@@ -80,7 +80,7 @@ def test_parameters_that_take_turns_are_told_apart(shape, tmp_path):
     nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": tensor}))
     with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
         for number, bounds in itertools.product(range(2), parts_of(shape)):
-            part = reader.read([Piece(file, "w", IN_TURNS, shape, number)], bounds, np.float32, stack=())
+            part = reader.read([Location(file, "w", IN_TURNS, shape, number)], bounds, np.float32, stack=())
             np.testing.assert_array_equal(part, parameters[number][tuple(slice(*bound) for bound in bounds)])
 
 
@@ -89,8 +89,8 @@ def test_pieces_of_layers_and_experts_are_read_in_order(tmp_path):
     names = {f"{layer}.{expert}": tensors[layer, expert] for layer in range(2) for expert in range(3)}
     nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State(names))
     with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
-        pieces = [Piece(file, name, LINEAR, (4, 5), 0) for name in names]
-        part = reader.read(pieces, ((1, 2), (1, 3), (0, 4), (2, 5)), np.float32, stack=(2, 3))
+        locations = [Location(file, name, LINEAR, (4, 5), 0) for name in names]
+        part = reader.read(locations, ((1, 2), (1, 3), (0, 4), (2, 5)), np.float32, stack=(2, 3))
     np.testing.assert_array_equal(part, tensors[1:, 1:, 2:].swapaxes(-1, -2))
 
 
@@ -103,9 +103,9 @@ def test_matrices_larger_than_a_tile_are_transposed(checksums, tmp_path):
         safetensors.numpy.save_file({"w": weight}, tmp_path / "x.safetensors")
     with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
         assert file.has_checksums is checksums
-        piece = Piece(file, "w", LINEAR, (2100, 700), 0)
+        location = Location(file, "w", LINEAR, (2100, 700), 0)
         for first, last in ((0, 2100), (0, 30), (1000, 2100)):
-            part = reader.read([piece], ((first, last), (0, 700)), np.float32, ())
+            part = reader.read([location], ((first, last), (0, 700)), np.float32, ())
             np.testing.assert_array_equal(part, weight.T[first:last])
 
 
@@ -113,6 +113,6 @@ def test_special_values_survive_conversion_to_float32(tmp_path):
     values = np.array([[0.0, -0.0, np.inf], [-np.inf, 1e-40, np.nan]], jnp.bfloat16)
     nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": values}))
     with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
-        part = reader.read([Piece(file, "w", LINEAR, (3, 2), 0)], ((0, 3), (0, 2)), np.float32, ())
+        part = reader.read([Location(file, "w", LINEAR, (3, 2), 0)], ((0, 3), (0, 2)), np.float32, ())
     np.testing.assert_array_equal(part, values.T.astype(np.float32))
     assert math.copysign(1.0, part[1, 0]) == -1.0

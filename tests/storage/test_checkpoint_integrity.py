@@ -265,13 +265,13 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_read_again(saved, m
 
 def test_ctrl_c_waits_until_the_target_is_filled(saved, monkeypatch):
     monkeypatch.setattr(loading, "SMALL", 1)
-    fill_cells = loading.Entries.fill_cells
+    fill_cells = loading.Leaves.fill_cells
 
     def interrupted(self, values):
         os.kill(os.getpid(), signal.SIGINT)
         fill_cells(self, values)
 
-    monkeypatch.setattr(loading.Entries, "fill_cells", interrupted)
+    monkeypatch.setattr(loading.Leaves, "fill_cells", interrupted)
     target, handler = make(1.0), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         nnx.load(saved, target)

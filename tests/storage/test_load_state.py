@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import nnx
+from nnx.storage.entry import Entry
 from nnx.storage.fitting import fits
-from nnx.storage.records import Record
 
 
 class Net(nnx.Module):
@@ -212,12 +212,12 @@ def test_the_trace_level_is_checked():
 
 
 def test_checkpoints_and_mappings_agree_on_what_fits():
-    array, number = Record("array", "float32", (2,)), Record("number", "int", value=1)
+    array, number = Entry("array", "float32", (2,)), Entry("number", "int", value=1)
     assert fits(array, array, cast=False)
-    assert not fits(array, Record("array", "float16", (2,)), cast=False)
-    assert fits(array, Record("array", "float16", (2,)), cast=True)
-    assert fits(number, Record("array", "int32", ()), cast=False)
-    assert not fits(number, Record("array", "float32", ()), cast=False)
+    assert not fits(array, Entry("array", "float16", (2,)), cast=False)
+    assert fits(array, Entry("array", "float16", (2,)), cast=True)
+    assert fits(number, Entry("array", "int32", ()), cast=False)
+    assert not fits(number, Entry("array", "float32", ()), cast=False)
 
 
 COMPLEX = {"number": 1 + 2j, "array": np.array([1 + 2j], np.complex64), "scalar": np.complex64(1 + 2j)}

@@ -2,9 +2,9 @@
 
 from nnx.models.architecture import Architecture
 from nnx.models.architectures.bert import Bert, BertConfig, BertWithHead
-from nnx.models.files.config_entries import Entries
+from nnx.models.files.config_entries import ConfigEntries
 from nnx.models.files.name_table import NameTable, attention, linear, norm
-from nnx.models.files.tables import Entry
+from nnx.models.files.tables import TableEntry
 
 _CLASSES = {
     None: "BertModel",
@@ -13,7 +13,7 @@ _CLASSES = {
     "token_classification": "BertForTokenClassification",
     "question_answering": "BertForQuestionAnswering",
 }
-_ENTRIES = Entries(
+_ENTRIES = ConfigEntries(
     "bert",
     BertConfig,
     {
@@ -37,9 +37,9 @@ _ENTRIES = Entries(
 )
 _LAYER = "encoder.layer.{}"
 _BODY = (
-    Entry("embeddings.word_embeddings.weight", ("embed/embedding",)),
-    Entry("embeddings.position_embeddings.weight", ("positions/embedding",)),
-    Entry("embeddings.token_type_embeddings.weight", ("segments/embedding",)),
+    TableEntry("embeddings.word_embeddings.weight", ("embed/embedding",)),
+    TableEntry("embeddings.position_embeddings.weight", ("positions/embedding",)),
+    TableEntry("embeddings.token_type_embeddings.weight", ("segments/embedding",)),
     *norm("embeddings.LayerNorm", "norm"),
     *attention(f"{_LAYER}.attention", ("self.query", "self.key", "self.value", "output.dense"), "layers/{}/attention"),
     *norm(f"{_LAYER}.attention.output.LayerNorm", "layers/{}/attention_norm"),
@@ -53,7 +53,7 @@ _HEADS = {
     "masked_lm": (
         *linear("cls.predictions.transform.dense", "head/dense"),
         *norm("cls.predictions.transform.LayerNorm", "head/norm"),
-        Entry("cls.predictions.bias", ("head/bias",)),
+        TableEntry("cls.predictions.bias", ("head/bias",)),
     ),
     "sequence_classification": linear("classifier", "head"),
     "token_classification": linear("classifier", "head"),

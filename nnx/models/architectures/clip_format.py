@@ -6,9 +6,9 @@ from typing import Any
 from nnx.models.architecture import Architecture
 from nnx.models.architectures.clip import CLIP, CLIPConfig, CLIPTextConfig, CLIPVisionConfig
 from nnx.models.families import NOT_A_NUMBER
-from nnx.models.files.config_entries import Entries
+from nnx.models.files.config_entries import ConfigEntries
 from nnx.models.files.name_table import NameTable, attention, linear, norm
-from nnx.models.files.tables import KERNEL_2D, LINEAR, Entry
+from nnx.models.files.tables import KERNEL_2D, LINEAR, TableEntry
 
 _TOWER = {
     "hidden_size": "features",
@@ -18,19 +18,19 @@ _TOWER = {
     "hidden_act": "activation",
     "layer_norm_eps": "norm_epsilon",
 }
-_TEXT = Entries(
+_TEXT = ConfigEntries(
     "clip_text_model",
     CLIPTextConfig,
     {**_TOWER, "vocab_size": "vocab_size", "max_position_embeddings": "max_length", "eos_token_id": "end_token"},
     classes={None: "CLIPTextModel"},
 )
-_VISION = Entries(
+_VISION = ConfigEntries(
     "clip_vision_model",
     CLIPVisionConfig,
     {**_TOWER, "image_size": "image_size", "patch_size": "patch_size", "num_channels": "channels"},
     classes={None: "CLIPVisionModel"},
 )
-_WHOLE = Entries("clip", CLIPConfig, {"projection_dim": "embedding_features"}, classes={None: "CLIPModel"})
+_WHOLE = ConfigEntries("clip", CLIPConfig, {"projection_dim": "embedding_features"}, classes={None: "CLIPModel"})
 
 
 def _read_config(fields: Mapping[str, Any], where: str) -> CLIPConfig:
@@ -56,7 +56,7 @@ def _write_config(config: CLIPConfig) -> dict[str, Any]:
     return {**_WHOLE.write(config), **towers}
 
 
-def _layers(name: str, path: str) -> tuple[Entry, ...]:
+def _layers(name: str, path: str) -> tuple[TableEntry, ...]:
     """Returns the entries of the layers of one of the encoders."""
     name, path = f"{name}.encoder.layers.{{}}", f"{path}/layers/{{}}"
     return (
@@ -70,19 +70,19 @@ def _layers(name: str, path: str) -> tuple[Entry, ...]:
 
 _TABLE = NameTable(
     (
-        Entry("text_model.embeddings.token_embedding.weight", ("text/embed/embedding",)),
-        Entry("text_model.embeddings.position_embedding.weight", ("text/positions/embedding",)),
+        TableEntry("text_model.embeddings.token_embedding.weight", ("text/embed/embedding",)),
+        TableEntry("text_model.embeddings.position_embedding.weight", ("text/positions/embedding",)),
         *_layers("text_model", "text"),
         *norm("text_model.final_layer_norm", "text/norm"),
-        Entry("vision_model.embeddings.class_embedding", ("vision/embed/class_token",)),
-        Entry("vision_model.embeddings.patch_embedding.weight", ("vision/embed/patches/kernel",), KERNEL_2D),
-        Entry("vision_model.embeddings.position_embedding.weight", ("vision/embed/positions/embedding",)),
+        TableEntry("vision_model.embeddings.class_embedding", ("vision/embed/class_token",)),
+        TableEntry("vision_model.embeddings.patch_embedding.weight", ("vision/embed/patches/kernel",), KERNEL_2D),
+        TableEntry("vision_model.embeddings.position_embedding.weight", ("vision/embed/positions/embedding",)),
         *norm("vision_model.pre_layrnorm", "vision/pre_norm"),  # so spelled in every checkpoint
         *_layers("vision_model", "vision"),
         *norm("vision_model.post_layernorm", "vision/norm"),
-        Entry("text_projection.weight", ("text_projection/kernel",), LINEAR),
-        Entry("visual_projection.weight", ("image_projection/kernel",), LINEAR),
-        Entry("logit_scale", ("logit_scale",)),
+        TableEntry("text_projection.weight", ("text_projection/kernel",), LINEAR),
+        TableEntry("visual_projection.weight", ("image_projection/kernel",), LINEAR),
+        TableEntry("logit_scale", ("logit_scale",)),
     ),
     ignored=(r"(text|vision)_model\.embeddings\.position_ids",),
 )

@@ -8,11 +8,11 @@ import numpy as np
 from nnx.models.architecture import Architecture
 from nnx.models.architectures.resnet import ResNet, ResNetClassifier
 from nnx.models.architectures.resnet import ResNetConfig as Config
-from nnx.models.files.config_entries import Entries
+from nnx.models.files.config_entries import ConfigEntries
 from nnx.models.files.name_table import NameTable, linear
-from nnx.models.files.tables import KERNEL_2D, Entry
+from nnx.models.files.tables import KERNEL_2D, TableEntry
 
-_ENTRIES = Entries(
+_ENTRIES = ConfigEntries(
     "resnet",
     Config,
     {
@@ -29,11 +29,14 @@ _ENTRIES = Entries(
 )
 
 
-def _normed_conv(name: str, path: str) -> tuple[Entry, ...]:
+def _normed_conv(name: str, path: str) -> tuple[TableEntry, ...]:
     statistics = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "var"}
     return (
-        Entry(f"{name}.convolution.weight", (f"{path}/conv/kernel",), KERNEL_2D),
-        *(Entry(f"{name}.normalization.{tensor}", (f"{path}/norm/{ours}",)) for tensor, ours in statistics.items()),
+        TableEntry(f"{name}.convolution.weight", (f"{path}/conv/kernel",), KERNEL_2D),
+        *(
+            TableEntry(f"{name}.normalization.{tensor}", (f"{path}/norm/{ours}",))
+            for tensor, ours in statistics.items()
+        ),
     )
 
 

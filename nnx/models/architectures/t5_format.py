@@ -5,12 +5,12 @@ from typing import Any
 
 from nnx.models.architecture import Architecture
 from nnx.models.architectures.t5 import T5, T5Config, T5Encoder
-from nnx.models.files.config_entries import Entries
+from nnx.models.files.config_entries import ConfigEntries
 from nnx.models.files.name_table import NameTable, attention
-from nnx.models.files.tables import LINEAR, Entry
+from nnx.models.files.tables import LINEAR, TableEntry
 
 _HEAD = "lm_head.weight"
-_ENTRIES = Entries(
+_ENTRIES = ConfigEntries(
     "t5",
     T5Config,
     {
@@ -52,18 +52,18 @@ def _completed(config: T5Config, names: Collection[str]) -> T5Config:
     return config.replace(tie_embeddings=_HEAD not in names) if config.task is None else config
 
 
-def _mlp(name: str, path: str) -> tuple[Entry, ...]:
+def _mlp(name: str, path: str) -> tuple[TableEntry, ...]:
     """Returns the entries of both kinds of MLPs; a model has one of them."""
     return (
-        Entry(f"{name}.wi.weight", (f"{path}/layers/0/kernel",), LINEAR),
-        Entry(f"{name}.wo.weight", (f"{path}/layers/1/kernel",), LINEAR),
-        Entry(f"{name}.wi_0.weight", (f"{path}/gate/kernel",), LINEAR),
-        Entry(f"{name}.wi_1.weight", (f"{path}/up/kernel",), LINEAR),
-        Entry(f"{name}.wo.weight", (f"{path}/down/kernel",), LINEAR),
+        TableEntry(f"{name}.wi.weight", (f"{path}/layers/0/kernel",), LINEAR),
+        TableEntry(f"{name}.wo.weight", (f"{path}/layers/1/kernel",), LINEAR),
+        TableEntry(f"{name}.wi_0.weight", (f"{path}/gate/kernel",), LINEAR),
+        TableEntry(f"{name}.wi_1.weight", (f"{path}/up/kernel",), LINEAR),
+        TableEntry(f"{name}.wo.weight", (f"{path}/down/kernel",), LINEAR),
     )
 
 
-def _stack(name: str, parts: tuple[str, ...]) -> tuple[Entry, ...]:
+def _stack(name: str, parts: tuple[str, ...]) -> tuple[TableEntry, ...]:
     """Returns the entries of the encoder or the decoder.
 
     Args:
@@ -73,23 +73,25 @@ def _stack(name: str, parts: tuple[str, ...]) -> tuple[Entry, ...]:
     classes = {"attention": "SelfAttention", "cross_attention": "EncDecAttention", "mlp": "DenseReluDense"}
     entries = [
         # In the files, the first layer holds the positions that all layers use.
-        Entry(f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", (f"{name}/positions/embedding",)),
-        Entry(f"{name}.final_layer_norm.weight", (f"{name}/norm/scale",)),
+        TableEntry(
+            f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", (f"{name}/positions/embedding",)
+        ),
+        TableEntry(f"{name}.final_layer_norm.weight", (f"{name}/norm/scale",)),
     ]
     for number, part in enumerate(parts):
         layer, path = f"{name}.block.{{}}.layer.{number}", f"{name}/layers/{{}}/{part}"
         inner = f"{layer}.{classes[part]}"
         entries += _mlp(inner, path) if part == "mlp" else attention(inner, ("q", "k", "v", "o"), path)
-        entries.append(Entry(f"{layer}.layer_norm.weight", (f"{path}_norm/scale",)))
+        entries.append(TableEntry(f"{layer}.layer_norm.weight", (f"{path}_norm/scale",)))
     return tuple(entries)
 
 
 _TABLE = NameTable(
     (
-        Entry("shared.weight", ("embed/embedding",)),
+        TableEntry("shared.weight", ("embed/embedding",)),
         *_stack("encoder", ("attention", "mlp")),
         *_stack("decoder", ("attention", "cross_attention", "mlp")),
-        Entry(_HEAD, ("head/kernel",), LINEAR),
+        TableEntry(_HEAD, ("head/kernel",), LINEAR),
     ),
     # Copies of the embedding, and a table that the first checkpoints have although nothing uses it.
     ignored=(

@@ -5,11 +5,11 @@ from typing import Any
 
 from nnx.models.architecture import Architecture
 from nnx.models.architectures.whisper import Whisper, WhisperConfig
-from nnx.models.files.config_entries import Entries
+from nnx.models.files.config_entries import ConfigEntries
 from nnx.models.files.name_table import NameTable, attention, linear, norm
-from nnx.models.files.tables import KERNEL_1D, Entry
+from nnx.models.files.tables import KERNEL_1D, TableEntry
 
-_ENTRIES = Entries(
+_ENTRIES = ConfigEntries(
     "whisper",
     WhisperConfig,
     {
@@ -48,7 +48,7 @@ def _write_config(config: WhisperConfig) -> dict[str, Any]:
     return fields
 
 
-def _block(name: str, path: str) -> tuple[Entry, ...]:
+def _block(name: str, path: str) -> tuple[TableEntry, ...]:
     """Returns the entries of an `EncoderBlock`."""
     return (
         *attention(f"{name}.self_attn", _PROJECTIONS, f"{path}/attention"),
@@ -65,11 +65,11 @@ _TABLE = NameTable(
     (
         *linear(f"{_ENCODER}.conv1", "encoder/conv", KERNEL_1D),
         *linear(f"{_ENCODER}.conv2", "encoder/halving_conv", KERNEL_1D),
-        Entry(f"{_ENCODER}.embed_positions.weight", ("encoder/positions/embedding",)),
+        TableEntry(f"{_ENCODER}.embed_positions.weight", ("encoder/positions/embedding",)),
         *_block(f"{_ENCODER}.layers.{{}}", "encoder/layers/{}"),
         *norm(f"{_ENCODER}.layer_norm", "encoder/norm"),
-        Entry(f"{_DECODER}.embed_tokens.weight", ("embed/embedding",)),
-        Entry(f"{_DECODER}.embed_positions.weight", ("positions/embedding",)),
+        TableEntry(f"{_DECODER}.embed_tokens.weight", ("embed/embedding",)),
+        TableEntry(f"{_DECODER}.embed_positions.weight", ("positions/embedding",)),
         *_block(_LAYER, "layers/{}/text"),
         *attention(f"{_LAYER}.encoder_attn", _PROJECTIONS, "layers/{}/cross_attention"),
         *norm(f"{_LAYER}.encoder_attn_layer_norm", "layers/{}/cross_attention_norm"),

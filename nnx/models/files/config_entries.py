@@ -24,7 +24,7 @@ TWO_LABELS = ("LABEL_0", "LABEL_1")  # what `transformers` assumes if nothing is
 
 
 @dataclasses.dataclass(frozen=True)
-class Entries:
+class ConfigEntries:
     """How a `config.json` translates to a config dataclass.
 
     Attributes:

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from nnx.storage.checkpoints.manifest import CheckpointError
+from nnx.storage.errors import CheckpointError
 from nnx.storage.safetensors.file import TensorFile
 from nnx.storage.safetensors.header import Tensor
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.models.files.fp8 import reopened_files
-from nnx.storage.checkpoints.manifest import CheckpointError
+from nnx.storage.errors import CheckpointError
 from nnx.storage.safetensors.file import TensorFile
 from nnx.storage.safetensors.header import Tensor
 

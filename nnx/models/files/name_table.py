@@ -1,7 +1,7 @@
 """Tables between tensors and parameters for models whose layers are in lists: entries with `{}` in place of numbers.
 
-A `NameTable` is a list of `Entry`s. Where a name has `{}`, the paths of the entry have one as well, and the entry holds
-for every number that occurs in the model. A model with a task head keeps the plain model under one attribute; its
+A `NameTable` is a list of `TableEntry`s. Where a name has `{}`, the paths of the entry have one as well, and the entry
+holds for every number that occurs in the model. A model with a task head keeps the plain model under one attribute; its
 paths then start with the *scope*, and the names of its tensors with the *prefix*.
 """
 
@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from nnx.models.files.tables import FLAT, FROM_HEADS, LINEAR, Entry, Layout, Link, Target
+from nnx.models.files.tables import FLAT, FROM_HEADS, LINEAR, Layout, Link, Parameter, TableEntry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +25,8 @@ class NameTable:
         older: for the ends of some names, those that older checkpoints have instead.
     """
 
-    body: tuple[Entry, ...]
-    head: tuple[Entry, ...] = ()
+    body: tuple[TableEntry, ...]
+    head: tuple[TableEntry, ...] = ()
     prefix: str = ""
     scope: str = ""
     ignored: tuple[str, ...] = ()
@@ -50,8 +50,8 @@ class NameTable:
             for entry in self.body
         ]
         return [
-            Link(self._spelling(name, names), targets, layout)
-            for name, targets, layout in _expanded((*body, *self.head), paths)
+            Link(self._spelling(name, names), parameters, layout)
+            for name, parameters, layout in _expanded((*body, *self.head), paths)
         ]
 
     def ignores(self, name: str) -> bool:
@@ -68,29 +68,31 @@ class NameTable:
 
 def _expanded(
     entries: Iterable[tuple[str, tuple[str, ...], Layout]], paths: Collection[str]
-) -> Iterator[tuple[str, tuple[Target, ...], Layout]]:
+) -> Iterator[tuple[str, tuple[Parameter, ...], Layout]]:
     """Applies every entry to all numbers for which the model has its parameters."""
     for name, patterns, layout in entries:
         pattern = re.compile(re.escape(patterns[0]).replace(r"\{\}", r"(\d+)"))
         for path in paths:
             match = pattern.fullmatch(path)
             if match is not None:
-                targets = tuple(pattern.format(*match.groups()) for pattern in patterns)
-                if all(target in paths for target in targets):
-                    yield name.format(*match.groups()), tuple(map(Target, targets)), layout
+                found = [pattern.format(*match.groups()) for pattern in patterns]
+                if all(path in paths for path in found):
+                    yield name.format(*match.groups()), tuple(map(Parameter, found)), layout
 
 
-def linear(name: str, path: str, layout: Layout = LINEAR) -> tuple[Entry, Entry]:
+def linear(name: str, path: str, layout: Layout = LINEAR) -> tuple[TableEntry, TableEntry]:
     """Returns the entries of a linear layer (or a convolution): its kernel and its bias."""
-    return Entry(f"{name}.weight", (f"{path}/kernel",), layout), Entry(f"{name}.bias", (f"{path}/bias",), FLAT)
+    return TableEntry(f"{name}.weight", (f"{path}/kernel",), layout), TableEntry(
+        f"{name}.bias", (f"{path}/bias",), FLAT
+    )
 
 
-def norm(name: str, path: str) -> tuple[Entry, Entry]:
+def norm(name: str, path: str) -> tuple[TableEntry, TableEntry]:
     """Returns the entries of a layer norm: its scale and its bias."""
-    return Entry(f"{name}.weight", (f"{path}/scale",)), Entry(f"{name}.bias", (f"{path}/bias",))
+    return TableEntry(f"{name}.weight", (f"{path}/scale",)), TableEntry(f"{name}.bias", (f"{path}/bias",))
 
 
-def attention(name: str, projections: Iterable[str], path: str) -> tuple[Entry, ...]:
+def attention(name: str, projections: Iterable[str], path: str) -> tuple[TableEntry, ...]:
     """Returns the entries of a `MultiHeadAttention`; the projections are those of query, key, value and output."""
     query, key, value, out = (f"{name}.{projection}" for projection in projections)
     return (

@@ -1,9 +1,9 @@
 """Reading parameters from the tensors of a checkpoint: only the rows that are needed, rearranged as they are copied.
 
-A `Piece` is the place of one parameter in a tensor. A `Reader` assembles a parameter (or the *part* of it that one
-device holds) from its piece, or from one piece per layer, per expert, or both if it is stacked. Most parameters are the
-transpose of their tensor: it is *streamed*, a few rows at a time, and never in memory as a whole. If devices hold
-different columns of the tensor's rows, these rows are read once and kept until all devices have theirs.
+A `Location` says where one parameter is in a tensor. A `Reader` assembles a parameter, or the *part* of it that one
+device holds: from its location, or from one location per layer, per expert, or both if it is stacked. Most parameters
+are the transpose of their tensor. These are *streamed*, a few rows at a time, and never in memory as a whole. If
+devices hold different columns of the tensor's rows, these rows are read once and kept until all devices have theirs.
 """
 
 import math
@@ -20,9 +20,8 @@ from nnx.models.files.mxfp4 import BLOCK, PackedFile, unpacked
 from nnx.models.files.quantized_files import AnyFile
 from nnx.models.files.tables import Layout, Shape
 from nnx.storage.aligned_memory import aligned_zeros, populate
+from nnx.storage.placing import Bounds, place_parts, whole
 from nnx.storage.safetensors.file import THREADS
-
-Bounds = tuple[tuple[int, int], ...]
 
 # The rows and columns of a tile, the part of a matrix that is transposed at once: half a megabyte of bfloat16, which
 # stays in the cache of a core.
@@ -32,8 +31,8 @@ _TILE = (128, 2048)
 _SCRATCH = 2**20
 
 
-class Piece(NamedTuple):
-    """The place of a parameter in a tensor.
+class Location(NamedTuple):
+    """Where a parameter is: in a tensor of an open file.
 
     Attributes:
         file: the file of the tensor.
@@ -69,59 +68,51 @@ class Reader:
     def __exit__(self, *error: Any) -> None:
         self._pool.shutdown()
 
-    def place(self, pieces: Sequence[Piece], target: jax.ShapeDtypeStruct, stack: Shape) -> jax.Array:
+    def place(self, locations: Sequence[Location], target: jax.ShapeDtypeStruct, stack: Shape) -> jax.Array:
         """Returns a parameter on its devices.
 
         Args:
-            pieces: the place of the parameter; if it is stacked, that of each entry of the stack, in order.
+            locations: the location of the parameter; if it is stacked, those of the stack's entries, in order.
             target: the shape and dtype of the parameter, and its sharding, if any.
-            stack: the sizes of the leading axes of the parameter that number the pieces.
+            stack: the sizes of the leading axes of the parameter that number the locations.
         """
-        shape, sharding = target.shape, target.sharding
         try:
-            if sharding is None:
-                part = self.read(pieces, _whole(shape), target.dtype, stack)
+            if target.sharding is None:
+                part = self.read(locations, whole(target.shape), target.dtype, stack)
                 return jax.device_put(part).block_until_ready()
-            indices = sharding.addressable_devices_indices_map(shape)
-            devices = sorted(indices.items(), key=lambda item: (_bounds(item[1], shape), item[0].id))
-            arrays: list[jax.Array] = []
-            part, part_at = np.empty(0), None
-            for device, index in devices:  # sorted, so that copies of the same part are adjacent
-                if _bounds(index, shape) != part_at:
-                    del part  # frees its memory before the next one is made
-                    part_at = _bounds(index, shape)
-                    part = self.read(pieces, part_at, target.dtype, stack)
-                arrays.append(jax.device_put(part, device))
-            array = jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=target.dtype)
-            # JAX copies in the background. Without waiting, the host copies of many arrays would be in memory at once.
-            return array.block_until_ready()
+            return place_parts(
+                target.shape,
+                target.sharding,
+                target.dtype,
+                lambda bounds: self.read(locations, bounds, target.dtype, stack),
+            )
         finally:
             self._forget()
 
-    def read(self, pieces: Sequence[Piece], bounds: Bounds, dtype: Any, stack: Shape) -> np.ndarray:
+    def read(self, locations: Sequence[Location], bounds: Bounds, dtype: Any, stack: Shape) -> np.ndarray:
         """Returns the part of a parameter within `bounds`, one range per axis."""
         if not stack:
-            return self._read(pieces[0], bounds, dtype, None)
+            return self._read(locations[0], bounds, dtype, None)
         outer, inner = bounds[: len(stack)], bounds[len(stack) :]
         part = self._fresh(_sizes(bounds), dtype)
         for index in np.ndindex(*_sizes(outer)):
             number = np.ravel_multi_index([i + start for i, (start, _) in zip(index, outer, strict=True)], stack)
-            self._read(pieces[int(number)], inner, dtype, part[(*index, ...)])  # `...`: an array even of a scalar
+            self._read(locations[int(number)], inner, dtype, part[(*index, ...)])  # `...`: an array even of a scalar
         return part
 
-    def _read(self, piece: Piece, bounds: Bounds, dtype: Any, into: np.ndarray | None) -> np.ndarray:
-        inputs, whole = piece.layout.inputs or 0, _whole(piece.shape)
+    def _read(self, location: Location, bounds: Bounds, dtype: Any, into: np.ndarray | None) -> np.ndarray:
+        inputs, everything = location.layout.inputs or 0, whole(location.shape)
         others = (*range(1, inputs), *range(inputs + 1, len(bounds)))
-        if isinstance(piece.file, PackedFile) and piece.file.is_packed(piece.name):
+        if isinstance(location.file, PackedFile) and location.file.is_packed(location.name):
             into = self._fresh(_sizes(bounds), dtype) if into is None else into
-            self._read_packed(piece.file, piece, bounds, into)
+            self._read_packed(location.file, location, bounds, into)
             return into
-        if piece.layout.transposed and all(bounds[axis] == whole[axis] for axis in others):
+        if location.layout.transposed and all(bounds[axis] == everything[axis] for axis in others):
             if into is None:
                 into = self._fresh(_sizes(bounds), dtype)
-            self._read_transposed(piece, bounds, into)
+            self._read_transposed(location, bounds, into)
             return into
-        view = self._view(piece, bounds)
+        view = self._view(location, bounds)
         if into is None:
             if view.dtype == dtype and view.flags.c_contiguous:
                 self._forget()  # the caller keeps these rows, and no other device needs them
@@ -130,38 +121,38 @@ class Reader:
         _convert(view, into)
         return into
 
-    def _read_transposed(self, piece: Piece, bounds: Bounds, into: np.ndarray) -> None:
+    def _read_transposed(self, location: Location, bounds: Bounds, into: np.ndarray) -> None:
         """Reads a rectangle of a transposed tensor, a few rows at a time, each into a column of the parameter."""
-        inputs = piece.layout.inputs or 0
-        output_step, input_step = math.prod(piece.shape[inputs + 1 :]), math.prod(piece.shape[1:inputs])
-        first, last = (piece.offset + n * output_step for n in bounds[inputs])
-        width = piece.shape[0] * input_step
+        inputs = location.layout.inputs or 0
+        output_step, input_step = math.prod(location.shape[inputs + 1 :]), math.prod(location.shape[1:inputs])
+        first, last = (location.offset + n * output_step for n in bounds[inputs])
+        width = location.shape[0] * input_step
         low, high = (n * input_step for n in bounds[0])
         columns = into.reshape(high - low, last - first)
-        tile = width * piece.file.tensors[piece.name].dtype.itemsize * _TILE[0]
+        tile = width * location.file.tensors[location.name].dtype.itemsize * _TILE[0]
         # Parts of a chunk with a checksum are read with the rest of it, so there should be few of them.
-        scratch = 2 * piece.file.chunk if piece.file.has_checksums else _SCRATCH
+        scratch = 2 * location.file.chunk if location.file.has_checksums else _SCRATCH
         # Whole tiles, so that no cache line of the result is written by two threads.
         count = max(1, scratch // tile) * _TILE[0]
         # The next device needs other columns of the same rows.
-        kept = None if (low, high) == (0, width) else self._read_rows(piece, first, last)
+        kept = None if (low, high) == (0, width) else self._read_rows(location, first, last)
 
         def copy(start: int) -> None:
             stop = min(start + count, last)
-            rows = self._scratch_rows(piece, start, stop) if kept is None else kept[start - first : stop - first]
+            rows = self._scratch_rows(location, start, stop) if kept is None else kept[start - first : stop - first]
             _transpose(rows[:, low:high], columns[:, start - first : stop - first])
 
         list(self._pool.map(copy, range(first, last, count)))
 
-    def _read_packed(self, file: PackedFile, piece: Piece, bounds: Bounds, into: np.ndarray) -> None:
+    def _read_packed(self, file: PackedFile, location: Location, bounds: Bounds, into: np.ndarray) -> None:
         """Decodes a part of a packed stack of matrices, a few outputs at a time, each into a column of its matrix."""
         (first, last), (low, high), outputs = bounds
         blocks = slice(low // BLOCK, -(-high // BLOCK))
         inputs = slice(low % BLOCK, low % BLOCK + high - low)
-        step = piece.layout.interleaved or 1
+        step = location.layout.interleaved or 1
 
         def decode(number: int) -> None:
-            of_outputs = (part[piece.offset :: step] for part in file.packed(piece.name, number))
+            of_outputs = (part[location.offset :: step] for part in file.packed(location.name, number))
             packed, scales = (part[slice(*outputs), blocks] for part in of_outputs)
             for start in range(0, len(packed), _TILE[0]):
                 rows = unpacked(packed[start : start + _TILE[0]], scales[start : start + _TILE[0]])
@@ -169,48 +160,70 @@ class Reader:
 
         list(self._pool.map(decode, range(first, last)))
 
-    def _scratch_rows(self, piece: Piece, start: int, stop: int) -> np.ndarray:
+    def _scratch_rows(self, location: Location, start: int, stop: int) -> np.ndarray:
         """Reads rows of a tensor into memory that this thread uses again for the next ones."""
-        tensor = piece.file.tensors[piece.name]
+        tensor = location.file.tensors[location.name]
         size = (stop - start) * tensor.nbytes // tensor.shape[0]
         if not hasattr(self._local, "scratch") or len(self._local.scratch) < size:
             self._local.scratch = np.empty(size, np.uint8)
-        return piece.file.read(piece.name, start, stop, into=self._local.scratch)
+        return location.file.read(location.name, start, stop, into=self._local.scratch)
 
-    def _view(self, piece: Piece, bounds: Bounds) -> np.ndarray:
+    def _view(self, location: Location, bounds: Bounds) -> np.ndarray:
         """Reads the rows of a tensor that hold a part of a parameter, and returns the part as a view of them."""
-        layout, shape = piece.layout, piece.shape
-        if layout.order is not None or layout.leading or not shape:
-            return self._small_view(piece, bounds)
-        inputs = len(shape) if layout.inputs is None else layout.inputs
-        # The rows of a tensor are numbered by the outputs if it is transposed, and by the inputs otherwise (a parameter
-        # that is not a matrix has only inputs). Only the first of these axes narrows the range of rows.
-        axis = inputs if layout.transposed else 0
-        others = shape[inputs + 1 :] if layout.transposed else shape[1:inputs]
-        start, stop = bounds[axis]
-        step = math.prod(others) if layout.flat or layout.inputs is not None else 1
-        first = piece.offset if layout.output_axis == 0 else 0
-        rows = self._read_rows(piece, first + start * step, first + stop * step)
-        if layout.interleaved:
-            rows = rows[..., piece.offset :: layout.interleaved]
-        elif layout.output_axis == 1:
-            rows = rows[:, piece.offset : piece.offset + math.prod(shape[inputs:])]
-        if layout.transposed:
-            rows = rows.reshape(stop - start, *others, *shape[:inputs])
-            outputs = rows.ndim - inputs
-            rows = rows.transpose(*range(outputs, rows.ndim), *range(outputs))
-        else:
-            rows = rows.reshape(stop - start, *others, *shape[inputs:])
+        layout = location.layout
+        if layout.order is not None or layout.leading or not location.shape:
+            return self._small_view(location, bounds)
+        view, axis = (self._rows_of_outputs if layout.transposed else self._rows_of_inputs)(location, bounds)
         cut = [slice(*bound) for bound in bounds]
-        cut[axis] = slice(None)
-        return rows[tuple(cut)]
+        cut[axis] = slice(None)  # only the rows of this part were read
+        return view[tuple(cut)]
 
-    def _small_view(self, piece: Piece, bounds: Bounds) -> np.ndarray:
+    def _rows_of_outputs(self, location: Location, bounds: Bounds) -> tuple[np.ndarray, int]:
+        """Reads a tensor `[outputs, inputs]`, such as the weight of a PyTorch `Linear`.
+
+        For example, the kernel of a query projection has the shape `[features 8, heads 4, head_dim 2]`. Its tensor is
+        `[8, 8]`, with two rows per head. If a device holds heads 2 and 3, rows 4 to 7 are read. As `[heads 2, head_dim
+        2, features 8]`, transposed, they are the part of the parameter, complete along all axes but that of the heads.
+
+        Returns:
+            The parameter within the bounds of one axis, its first output, and the number of that axis.
+        """
+        shape, axis = location.shape, location.layout.inputs or 0
+        inputs, others = shape[:axis], shape[axis + 1 :]
+        step = math.prod(others)  # the rows per entry of the first output axis
+        start, stop = (location.offset + n * step for n in bounds[axis])
+        rows = self._read_rows(location, start, stop).reshape(-1, *others, *inputs)
+        outputs = rows.ndim - axis
+        return rows.transpose(*range(outputs, rows.ndim), *range(outputs)), axis
+
+    def _rows_of_inputs(self, location: Location, bounds: Bounds) -> tuple[np.ndarray, int]:
+        """Reads a tensor `[inputs, outputs]`, one that has the axes of the parameter, or a flat one.
+
+        For example, the fused kernel of GPT-2 is `[features 8, 24]`, with the outputs of queries, keys and values next
+        to each other. The keys have the offset 8; their parameter `[features 8, heads 4, head_dim 2]` is columns 8 to
+        15 of every row.
+
+        Returns:
+            The parameter within the bounds of its first axis, and the number of that axis.
+        """
+        layout, shape = location.layout, location.shape
+        inputs = len(shape) if layout.inputs is None else layout.inputs  # without outputs, it has inputs only
+        is_matrix = layout.flat or layout.inputs is not None
+        step = math.prod(shape[1:inputs]) if is_matrix else 1  # the rows per entry of the first axis
+        first = location.offset if layout.output_axis == 0 else 0
+        rows = self._read_rows(location, *(first + n * step for n in bounds[0]))
+        if layout.interleaved:
+            rows = rows[..., location.offset :: layout.interleaved]
+        elif layout.output_axis == 1:
+            rows = rows[:, location.offset : location.offset + math.prod(shape[inputs:])]
+        return rows.reshape(bounds[0][1] - bounds[0][0], *shape[1:]), 0
+
+    def _small_view(self, location: Location, bounds: Bounds) -> np.ndarray:
         """Reads a whole tensor of a kind that is never large (a convolution, a scalar), and returns a part of it."""
-        whole = self._read_rows(piece, 0, None)
-        order = piece.layout.order
-        whole = whole.reshape(piece.shape) if order is None else whole.transpose(np.argsort(order))
-        return whole[(..., *(slice(*bound) for bound in bounds))]
+        tensor = self._read_rows(location, 0, None)
+        order = location.layout.order
+        array = tensor.reshape(location.shape) if order is None else tensor.transpose(np.argsort(order))
+        return array[(..., *(slice(*bound) for bound in bounds))]
 
     def _fresh(self, shape: Shape, dtype: Any) -> np.ndarray:
         """Returns new memory for an array, provided by all threads together."""
@@ -218,11 +231,11 @@ class Reader:
         list(self._pool.map(populate, np.array_split(array.reshape(-1), THREADS)))
         return array
 
-    def _read_rows(self, piece: Piece, start: int, stop: int | None) -> np.ndarray:
-        at = (id(piece.file), piece.name, start, stop)
+    def _read_rows(self, location: Location, start: int, stop: int | None) -> np.ndarray:
+        at = (id(location.file), location.name, start, stop)
         if at != self._rows_at:
             self._forget()  # frees their memory before more is read
-            self._rows, self._rows_at = piece.file.read(piece.name, start, stop), at
+            self._rows, self._rows_at = location.file.read(location.name, start, stop), at
         return self._rows
 
     def _forget(self) -> None:
@@ -257,14 +270,6 @@ def _convert(source: np.ndarray, into: np.ndarray) -> None:
         np.left_shift(source.view(np.uint16), 16, out=into.view(np.uint32), dtype=np.uint32)
     else:
         np.copyto(into, source, casting="unsafe")
-
-
-def _bounds(index: Any, shape: Shape) -> Bounds:
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-
-
-def _whole(shape: Shape) -> Bounds:
-    return tuple((0, size) for size in shape)
 
 
 def _sizes(bounds: Bounds) -> Shape:

@@ -1,10 +1,12 @@
 """Which tensor of a checkpoint is which parameter of a `Decoder`: declarative tables that work in both directions.
 
-An `Entry` names a tensor, the parameters it holds, and their `Layout`. Several parameters in one tensor are *fused*:
-they follow each other along its output axis, or take turns along it (*interleaved*). A `Table` has the entries of one
-family, those of a layer once for all layers, and those of an expert once for all experts. `links` applies it to a
-model: the parameters that the model has, with their layers and experts numbered, and with their place in a stack: that
-of the layers if the model is scanned, and that of the experts, which are one parameter.
+A `TableEntry` names a tensor, the parameters it holds, and their `Layout`. Several parameters in one tensor are
+*fused*: they follow each other along its output axis, or take turns along it (*interleaved*). A `Table` has the entries
+of one family: those of a layer are written once for all layers, and those of an expert once for all experts.
+
+`links` applies a table to one model. It numbers the layers and experts, leaves out what the model does not have (an
+absent bias), and gives each parameter that is part of a stack its index there: a scanned model stacks its layers, and
+the experts of a layer are always one parameter.
 """
 
 import dataclasses
@@ -89,7 +91,7 @@ CONV1D_FROM_HEADS = Layout(2)
 IN_TURNS = Layout(interleaved=2)
 
 
-class Entry(NamedTuple):
+class TableEntry(NamedTuple):
     """A tensor, the parameters it holds (several if it is fused), and their layout.
 
     A tensor with `{}` in its name exists once for every expert, and holds one entry of a stacked parameter.
@@ -114,14 +116,14 @@ class Table:
     """
 
     prefix: str
-    outer: tuple[Entry, ...]
+    outer: tuple[TableEntry, ...]
     layer: str
-    layers: tuple[Entry, ...]
-    head: Entry = Entry("lm_head.weight", ("head/kernel",), LINEAR)
+    layers: tuple[TableEntry, ...]
+    head: TableEntry = TableEntry("lm_head.weight", ("head/kernel",), LINEAR)
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 
 
-class Target(NamedTuple):
+class Parameter(NamedTuple):
     """A parameter of a model: its path, and its index in the stack of layers, of experts, or of both, if any."""
 
     path: str
@@ -132,19 +134,19 @@ class Link(NamedTuple):
     """A tensor of one checkpoint, and the parameters of one model that it holds."""
 
     name: str
-    targets: tuple[Target, ...]
+    parameters: tuple[Parameter, ...]
     layout: Layout
 
 
 _QKV = ("attention/query", "attention/key", "attention/value")
-_OUTER = (Entry("embed_tokens.weight", ("embed/embedding",)), Entry("norm.weight", ("norm/scale",)))
+_OUTER = (TableEntry("embed_tokens.weight", ("embed/embedding",)), TableEntry("norm.weight", ("norm/scale",)))
 
 
-def _kernels_and_biases(name: str, paths: Iterable[str], layout: Layout) -> tuple[Entry, Entry]:
+def _kernels_and_biases(name: str, paths: Iterable[str], layout: Layout) -> tuple[TableEntry, TableEntry]:
     paths = tuple(paths)
     return (
-        Entry(f"{name}.weight", tuple(f"{path}/kernel" for path in paths), layout),
-        Entry(f"{name}.bias", tuple(f"{path}/bias" for path in paths), FLAT),
+        TableEntry(f"{name}.weight", tuple(f"{path}/kernel" for path in paths), layout),
+        TableEntry(f"{name}.bias", tuple(f"{path}/bias" for path in paths), FLAT),
     )
 
 
@@ -153,8 +155,8 @@ _ATTENTION = (
     *_kernels_and_biases("self_attn.k_proj", _QKV[1:2], LINEAR),
     *_kernels_and_biases("self_attn.v_proj", _QKV[2:], LINEAR),
     *_kernels_and_biases("self_attn.o_proj", ("attention/out",), FROM_HEADS),
-    Entry("self_attn.q_norm.weight", ("attention/query_ln/scale",)),
-    Entry("self_attn.k_norm.weight", ("attention/key_ln/scale",)),
+    TableEntry("self_attn.q_norm.weight", ("attention/query_ln/scale",)),
+    TableEntry("self_attn.k_norm.weight", ("attention/key_ln/scale",)),
 )
 _MLP = (
     *_kernels_and_biases("mlp.gate_proj", ("mlp/gate",), LINEAR),
@@ -162,30 +164,30 @@ _MLP = (
     *_kernels_and_biases("mlp.down_proj", ("mlp/down",), LINEAR),
 )
 _NORMS = (
-    Entry("input_layernorm.weight", ("attention_norm/scale",)),
-    Entry("post_attention_layernorm.weight", ("mlp_norm/scale",)),
+    TableEntry("input_layernorm.weight", ("attention_norm/scale",)),
+    TableEntry("post_attention_layernorm.weight", ("mlp_norm/scale",)),
 )
 _MIXTRAL_EXPERTS = (
-    Entry("block_sparse_moe.gate.weight", ("mlp/router",), LINEAR),
-    Entry("block_sparse_moe.experts.{}.w1.weight", ("mlp/gate",), LINEAR),
-    Entry("block_sparse_moe.experts.{}.w3.weight", ("mlp/up",), LINEAR),
-    Entry("block_sparse_moe.experts.{}.w2.weight", ("mlp/down",), LINEAR),
+    TableEntry("block_sparse_moe.gate.weight", ("mlp/router",), LINEAR),
+    TableEntry("block_sparse_moe.experts.{}.w1.weight", ("mlp/gate",), LINEAR),
+    TableEntry("block_sparse_moe.experts.{}.w3.weight", ("mlp/up",), LINEAR),
+    TableEntry("block_sparse_moe.experts.{}.w2.weight", ("mlp/down",), LINEAR),
 )
 _QWEN3_EXPERTS = (
-    Entry("mlp.gate.weight", ("mlp/router",), LINEAR),
-    Entry("mlp.experts.{}.gate_proj.weight", ("mlp/gate",), LINEAR),
-    Entry("mlp.experts.{}.up_proj.weight", ("mlp/up",), LINEAR),
-    Entry("mlp.experts.{}.down_proj.weight", ("mlp/down",), LINEAR),
+    TableEntry("mlp.gate.weight", ("mlp/router",), LINEAR),
+    TableEntry("mlp.experts.{}.gate_proj.weight", ("mlp/gate",), LINEAR),
+    TableEntry("mlp.experts.{}.up_proj.weight", ("mlp/up",), LINEAR),
+    TableEntry("mlp.experts.{}.down_proj.weight", ("mlp/down",), LINEAR),
 )
 _GPT_OSS_EXPERTS = (  # each tensor has all experts
-    Entry("mlp.router.weight", ("mlp/router",), LINEAR),
-    Entry("mlp.router.bias", ("mlp/router_bias",)),
-    Entry("mlp.experts.gate_up_proj", ("mlp/gate", "mlp/up"), IN_TURNS),
-    Entry("mlp.experts.gate_up_proj_bias", ("mlp/gate_bias", "mlp/up_bias"), IN_TURNS),
-    Entry("mlp.experts.down_proj", ("mlp/down",)),
-    Entry("mlp.experts.down_proj_bias", ("mlp/down_bias",)),
+    TableEntry("mlp.router.weight", ("mlp/router",), LINEAR),
+    TableEntry("mlp.router.bias", ("mlp/router_bias",)),
+    TableEntry("mlp.experts.gate_up_proj", ("mlp/gate", "mlp/up"), IN_TURNS),
+    TableEntry("mlp.experts.gate_up_proj_bias", ("mlp/gate_bias", "mlp/up_bias"), IN_TURNS),
+    TableEntry("mlp.experts.down_proj", ("mlp/down",)),
+    TableEntry("mlp.experts.down_proj_bias", ("mlp/down_bias",)),
 )
-_SINKS = (Entry("self_attn.sinks", ("attention/sinks",)),)
+_SINKS = (TableEntry("self_attn.sinks", ("attention/sinks",)),)
 _LLAMA = Table("model.", _OUTER, "layers.{}.", (*_ATTENTION, *_MLP, *_NORMS))
 _GEMMA = Table(
     "model.",
@@ -194,10 +196,10 @@ _GEMMA = Table(
     (
         *_ATTENTION,
         *_MLP,
-        Entry("input_layernorm.weight", ("attention_norm/scale",)),
-        Entry("post_attention_layernorm.weight", ("attention_post_norm/scale",)),
-        Entry("pre_feedforward_layernorm.weight", ("mlp_norm/scale",)),
-        Entry("post_feedforward_layernorm.weight", ("mlp_post_norm/scale",)),
+        TableEntry("input_layernorm.weight", ("attention_norm/scale",)),
+        TableEntry("post_attention_layernorm.weight", ("attention_post_norm/scale",)),
+        TableEntry("pre_feedforward_layernorm.weight", ("mlp_norm/scale",)),
+        TableEntry("post_feedforward_layernorm.weight", ("mlp_post_norm/scale",)),
     ),
 )
 _PHI3 = Table(
@@ -214,15 +216,15 @@ _PHI3 = Table(
 )
 
 
-def _layer_norm(name: str, path: str) -> tuple[Entry, Entry]:
-    return Entry(f"{name}.weight", (f"{path}/scale",)), Entry(f"{name}.bias", (f"{path}/bias",))
+def _layer_norm(name: str, path: str) -> tuple[TableEntry, TableEntry]:
+    return TableEntry(f"{name}.weight", (f"{path}/scale",)), TableEntry(f"{name}.bias", (f"{path}/bias",))
 
 
 _GPT2 = Table(
     "transformer.",
     (
-        Entry("wte.weight", ("embed/embedding",)),
-        Entry("wpe.weight", ("positions/embedding",)),
+        TableEntry("wte.weight", ("embed/embedding",)),
+        TableEntry("wpe.weight", ("positions/embedding",)),
         *_layer_norm("ln_f", "norm"),
     ),
     "h.{}.",
@@ -261,13 +263,13 @@ def links(config: DecoderConfig, scanned: bool, present: Iterable[str], prefix: 
     table, known = TABLES[config.model_type], set(present)
     prefix = table.prefix if prefix is None else prefix
 
-    def located(start: str, entries: Iterable[Entry], place: str, index: tuple[int, ...] = ()) -> Iterator[Link]:
+    def located(start: str, entries: Iterable[TableEntry], place: str, index: tuple[int, ...] = ()) -> Iterator[Link]:
         for entry in entries:
             paths = tuple(place + path for path in entry.paths)
             experts = [(e,) for e in range(config.num_experts or 0)] if "{}" in entry.name else [()]
             for expert in experts if known.issuperset(paths) else ():
-                targets = tuple(Target(path, (*index, *expert)) for path in paths)
-                yield Link(start + entry.name.format(*expert), targets, entry.layout)
+                parameters = tuple(Parameter(path, (*index, *expert)) for path in paths)
+                yield Link(start + entry.name.format(*expert), parameters, entry.layout)
 
     found = list(located(prefix, table.outer, ""))
     for number, (place, index) in enumerate(layer_places(config, scanned)):

@@ -86,8 +86,8 @@ def checkpoint_entries(path: str | os.PathLike[str]) -> dict[str, CheckpointEntr
     """
     manifest = read_manifest(local_path(path).absolute())
     return {
-        name: CheckpointEntry(record.kind, record.shape, record.dtype, record.type)
-        for name, record in manifest.entries.items()
+        name: CheckpointEntry(entry.kind, entry.shape, entry.dtype, entry.type)
+        for name, entry in manifest.entries.items()
     }
 
 

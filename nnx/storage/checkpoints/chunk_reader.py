@@ -11,9 +11,10 @@ import numpy as np
 
 from nnx.storage.aligned_memory import aligned_zeros
 from nnx.storage.checkpoints.chunks import Box, Chunk, parse_index
-from nnx.storage.checkpoints.manifest import DAMAGED, DamagedError, Manifest
+from nnx.storage.checkpoints.manifest import DAMAGED, Manifest
 from nnx.storage.checkpoints.workers import Workers
 from nnx.storage.checksum import BLOCK, checksum
+from nnx.storage.errors import DamagedError
 from nnx.storage.files import inside, open_regular
 
 THREADS = 4
@@ -48,8 +49,8 @@ class ChunkReader:
             raise
 
     def _open(self) -> None:
-        records = {path: record for path, record in self._manifest.entries.items() if record.has_data}
-        shapes = {path: (record.data_shape, record.data_dtype.itemsize) for path, record in records.items()}
+        entries = {path: entry for path, entry in self._manifest.entries.items() if entry.has_data}
+        shapes = {path: (entry.data_shape, entry.data_dtype.itemsize) for path, entry in entries.items()}
         for name, file in self._manifest.files.items():
             if name.endswith(".json"):
                 data_file = name.removesuffix(".json") + ".bin"

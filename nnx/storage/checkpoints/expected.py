@@ -1,7 +1,7 @@
-"""Places: descriptions of the values in a target, so that the old values themselves need not be kept.
+"""What a target expects at a path, so that the old value itself need not be kept.
 
-A place has the kind of value that is expected (a NumPy array, a Python number, a `jax.Array` with its sharding) and
-knows which boxes of the saved array this process has to read for it.
+That is the kind of value (a NumPy array, a Python number, a `jax.Array` with its sharding), from which follows which
+boxes of the saved array this process has to read.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.storage.checkpoints.chunks import Box, box_of
+from nnx.storage.entry import Entry
 from nnx.storage.fitting import bound_sharding
-from nnx.storage.records import Record
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Expected:
     """The description of one value in the target.
 
     Attributes:
@@ -40,8 +40,8 @@ class Place:
     number: type | None = None
 
     @classmethod
-    def of(cls, old: Any) -> "Place":
-        """Returns the place of a value."""
+    def of(cls, old: Any) -> "Expected":
+        """Returns the description of a value."""
         if not hasattr(old, "shape"):
             return cls("number", number=type(old) if type(old) in (bool, int, float, complex) else None)
         shape, dtype = tuple(old.shape), old.dtype
@@ -50,57 +50,57 @@ class Place:
         weak = bool(getattr(old, "weak_type", False))
         return cls("jax", dtype, shape, bound_sharding(old), weak, isinstance(old, jax.ShapeDtypeStruct))
 
-    def boxes(self, record: Record) -> list[Box]:
+    def boxes(self, entry: Entry) -> list[Box]:
         """Returns the boxes of a saved array that this process reads: those of its devices, each once."""
-        shape = record.data_shape
+        shape = entry.data_shape
         whole = [Box((0,) * len(shape), shape)]
-        if not self._is_sharded(record):
+        if not self._is_sharded(entry):
             return whole
         indices = self.sharding.addressable_devices_indices_map(shape).values()
         return list(dict.fromkeys(box_of(index, shape) for index in indices if index is not None))
 
-    def _is_sharded(self, record: Record) -> bool:
+    def _is_sharded(self, entry: Entry) -> bool:
         """Whether each device gets its own part, instead of a whole value made on the host."""
-        if self.kind != "jax" or self.sharding is None or record.weak:
+        if self.kind != "jax" or self.sharding is None or entry.weak:
             return False
-        return record.kind == "array" or isinstance(self.sharding, jax.sharding.NamedSharding)
+        return entry.kind == "array" or isinstance(self.sharding, jax.sharding.NamedSharding)
 
-    def value(self, record: Record, parts: Sequence[np.ndarray] | None) -> Any:
-        """Returns the value for this place.
+    def value(self, entry: Entry, parts: Sequence[np.ndarray] | None) -> Any:
+        """Returns the new value.
 
         Args:
-            record: the record of the saved value.
-            parts: the data of `boxes`; None if the record has no data.
+            entry: the entry of the saved value.
+            parts: the data of `boxes`; None if the entry has no data.
         """
-        if record.kind == "text":
-            return record.value
-        if record.kind == "number":
-            value = record.plain_value
+        if entry.kind == "text":
+            return entry.value
+        if entry.kind == "number":
+            value = entry.plain_value
             if self.kind == "number" or self.weak:
                 return value if self.number is None else self.number(value)
             return self._put(np.asarray(value, self.dtype))
         if parts is None:  # an array without elements
-            shape = record.data_shape
-            parts = [np.zeros(box.shape, record.data_dtype) for box in self.boxes(record)]
+            shape = entry.data_shape
+            parts = [np.zeros(box.shape, entry.data_dtype) for box in self.boxes(entry)]
             if not parts:
-                parts = [np.zeros(shape, record.data_dtype)]
-        if record.kind == "array" and self.dtype is not None and record.data_dtype != self.dtype:
+                parts = [np.zeros(shape, entry.data_dtype)]
+        if entry.kind == "array" and self.dtype is not None and entry.data_dtype != self.dtype:
             parts = [part.astype(self.dtype) for part in parts]
-        if self._is_sharded(record):
-            data = self._assemble(record, parts)
-            return data if record.kind == "array" else jax.random.wrap_key_data(data, impl=record.impl)
-        if record.kind == "key":
-            return self._put(jax.random.wrap_key_data(jnp.asarray(parts[0]), impl=record.impl))
-        if record.weak and self.kind in ("number", "jax"):
+        if self._is_sharded(entry):
+            data = self._assemble(entry, parts)
+            return data if entry.kind == "array" else jax.random.wrap_key_data(data, impl=entry.impl)
+        if entry.kind == "key":
+            return self._put(jax.random.wrap_key_data(jnp.asarray(parts[0]), impl=entry.impl))
+        if entry.weak and self.kind in ("number", "jax"):
             weak = jnp.asarray(parts[0].item())
             if self.kind == "number" or weak.dtype == parts[0].dtype:
                 return self._put(weak)
         return jnp.asarray(parts[0]) if self.kind == "number" else self._put(parts[0])
 
-    def _assemble(self, record: Record, parts: Sequence[np.ndarray]) -> Any:
-        shape = record.data_shape
-        by_box: Mapping[Box, np.ndarray] = dict(zip(self.boxes(record), parts, strict=True))
-        dtype = parts[0].dtype if parts else (self.dtype if record.kind == "array" else np.dtype(np.uint32))
+    def _assemble(self, entry: Entry, parts: Sequence[np.ndarray]) -> Any:
+        shape = entry.data_shape
+        by_box: Mapping[Box, np.ndarray] = dict(zip(self.boxes(entry), parts, strict=True))
+        dtype = parts[0].dtype if parts else (self.dtype if entry.kind == "array" else np.dtype(np.uint32))
 
         def part(index: Any) -> np.ndarray:
             return by_box[box_of(index, shape)]

@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 
 from nnx.storage.checkpoints.chunk_reader import ChunkReader
 from nnx.storage.checkpoints.chunks import Box
-from nnx.storage.checkpoints.expected import Place
-from nnx.storage.checkpoints.manifest import FILE_NAME, CheckpointError, DamagedError, Manifest, read_manifest
+from nnx.storage.checkpoints.expected import Expected
+from nnx.storage.checkpoints.manifest import FILE_NAME, Manifest, read_manifest
 from nnx.storage.checkpoints.matching import match
 from nnx.storage.checkpoints.orbax_format import OrbaxReader
-from nnx.storage.leaves import Entries
+from nnx.storage.entry import Entry
+from nnx.storage.errors import CheckpointError, DamagedError, first_line
+from nnx.storage.leaves import Leaves
 from nnx.storage.load_report import LoadReport
 from nnx.storage.processes import Exchange, ProcessError
-from nnx.storage.records import Record
 from nnx.storage.renaming import renamed
 
 DOES_NOT_FIT = """The checkpoint at {path} does not fit the target. Nothing was loaded.
@@ -51,7 +52,7 @@ def load_all(directory: Path, verify: bool, rename: Mapping[str, str] | None) ->
         before = _manifest_identity(directory)
         try:
             manifest = read_manifest(directory)
-            places, parts = _read_all(directory, manifest, verify)
+            expected, parts = _read_all(directory, manifest, verify)
             break
         except DamagedError:
             if attempt == _ATTEMPTS - 1 or _manifest_identity(directory) == before:
@@ -59,7 +60,7 @@ def load_all(directory: Path, verify: bool, rename: Mapping[str, str] | None) ->
     names = renamed(manifest.entries, rename or {})
     root: dict[str, Any] = {}
     for name, path in names.items():
-        value = places[path].value(manifest.entries[path], parts.pop(path, None))
+        value = expected[path].value(manifest.entries[path], parts.pop(path, None))
         if name == "":
             return value
         *parents, last = name.split("/")
@@ -73,17 +74,17 @@ def load_all(directory: Path, verify: bool, rename: Mapping[str, str] | None) ->
     return root
 
 
-def _read_all(directory: Path, manifest: Manifest, verify: bool) -> tuple[dict[str, Place], dict[str, Any]]:
-    places = {path: _host_place(record) for path, record in manifest.entries.items()}
-    boxes = {path: places[path].boxes(record) for path, record in manifest.entries.items() if record.has_data}
+def _read_all(directory: Path, manifest: Manifest, verify: bool) -> tuple[dict[str, Expected], dict[str, Any]]:
+    expected = {path: _on_host(entry) for path, entry in manifest.entries.items()}
+    boxes = {path: expected[path].boxes(entry) for path, entry in manifest.entries.items() if entry.has_data}
     if not boxes:
-        return places, {}
+        return expected, {}
     with contextlib.closing(_reader(directory, manifest, verify)) as reader:
-        return places, reader.read(boxes)
+        return expected, reader.read(boxes)
 
 
-def _host_place(record: Record) -> Place:
-    return Place("numpy", record.data_dtype, record.shape) if record.kind == "array" else Place("number")
+def _on_host(entry: Entry) -> Expected:
+    return Expected("numpy", entry.data_dtype, entry.shape) if entry.kind == "array" else Expected("number")
 
 
 class _Outcome(NamedTuple):
@@ -126,7 +127,7 @@ class Loading:
         try:
             self._agree()
             if len(self._groups) == 1:
-                return self._entries.fill(self._first)
+                return self._target_leaves.fill(self._first)
             with _no_interrupt():
                 return self._fill_part_by_part()
         finally:
@@ -171,15 +172,15 @@ class Loading:
 
     def _prepare(self) -> None:
         manifest = self._manifest = read_manifest(self._directory)
-        entries = self._entries = Entries(self._target)
-        entries.check_level()
-        self._places = {path: Place.of(entry.value) for path, entry in entries.leaves.items()}
+        leaves = self._target_leaves = Leaves(self._target)
+        leaves.check_level()
+        self._expected = {path: Expected.of(leaf.value) for path, leaf in leaves.by_path.items()}
         self._found, self.report = match(
-            manifest, entries, self._places, strict=self._strict, cast=self._cast, rename=self._rename
+            manifest, leaves, self._expected, strict=self._strict, cast=self._cast, rename=self._rename
         )
         if self.report and self._strict:
             raise CheckpointError(DOES_NOT_FIT.format(path=self._directory, differences=self.report))
-        entries.release()
+        leaves.release()
         if any(manifest.entries[saved].has_data for saved in self._found.values()):
             self._reader = _reader(self._directory, manifest, self._verify)
         self._groups = self._grouped()
@@ -196,10 +197,10 @@ class Loading:
         Only arrays in Modules free memory when they are replaced. If there are none (the target is abstract, or a
         pytree that is rebuilt), everything is read in one go.
         """
-        units = [[path for path in unit if path in self._found] for unit in self._entries.units()]
+        units = [[path for path in unit if path in self._found] for unit in self._target_leaves.units()]
         sizes = [sum(map(self._bytes, unit)) for unit in units]
         limit = max(SMALL, *map(self._bytes, self._found)) if self._found else SMALL
-        makes_room = [path for unit in units[:-1] for path in unit if not self._places[path].abstract]
+        makes_room = [path for unit in units[:-1] for path in unit if not self._expected[path].abstract]
         if sum(map(self._bytes, makes_room)) <= limit:
             return [[path for unit in units for path in unit]]
         groups: list[list[str]] = [[]]
@@ -213,20 +214,20 @@ class Loading:
         return groups
 
     def _bytes(self, path: str) -> int:
-        record = self._manifest.entries[self._found[path]]
-        if not record.has_data:
+        entry = self._manifest.entries[self._found[path]]
+        if not entry.has_data:
             return 0
-        return sum(box.size for box in self._places[path].boxes(record)) * record.data_dtype.itemsize
+        return sum(box.size for box in self._expected[path].boxes(entry)) * entry.data_dtype.itemsize
 
     def _boxes(self, group: list[str]) -> dict[str, list[Box]]:
-        """Returns the boxes to read for a group, by path in the checkpoint; two places may need the same array."""
+        """Returns the boxes to read for a group, by path in the checkpoint; two values may need the same array."""
         wanted: dict[str, list[Box]] = {}
         for path in group:
             saved = self._found[path]
-            record = self._manifest.entries[saved]
-            if record.has_data:
+            entry = self._manifest.entries[saved]
+            if entry.has_data:
                 boxes = wanted.setdefault(saved, [])
-                boxes += [box for box in self._places[path].boxes(record) if box not in boxes]
+                boxes += [box for box in self._expected[path].boxes(entry) if box not in boxes]
         return wanted
 
     def _values(self, group: list[str], verify: bool | None = None) -> dict[str, Any]:
@@ -234,29 +235,29 @@ class Loading:
         parts = self._reader.read(boxes, verify=verify) if self._reader is not None and boxes else {}
         values: dict[str, Any] = {}
         for path in group:
-            saved, place = self._found[path], self._places[path]
-            record = self._manifest.entries[saved]
+            saved, expected = self._found[path], self._expected[path]
+            entry = self._manifest.entries[saved]
             own = None
-            if record.has_data:
+            if entry.has_data:
                 by_box = dict(zip(boxes[saved], parts[saved], strict=True))
-                own = [by_box[box] for box in place.boxes(record)]
-            values[path] = place.value(record, own)
+                own = [by_box[box] for box in expected.boxes(entry)]
+            values[path] = expected.value(entry, own)
         return values
 
     def _fill_part_by_part(self) -> Any:
         outside: dict[str, Any] = {}
-        own = set(self._entries.units()[-1])
+        own = set(self._target_leaves.units()[-1])
         try:
             for number, group in enumerate(self._groups):
                 values = self._values(group, verify=False) if number else self._first
                 self._first = {}
                 outside |= {path: value for path, value in values.items() if path in own}
-                self._entries.fill_cells(values)
+                self._target_leaves.fill_cells(values)
                 del values
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = first_line(error)
             raise CheckpointError(FILLED_IN_PART.format(path=self._directory, reason=reason)) from error
-        return self._entries.fill_outside(outside)
+        return self._target_leaves.fill_outside(outside)
 
 
 @contextlib.contextmanager

@@ -18,9 +18,10 @@ from jax.experimental import multihost_utils
 
 from nnx.storage.checkpoints import sigterm
 from nnx.storage.checkpoints.checkpoint import Saving, load
-from nnx.storage.checkpoints.manifest import LOCK_NAME, CheckpointError, DamagedError
+from nnx.storage.checkpoints.manifest import LOCK_NAME
 from nnx.storage.checkpoints.saving import SAVE_FAILED
 from nnx.storage.checkpoints.steps import Steps
+from nnx.storage.errors import CheckpointError, DamagedError
 from nnx.storage.files import local_path, unique_token
 from nnx.storage.leaves import fills_in_place
 from nnx.storage.processes import Exchange, ProcessError, on_first

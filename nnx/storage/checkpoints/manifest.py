@@ -22,9 +22,9 @@ from typing import Any
 import jax
 
 from nnx.core.repr import short
+from nnx.storage.entry import Entry, parse_entry
+from nnx.storage.errors import CheckpointError, DamagedError
 from nnx.storage.files import atomic_file, inside, open_regular, unique_token
-from nnx.storage.records import Record, parse_record
-from nnx.storage.records import check_savable as check_savable  # safetensors imports it from here
 
 FORMAT = "nnx checkpoint"
 VERSION = 2
@@ -43,14 +43,6 @@ _OPENING = '{{\n "crc32": "{:08x}",\n'  # every manifest begins like this; the c
 _OPENING_LENGTH = len(_OPENING.format(0))
 
 
-class CheckpointError(OSError, ValueError):
-    """A checkpoint cannot be written, is damaged, or does not fit its target. The message names the paths."""
-
-
-class DamagedError(CheckpointError):
-    """A checkpoint is damaged or unfinished; an earlier one may be intact."""
-
-
 @dataclasses.dataclass(frozen=True)
 class DataFile:
     """A file in the data folder: its size in bytes, and its checksum if it is always read whole."""
@@ -66,7 +58,7 @@ class Manifest:
     Attributes:
         data: the name of the folder with the array data; empty if there are no arrays.
         files: the files in the folder, by name.
-        entries: the record of each entry, by path.
+        entries: the saved values, by path.
         aliases: the canonical path for each other path of a shared entry, or for the beginning of such paths.
         modules: the class of each Module, by path.
         hyperparameters: the static attributes of each Module as text, by path.
@@ -77,7 +69,7 @@ class Manifest:
 
     data: str
     files: Mapping[str, DataFile]
-    entries: Mapping[str, Record]
+    entries: Mapping[str, Entry]
     aliases: Mapping[str, str]
     modules: Mapping[str, str]
     hyperparameters: Mapping[str, list[str]]
@@ -96,7 +88,7 @@ class Manifest:
                 name: {"size": file.size, **({} if file.crc32 is None else {"crc32": file.crc32})}
                 for name, file in self.files.items()
             },
-            "entries": {path: record.to_json() for path, record in self.entries.items()},
+            "entries": {path: entry.to_json() for path, entry in self.entries.items()},
             "aliases": dict(self.aliases),
             "modules": dict(self.modules),
             "hyperparameters": dict(self.hyperparameters),
@@ -218,7 +210,7 @@ def _manifest_of(fields: Mapping[str, Any], version: int) -> Manifest:
     return Manifest(
         data,
         {name: _data_file(file) for name, file in _table(fields["files"], "files", dict if version > 1 else int)},
-        {path: parse_record(record) for path, record in _table(fields["entries"], "entries", dict)},
+        {path: parse_entry(entry) for path, entry in _table(fields["entries"], "entries", dict)},
         dict(_table(fields["aliases"], "aliases", str)),
         dict(_table(fields["modules"], "modules", str)),
         {path: _texts(lines) for path, lines in _table(fields.get("hyperparameters", {}), "hyperparameters", list)},

@@ -6,22 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx.storage.checkpoints.expected import Place
+from nnx.storage.checkpoints.expected import Expected
 from nnx.storage.checkpoints.hyperparameters import changes
 from nnx.storage.checkpoints.manifest import Manifest
+from nnx.storage.entry import Entry, entry_of
 from nnx.storage.fitting import described_misfit, fits, was_narrower
-from nnx.storage.leaves import Entries, resolve_alias
+from nnx.storage.leaves import Leaves, resolve_alias
 from nnx.storage.load_report import LoadReport
-from nnx.storage.records import Record, record_of
 from nnx.storage.renaming import renamed
 
-NEEDS_X64 = "{record}, which JAX can hold only with jax_enable_x64 (or cast=True)"
+NEEDS_X64 = "{entry}, which JAX can hold only with jax_enable_x64 (or cast=True)"
 
 
 def match(
     manifest: Manifest,
-    entries: Entries,
-    places: Mapping[str, Place],
+    leaves: Leaves,
+    expected: Mapping[str, Expected],
     *,
     strict: bool,
     cast: bool,
@@ -31,8 +31,8 @@ def match(
 
     Args:
         manifest: the manifest of the checkpoint.
-        entries: the entries of the target.
-        places: the places of its values, by path.
+        leaves: the leaves of the target.
+        expected: the descriptions of its values, by path.
         strict: whether everything must fit. If False, optimizer state is also found elsewhere in a chain.
         cast: whether a value of a different dtype fits.
         rename: new names for paths of the checkpoint.
@@ -42,20 +42,20 @@ def match(
     """
     report = LoadReport()
     by_name = renamed(manifest.entries, rename or {})
-    candidates = _candidates(manifest, entries, by_name)
+    candidates = _candidates(manifest, leaves, by_name)
     if not strict:
-        for path, saved in _rechained(manifest, entries, by_name).items():
+        for path, saved in _rechained(manifest, leaves, by_name).items():
             candidates.pop(path, None)
             if saved is not None:
                 candidates[path] = report.moved[path] = saved
     found: dict[str, str] = {}
-    for path, entry in entries.leaves.items():
+    for path, leaf in leaves.by_path.items():
         saved = candidates.get(path)
         if saved is None:
             report.missing.append(path)
             continue
-        have, want = manifest.entries[saved], record_of(path, entry.value, entry.type)
-        reason = _misfit(have, want, places[path], cast)
+        have, want = manifest.entries[saved], entry_of(path, leaf.value, leaf.type)
+        reason = _misfit(have, want, expected[path], cast)
         if reason is None:
             found[path] = saved
         else:
@@ -63,17 +63,17 @@ def match(
     known = set(candidates.values())
     report.unexpected = [name for name in manifest.entries if name not in known]
     report.moved = {path: saved for path, saved in report.moved.items() if path in found and path != saved}
-    same = {path for path, name in manifest.modules.items() if entries.modules.get(path) == name}
+    same = {path for path, name in manifest.modules.items() if leaves.modules.get(path) == name}
     saved_settings = {path: lines for path, lines in manifest.hyperparameters.items() if path in same}
-    report.changed = changes(saved_settings, entries.hyperparameters)
+    report.changed = changes(saved_settings, leaves.hyperparameters)
     return found, report
 
 
-def _candidates(manifest: Manifest, entries: Entries, by_name: Mapping[str, str]) -> dict[str, str]:
+def _candidates(manifest: Manifest, leaves: Leaves, by_name: Mapping[str, str]) -> dict[str, str]:
     """Returns an entry for each path of the target: the one of that name, or of another name for a shared value."""
-    wanted_as = {resolve_alias(name, entries.aliases): saved for name, saved in by_name.items()}
+    wanted_as = {resolve_alias(name, leaves.aliases): saved for name, saved in by_name.items()}
     found: dict[str, str] = {}
-    for path in entries.leaves:
+    for path in leaves.by_path:
         for name, table in ((path, by_name), (resolve_alias(path, manifest.aliases), by_name), (path, wanted_as)):
             if name in table:
                 found[path] = table[name]
@@ -81,19 +81,19 @@ def _candidates(manifest: Manifest, entries: Entries, by_name: Mapping[str, str]
     return found
 
 
-def _misfit(have: Record, want: Record, place: Place, cast: bool) -> tuple[str, str] | None:
-    """Returns both sides as text if a saved value does not fit its place, else None."""
+def _misfit(have: Entry, want: Entry, expected: Expected, cast: bool) -> tuple[str, str] | None:
+    """Returns both sides as text if a saved value does not fit, else None."""
     cast = cast or was_narrower(have, want, want.type)
     if not fits(have, want, cast) or not _in_range(have, want):
         return described_misfit(str(have), have, want), str(want)
-    if have.kind == "array" and not cast and place.kind in ("number", "jax"):
+    if have.kind == "array" and not cast and expected.kind in ("number", "jax"):
         dtype = have.data_dtype
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-            return NEEDS_X64.format(record=have), str(want)
+            return NEEDS_X64.format(entry=have), str(want)
     return None
 
 
-def _in_range(have: Record, want: Record) -> bool:
+def _in_range(have: Entry, want: Entry) -> bool:
     """Whether a Python integer can be stored in the array that it will become."""
     if have.kind != "number" or have.dtype != "int" or want.kind != "array":
         return True
@@ -132,14 +132,14 @@ def _in_chains(types: Mapping[str, str]) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def _rechained(manifest: Manifest, entries: Entries, by_name: Mapping[str, str]) -> dict[str, str | None]:
+def _rechained(manifest: Manifest, leaves: Leaves, by_name: Mapping[str, str]) -> dict[str, str | None]:
     """Finds the saved state of optimizers whose chain has changed, by path in the target.
 
     If the chains differ, the same path need not mean the same thing on both sides (the count of Adam, the count of a
     schedule). So only parts that appear equally often on both sides are paired, in order; the others are None.
     """
     saved = _in_chains({name: manifest.entries[path].type for name, path in by_name.items()})
-    wanted = _in_chains({path: entry.type for path, entry in entries.leaves.items()})
+    wanted = _in_chains({path: leaf.type for path, leaf in leaves.by_path.items()})
     found: dict[str, str | None] = {}
     for optimizer, parts in wanted.items():
         before = saved.get(optimizer, {})

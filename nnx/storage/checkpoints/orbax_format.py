@@ -8,7 +8,8 @@ import numpy as np
 
 from nnx.core.extras import require
 from nnx.storage.checkpoints.chunks import Box
-from nnx.storage.checkpoints.manifest import DamagedError, Manifest
+from nnx.storage.checkpoints.manifest import Manifest
+from nnx.storage.errors import DamagedError, first_line
 
 READ_FAILED = "The checkpoint at {path} could not be read: {reason}. Nothing was loaded. Load an earlier one."
 
@@ -39,7 +40,7 @@ class OrbaxReader:
             )
             arrays = checkpointer.restore(self._directory / self._manifest.data, args=request)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = first_line(error)
             raise DamagedError(READ_FAILED.format(path=self._directory, reason=reason)) from error
         finally:
             checkpointer.close()

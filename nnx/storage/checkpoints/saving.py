@@ -17,7 +17,6 @@ from nnx.storage.checkpoints.chunks import Piece, pieces_of
 from nnx.storage.checkpoints.manifest import (
     FILE_NAME,
     LOCK_NAME,
-    CheckpointError,
     DataFile,
     Manifest,
     new_data_folder,
@@ -25,10 +24,11 @@ from nnx.storage.checkpoints.manifest import (
     remove_data,
     write_manifest,
 )
+from nnx.storage.entry import Entry, check_dtype, check_savable, entry_of
+from nnx.storage.errors import CheckpointError, first_line
 from nnx.storage.files import local_path, remove_leftovers, sync_directory
-from nnx.storage.leaves import Entries
+from nnx.storage.leaves import Leaves
 from nnx.storage.processes import Exchange, ProcessError
-from nnx.storage.records import Record, check_dtype, check_savable, record_of
 from nnx.storage.writer_lock import WriterLock
 
 SAVE_FAILED = "Could not save to {path}: {reason}. Earlier checkpoints are intact."
@@ -72,17 +72,17 @@ class Saving:
         Returns:
             The name of the folder, a digest of the structure, and the paths of arrays that process 0 has no part of.
         """
-        entries = Entries(obj)
+        leaves = Leaves(obj)
         self._arrays: dict[str, Any] = {}
-        self._records: dict[str, Record] = {}
-        for path, entry in entries.leaves.items():
-            check_savable(path, entry.value)
-            check_dtype(path, entry.value)
-            record = self._records[path] = record_of(path, entry.value, entry.type)
-            if record.has_data:
-                self._arrays[path] = jax.random.key_data(entry.value) if record.kind == "key" else entry.value
+        self._entries: dict[str, Entry] = {}
+        for path, leaf in leaves.by_path.items():
+            check_savable(path, leaf.value)
+            check_dtype(path, leaf.value)
+            entry = self._entries[path] = entry_of(path, leaf.value, leaf.type)
+            if entry.has_data:
+                self._arrays[path] = jax.random.key_data(leaf.value) if entry.kind == "key" else leaf.value
         self._manifest = Manifest(
-            "", {}, self._records, entries.aliases, entries.modules, entries.hyperparameters, dict(info or {})
+            "", {}, self._entries, leaves.aliases, leaves.modules, leaves.hyperparameters, dict(info or {})
         )
         elsewhere = [
             path
@@ -90,7 +90,7 @@ class Saving:
             if isinstance(value, jax.Array) and not value.addressable_shards
         ]
         data = self._make_folder() if jax.process_index() == 0 else ""
-        structure = [(path, record.kind, record.dtype, record.shape) for path, record in self._records.items()]
+        structure = [(path, entry.kind, entry.dtype, entry.shape) for path, entry in self._entries.items()]
         return data, zlib.crc32(json.dumps(structure).encode()), elsewhere
 
     def _make_folder(self) -> str:
@@ -168,7 +168,7 @@ class Saving:
             self._release()
             if isinstance(error, CheckpointError) or not isinstance(error, (OSError, ProcessError, MemoryError)):
                 raise
-            reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+            reason = first_line(error).rstrip(".")
             raise CheckpointError(SAVE_FAILED.format(path=self._path, reason=reason)) from error
 
     def _remove_unfinished(self) -> None:

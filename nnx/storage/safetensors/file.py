@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from nnx.storage.aligned_memory import aligned_bytes, populate
-from nnx.storage.checkpoints.manifest import CheckpointError
 from nnx.storage.checksum import checksum
+from nnx.storage.errors import CheckpointError, first_line
 from nnx.storage.safetensors.header import INVALID, MAX_LENGTH, Header, Tensor, make_header, parse_header
 
 CHUNK = 2**22  # bytes; large enough for cheap reads, small enough that reading one part does not read much more
@@ -50,7 +50,7 @@ class TensorFile:
         try:
             self._file: BinaryIO = open(path, "rb", buffering=0)
         except OSError as error:
-            raise CheckpointError(NOT_READABLE.format(path=path, reason=_first_line(error))) from error
+            raise CheckpointError(NOT_READABLE.format(path=path, reason=first_line(error))) from error
         try:
             self._start, header = _read_header(path, self._file)
             self.tensors, self.metadata = header
@@ -79,7 +79,7 @@ class TensorFile:
         try:
             data = np.memmap(self._file, np.uint8, "r")[self._start :]
         except OSError as error:
-            raise CheckpointError(NOT_READABLE.format(path=self.path, reason=_first_line(error))) from error
+            raise CheckpointError(NOT_READABLE.format(path=self.path, reason=first_line(error))) from error
         return {
             name: data[tensor.start : tensor.end].view(tensor.dtype).reshape(tensor.shape)
             for name, tensor in self.tensors.items()
@@ -158,7 +158,7 @@ class TensorFile:
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(NOT_READABLE.format(path=self.path, reason=_first_line(error))) from error
+            raise CheckpointError(NOT_READABLE.format(path=self.path, reason=first_line(error))) from error
 
 
 def _read_into(file: BinaryIO, view: memoryview, position: int) -> int:
@@ -185,7 +185,7 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[int, Header]:
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(NOT_READABLE.format(path=path, reason=_first_line(error))) from error
+        raise CheckpointError(NOT_READABLE.format(path=path, reason=first_line(error))) from error
     return 8 + length, parse_header(path, text, size - 8 - length)
 
 
@@ -215,10 +215,6 @@ def _parse_checksums(path: Path, header: Header) -> tuple[int, dict[str, Sequenc
 
 def _chunk_count(tensor: Tensor, chunk: int) -> int:
     return -(-tensor.nbytes // chunk)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 # Writing

@@ -19,16 +19,18 @@ import numpy as np
 from nnx.core.module.module import Module
 from nnx.core.repr import short
 from nnx.core.state.state import State
-from nnx.storage.checkpoints.manifest import CheckpointError
+from nnx.storage.entry import check_savable
+from nnx.storage.errors import CheckpointError, first_line
 from nnx.storage.files import local_path, sync_directory
-from nnx.storage.leaves import Entries
+from nnx.storage.leaves import Leaves
 from nnx.storage.load_report import LoadReport
 from nnx.storage.processes import Exchange, ProcessError, is_first
-from nnx.storage.records import check_savable
 from nnx.storage.safetensors.file import Pending
 from nnx.storage.safetensors.header import data_order, make_header
+from nnx.storage.safetensors.matching import match
+from nnx.storage.safetensors.replacing import read_like
 from nnx.storage.safetensors.shards import Shards, divide, open_model, write_model
-from nnx.storage.safetensors.target import Notes, Source, match, place
+from nnx.storage.safetensors.source import Notes, Source
 from nnx.storage.writer_lock import WriterLock
 
 NOT_STATE = "{function} takes a State or a Module, got {got}."
@@ -82,8 +84,8 @@ def save_safetensors(
     >>> state == model.filter(nnx.Param)
     True
     """
-    entries = Entries(_checked(state, "save_safetensors"))
-    values, notes = _values(entries)
+    leaves = Leaves(_checked(state, "save_safetensors"))
+    values, notes = _values(leaves)
     texts = {**(metadata or {}), **notes.to_metadata()}
     tensors = {name: Pending(jnp.dtype(array.dtype), tuple(array.shape)) for name, array in values.items()}
     write_arrays(path, tensors, values.__getitem__, max_shard_size=max_shard_size, metadata=texts)
@@ -114,7 +116,7 @@ def write_arrays(
     try:
         Exchange(f"nnx.save_safetensors({str(path)!r})").together(lambda: _write(file, shards, arrays, metadata))
     except (OSError, ProcessError, jax.errors.JaxRuntimeError) as error:  # the last one if a process died meanwhile
-        raise CheckpointError(SAVE_FAILED.format(path=file, reason=_first_line(error))) from error
+        raise CheckpointError(SAVE_FAILED.format(path=file, reason=first_line(error))) from error
 
 
 def _write(file: Path, shards: Shards, arrays: Iterator[np.ndarray], metadata: Mapping[str, str]) -> None:
@@ -202,16 +204,18 @@ def load_safetensors(
             return _nested(file, Source(open_model(file, opened), rename).mapped())
     expected = _checked(target, "load_safetensors")
     expected = Module.get_state(expected) if isinstance(expected, Module) else expected
-    entries = Entries(expected)
-    aliases = Entries(target).aliases if isinstance(target, Module) else {}
+    leaves = Leaves(expected)
+    aliases = Leaves(target).aliases if isinstance(target, Module) else {}
     with contextlib.ExitStack() as opened:
         source = Source(open_model(file, opened), rename)
-        found, differences = match(source, entries, aliases, cast)
+        found, differences = match(source, leaves, aliases, cast)
         if differences and strict:
             raise CheckpointError(DOES_NOT_FIT.format(path=file, differences=differences))
-        values = {path: place(source, name, entries.leaves[path].value, verify=verify) for path, name in found.items()}
-    lost = {_owner(path, expected) for path in entries.leaves if path not in values}
-    loaded = entries.fill(values).filter(lambda path, leaf: path not in lost)
+        values = {
+            path: read_like(source, name, leaves.by_path[path].value, verify=verify) for path, name in found.items()
+        }
+    lost = {_owner(path, expected) for path in leaves.by_path if path not in values}
+    loaded = leaves.fill(values).filter(lambda path, leaf: path not in lost)
     if report is not None:
         report.__dict__.update(differences.__dict__)
     elif differences:
@@ -228,18 +232,18 @@ def _checked(state: Any, function: str) -> Any:
 # Saving
 
 
-def _values(entries: Entries) -> tuple[dict[str, Any], Notes]:
+def _values(leaves: Leaves) -> tuple[dict[str, Any], Notes]:
     """Returns the arrays to write, with PRNG keys as their raw data, and the notes about them."""
     arrays: dict[str, Any] = {}
     keys: dict[str, str] = {}
-    for path, (value, _) in entries.leaves.items():
+    for path, (value, _) in leaves.by_path.items():
         check_savable(path, value)
         array = value if hasattr(value, "shape") else _number(path, value)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             keys[path] = str(jax.random.key_impl(array))
             array = jax.random.key_data(array)
         arrays[path] = array
-    return arrays, Notes(keys, entries.aliases)
+    return arrays, Notes(keys, leaves.aliases)
 
 
 def _number(path: str, value: Any) -> np.ndarray:
@@ -272,10 +276,6 @@ def _bytes(size: int | str | None) -> int | None:
     if parts is None or parts[2].upper() not in _UNITS:
         raise ValueError(BAD_SIZE.format(size=size))
     return int(float(parts[1]) * _UNITS[parts[2].upper()])
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 # Loading

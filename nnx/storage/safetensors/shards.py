@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nnx.storage.checkpoints.manifest import CheckpointError
+from nnx.storage.errors import CheckpointError, first_line
 from nnx.storage.files import atomic_file, remove_leftovers, sync_directory, unique_token
 from nnx.storage.safetensors.file import Pending, TensorFile, write_tensors
 
@@ -152,7 +152,7 @@ def read_index(path: Path) -> Index:
             raise ValueError("its weight_map must map the names of tensors to the names of files")
         save_id = metadata.get(SAVE_ID)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = first_line(error)
         raise CheckpointError(BAD_INDEX.format(path=path, reason=reason)) from error
     return Index(weight_map, save_id)
 

@@ -1,4 +1,4 @@
-"""Records: the description of an entry of a checkpoint, without its data, and the dtypes that can be saved."""
+"""Entries of a checkpoint: what is saved about a leaf besides its data, and the dtypes that can be saved."""
 
 import dataclasses
 import math
@@ -39,8 +39,8 @@ _PLAIN_DTYPES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
-    """The description of an entry, without its data.
+class Entry:
+    """What a checkpoint says about one saved value, without its data.
 
     Attributes:
         kind: "array", "key" (typed random keys), "number" (a Python number) or "text" (a string).
@@ -107,8 +107,8 @@ def key_words(impl: str) -> tuple[int, ...]:
     return jax.random.key_data(jax.random.key(0, impl=impl)).shape
 
 
-def record_of(path: str, value: Any, type_name: str) -> Record:
-    """Returns the record of a leaf.
+def entry_of(path: str, value: Any, type_name: str) -> Entry:
+    """Returns the entry of a leaf.
 
     Raises:
         TypeError: the value cannot be saved.
@@ -116,16 +116,16 @@ def record_of(path: str, value: Any, type_name: str) -> Record:
     number = None if isinstance(value, np.generic) else _number_type(value)
     if number is not None:
         stored = [value.real, value.imag] if number is complex else number(value)
-        return Record("number", number.__name__, type=type_name, value=stored)
+        return Entry("number", number.__name__, type=type_name, value=stored)
     if isinstance(value, str) and not isinstance(value, np.generic):
-        return Record("text", type=type_name, value=str(value))
+        return Entry("text", type=type_name, value=str(value))
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(NOT_SAVABLE.format(path=path, value=short(value)))
     dtype, shape = str(value.dtype), tuple(value.shape)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return Record("key", dtype, shape, type_name, impl=_impl(value))
+        return Entry("key", dtype, shape, type_name, impl=_impl(value))
     weak = bool(getattr(value, "weak_type", False)) and shape == ()
-    return Record("array", dtype, shape, type_name, weak=weak)
+    return Entry("array", dtype, shape, type_name, weak=weak)
 
 
 def _impl(keys: Any) -> str:
@@ -163,18 +163,18 @@ def is_storable(dtype: Any) -> bool:
     return dtype.isnative and (dtype.name in _PLAIN_DTYPES or dtype.type.__module__ == "ml_dtypes")
 
 
-# Reading records, which may come from an untrusted source
+# Reading entries, which may come from an untrusted source
 
 
-def parse_record(fields: Any) -> Record:
-    """Returns the record described by the fields of a manifest.
+def parse_entry(fields: Any) -> Entry:
+    """Returns the entry described by the fields of a manifest.
 
     Raises:
-        ValueError: the fields are not what `Record.to_json` returns.
+        ValueError: the fields are not what `Entry.to_json` returns.
     """
     if not isinstance(fields, dict):
         raise ValueError(f"an entry is {short(fields)} instead of an object")
-    unknown = set(fields) - {field.name for field in dataclasses.fields(Record)}
+    unknown = set(fields) - {field.name for field in dataclasses.fields(Entry)}
     if unknown:
         raise ValueError(f"an entry has the unknown field {sorted(unknown)[0]!r}")
     shape = fields.get("shape", [])
@@ -183,35 +183,35 @@ def parse_record(fields: Any) -> Record:
     texts = {name: fields.get(name, "") for name in ("kind", "dtype", "type", "impl", "stored")}
     if not all(isinstance(text, str) for text in texts.values()) or not isinstance(fields.get("weak", False), bool):
         raise ValueError(f"an entry has a field of the wrong type: {short(fields)}")
-    record = Record(**texts, shape=tuple(shape), value=fields.get("value"), weak=fields.get("weak", False))
-    _check_record(record)
-    return record
+    entry = Entry(**texts, shape=tuple(shape), value=fields.get("value"), weak=fields.get("weak", False))
+    _check_entry(entry)
+    return entry
 
 
-def _check_record(record: Record) -> None:
-    if record.kind == "text":
-        if not isinstance(record.value, str):
-            raise ValueError(f"a text is {short(record.value)}")
-    elif record.kind == "number":
-        if not isinstance(record.value, _PARTS.get(record.dtype, ())) or (
-            record.dtype != "bool" and isinstance(record.value, bool)
+def _check_entry(entry: Entry) -> None:
+    if entry.kind == "text":
+        if not isinstance(entry.value, str):
+            raise ValueError(f"a text is {short(entry.value)}")
+    elif entry.kind == "number":
+        if not isinstance(entry.value, _PARTS.get(entry.dtype, ())) or (
+            entry.dtype != "bool" and isinstance(entry.value, bool)
         ):
-            raise ValueError(f"a number of type {record.dtype!r} is {short(record.value)}")
-        if record.dtype == "complex" and [type(part) for part in record.value] != [float, float]:
-            raise ValueError(f"a complex number is {short(record.value)}")
-    elif record.kind == "array":
-        _check_dtype(record.dtype)
-        if record.stored:
-            _check_dtype(record.stored)
-    elif record.kind == "key":
+            raise ValueError(f"a number of type {entry.dtype!r} is {short(entry.value)}")
+        if entry.dtype == "complex" and [type(part) for part in entry.value] != [float, float]:
+            raise ValueError(f"a complex number is {short(entry.value)}")
+    elif entry.kind == "array":
+        _check_dtype(entry.dtype)
+        if entry.stored:
+            _check_dtype(entry.stored)
+    elif entry.kind == "key":
         try:
-            key_words(record.impl)
+            key_words(entry.impl)
         except Exception:
-            raise ValueError(f"a key has the unknown implementation {record.impl!r}") from None
+            raise ValueError(f"a key has the unknown implementation {entry.impl!r}") from None
     else:
-        raise ValueError(f"an entry is of the unknown kind {record.kind!r}")
-    if record.kind in ("array", "key") and math.prod(record.shape) * 64 >= 2**63:
-        raise ValueError(f"an array has the impossible shape {list(record.shape)}")
+        raise ValueError(f"an entry is of the unknown kind {entry.kind!r}")
+    if entry.kind in ("array", "key") and math.prod(entry.shape) * 64 >= 2**63:
+        raise ValueError(f"an array has the impossible shape {list(entry.shape)}")
 
 
 def _check_dtype(name: str) -> None:
