@@ -1,8 +1,9 @@
 """`nnx.generate`: continues texts with a model that has a cache of keys and values."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
@@ -193,27 +194,36 @@ def generate(
         return write(pure, progress, np.int32(until), sampling, key, stops, pad, **options)
 
     batch = prompt.tokens.shape[0]
-    shape = (batch,) if num_samples is None else (batch, samples)
-
-    def texts(rows: Any) -> Any:
-        """Returns rows of the loop, which may be more than asked for, in the shape of the result."""
-        wanted = (*shape, *rows.shape[1:])
-        # On a GPU, even a slice of everything is an operation that takes as long as half a token.
-        return rows if rows.shape == wanted else rows[: batch * samples].reshape(wanted)
-
+    wanted = _Wanted((batch,) if num_samples is None else (batch, samples), new)
     if stream is None:
         progress, _ = advance(progress, new)
     elif is_tracer(progress.step):
         raise ValueError(STREAM_IN_TRANSFORM)
     else:
-        progress = _streamed(advance, progress, new, lambda tokens: stream(texts(np.asarray(tokens))))
+        progress = _streamed(advance, progress, new, lambda tokens: stream(wanted.rows(np.asarray(tokens))))
     _warn_of_broken_rows(progress.broken)
+    tokens = wanted.columns(progress.tokens)
+    return tokens if progress.logprobs is None else (tokens, wanted.columns(progress.logprobs))
 
-    def columns(rows: Any) -> Any:
-        return texts(rows if rows.shape[1] == new else rows[:, :new])
 
-    tokens = columns(progress.tokens)
-    return tokens if progress.logprobs is None else (tokens, columns(progress.logprobs))
+class _Wanted(NamedTuple):
+    """The part of the loop's arrays that the caller gets: the shape of the texts, and the number of new tokens.
+
+    The loop may have more rows and columns, because both are rounded up.
+    """
+
+    shape: tuple[int, ...]
+    new: int
+
+    def rows(self, array: Any) -> Any:
+        """Returns an array `[rows, ...]` of the loop as `[*shape, ...]`."""
+        shape = (*self.shape, *array.shape[1:])
+        # On a GPU, even a slice of everything is an operation that takes as long as half a token.
+        return array if array.shape == shape else array[: math.prod(self.shape)].reshape(shape)
+
+    def columns(self, array: Any) -> Any:
+        """Returns an array `[rows, width]` of the loop as `[*shape, new]`."""
+        return self.rows(array if array.shape[1] == self.new else array[:, : self.new])
 
 
 def _streamed(

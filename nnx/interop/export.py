@@ -8,6 +8,7 @@ directory that has one is complete.
 import os
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -95,7 +96,11 @@ def export(
     require("flatbuffers", "export", "nnx.export")
     path = local_path(directory).absolute()
     target = target_of(f, "nnx.export")
-    program = _trace(target, args, kwargs, platforms, symbolic_batch)
+    _write(path, _trace(target, args, kwargs, platforms, symbolic_batch))
+
+
+def _write(path: Path, program: _Program) -> None:
+    """Writes the files of an export: the description last, because without it there is none."""
     try:
         if path.exists() and not path.is_dir():
             raise CheckpointError(NOT_A_DIRECTORY.format(path=path))
@@ -140,20 +145,15 @@ def _trace(target: Any, args: Any, kwargs: Any, platforms: Any, symbolic_batch: 
     stored = [jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in weights.values()]
     exported = jax.export.export(jax.jit(pure), platforms=platforms, disabled_checks=_KERNELS)(stored, specs)
     data = bytes(exported.serialize())
+    forms = {"args": args_form, "kwargs": kwargs_form, "result": results[0]}
     fields = {
-        "format": FORMAT,
-        "version": VERSION,
-        "jax": jax.__version__,
-        "name": target.name,
-        "platforms": list(exported.platforms),
+        **{"format": FORMAT, "version": VERSION, "jax": jax.__version__},
+        **{"name": target.name, "platforms": list(exported.platforms)},
         "program": {"size": len(data), "crc32": zlib.crc32(data)},
         "weights": {name: weight_type(weight) for name, weight in weights.items()},
         "inputs": [array_type(spec) for spec in specs],
-        "args": args_form,
-        "kwargs": kwargs_form,
-        "result": results[0],
     }
-    return _Program(data, weights, fields)
+    return _Program(data, weights, fields | forms)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -74,26 +74,7 @@ def load_torch_state_dict(model: Module, mapping: Mapping[str, Any], *, strict: 
     leaves: dict[str, Any] = dict(Module.get_state(model).items())
     report = LoadReport(source="state dict")
     parts, ignored = _all_parts(model, flat, leaves, mapping)
-    values: dict[str, np.ndarray] = {}
-    found_at: dict[str, str] = {}  # the path under which each of them was found
-    sought: list[str] = []
-    for part in parts:
-        path = _canonical(flat, part.path)
-        lacking = [name for name in part.tensors if name not in mapping]
-        if lacking:
-            if path == part.path:  # a second name of something shared may be left out
-                report.missing.append(path)
-                sought += lacking
-            continue
-        try:
-            value = _converted(part, leaves[path], mapping)
-            if path in values and not np.array_equal(values[path], value):
-                raise Mismatch(f"{_listed(part)}, {TWO_VALUES.format(other=found_at[path])},", short(value))
-        except Mismatch as problem:
-            report.mismatched[part.path] = problem.have, problem.want
-            continue
-        values[path], found_at[path] = value, part.path
-    report.missing = sorted({*report.missing} - {*values}, key=path_order)
+    values, sought = _matched(parts, flat, leaves, mapping, report)
     known = {name for part in parts for name in part.tensors} | ignored
     report.unexpected = [name for name in mapping if name not in known]
     if report and strict:
@@ -121,6 +102,33 @@ def _all_parts(model: Module, flat: Flat, leaves: Any, mapping: Mapping[str, Any
         if cell is not None and flat.key.layout.paths[cell] not in covered:
             parts += unchanged(path, name, _value(leaves[flat.key.layout.paths[cell]]))
     return parts, ignored
+
+
+def _matched(
+    parts: list[Part], flat: Flat, leaves: Mapping[str, Any], mapping: Mapping[str, Any], report: LoadReport
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Returns the arrays by canonical path, and the names that were looked for in vain; adds misfits to the report."""
+    values: dict[str, np.ndarray] = {}
+    found_at: dict[str, str] = {}  # the path under which each of them was found
+    sought: list[str] = []
+    for part in parts:
+        path = _canonical(flat, part.path)
+        lacking = [name for name in part.tensors if name not in mapping]
+        if lacking:
+            if path == part.path:  # a second name of something shared may be left out
+                report.missing.append(path)
+                sought += lacking
+            continue
+        try:
+            value = _converted(part, leaves[path], mapping)
+            if path in values and not np.array_equal(values[path], value):
+                raise Mismatch(f"{_listed(part)}, {TWO_VALUES.format(other=found_at[path])},", short(value))
+        except Mismatch as problem:
+            report.mismatched[part.path] = problem.have, problem.want
+            continue
+        values[path], found_at[path] = value, part.path
+    report.missing = sorted({*report.missing} - {*values}, key=path_order)
+    return values, sought
 
 
 def _rules(model: Module, mapping: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:

@@ -167,24 +167,12 @@ def save_pretrained(
         ValueError: the model is quantized, or has parameters or settings that the format of its family does not have.
         OSError: the files could not be written; for the weights, it is a `CheckpointError`.
     """
-    architecture, published = architecture_of(model), cast(Any, model)
-    path, config = local_path(directory).absolute(), published.config
+    architecture, config = architecture_of(model), cast(Any, model).config
+    path = local_path(directory).absolute()
     fields = architecture.write_config(config)
     values = values_by_path(model)
-    for name, value in values.items():
-        if isinstance(value, jax.ShapeDtypeStruct) or is_tracer(value):
-            raise ValueError(ABSTRACT.format(path=name, value=short(value)))
-    quantized = [name for name, module in Module.named_modules(model) if is_quantized(module)]
-    if quantized:
-        raise ValueError(QUANTIZED.format(family=config.model_type, paths=_listed(quantized)))
     known = architecture.links(config, values, ())
-    covered = {parameter.path for link in known for parameter in link.parameters}
-    if covered != values.keys():
-        raise ValueError(NOT_IN_TABLE.format(family=config.model_type, paths=_listed(values.keys() - covered)))
-    expected = abstract_model(architecture, config, published.param_dtype, **architecture.options_of(model))
-    differences = _differences(model, expected)
-    if differences:
-        raise ValueError(NOT_ITS_CONFIG.format(differences="\n".join(f"  {line}" for line in differences[:_SHOWN])))
+    _check_savable(model, architecture, values, known)
     tensors = {link.name: pending_tensor(link, values) for link in known}
     by_name = {link.name: link for link in known}
     constants = architecture.constants(config, values)
@@ -360,6 +348,25 @@ def _place_when_run(locations: list[Location], target: jax.ShapeDtypeStruct, sta
 
 
 # Saving
+
+
+def _check_savable(model: Module, architecture: Architecture, values: Mapping[str, Any], known: list[Link]) -> None:
+    """Raises `ValueError` if whoever loads the checkpoint would not get this model."""
+    config = cast(Any, model).config
+    for name, value in values.items():
+        if isinstance(value, jax.ShapeDtypeStruct) or is_tracer(value):
+            raise ValueError(ABSTRACT.format(path=name, value=short(value)))
+    quantized = [name for name, module in Module.named_modules(model) if is_quantized(module)]
+    if quantized:
+        raise ValueError(QUANTIZED.format(family=config.model_type, paths=_listed(quantized)))
+    covered = {parameter.path for link in known for parameter in link.parameters}
+    if covered != values.keys():
+        raise ValueError(NOT_IN_TABLE.format(family=config.model_type, paths=_listed(values.keys() - covered)))
+    dtype = cast(Any, model).param_dtype
+    expected = abstract_model(architecture, config, dtype, **architecture.options_of(model))
+    differences = _differences(model, expected)
+    if differences:
+        raise ValueError(NOT_ITS_CONFIG.format(differences="\n".join(f"  {line}" for line in differences[:_SHOWN])))
 
 
 def _write(file: Path, text: str) -> None:

@@ -37,6 +37,22 @@ def _with_bias(y: jax.Array, bias: jax.Array | None, batch: tuple[int, ...]) -> 
     return jnp.reshape(y, batch + y.shape[1:])
 
 
+def _padded(
+    x: jax.Array, padding: Padding, reach: Sequence[int], strides: tuple[int, ...], input_dilation: tuple[int, ...]
+) -> tuple[jax.Array, Padding]:
+    """Translates the paddings that XLA does not know: some are applied to `x`, the others become numbers."""
+    if padding == "CIRCULAR" or padding == "REFLECT":
+        mode = "wrap" if padding == "CIRCULAR" else "reflect"
+        return jnp.pad(x, ((0, 0), *((r // 2, r - r // 2) for r in reach), (0, 0)), mode=mode), "VALID"
+    if padding == "CAUSAL":
+        return x, ((reach[0], 0),)
+    if isinstance(padding, str) and any(d != 1 for d in input_dilation):
+        # `conv_general_dilated` refuses a named padding together with input dilation.
+        spread = [(size - 1) * d + 1 for size, d in zip(x.shape[1:-1], input_dilation, strict=True)]
+        return x, tuple(lax.padtype_to_pads(spread, [r + 1 for r in reach], strides, padding))
+    return x, padding
+
+
 @compiled_body
 def convolve(
     x: jax.Array,
@@ -62,17 +78,7 @@ def convolve(
 
     # How far the dilated kernel reaches beyond its first entry.
     reach = [(size - 1) * d for size, d in zip(kernel.shape[:n], kernel_dilation, strict=True)]
-    if padding == "CIRCULAR" or padding == "REFLECT":
-        mode = "wrap" if padding == "CIRCULAR" else "reflect"
-        x = jnp.pad(x, ((0, 0), *((r // 2, r - r // 2) for r in reach), (0, 0)), mode=mode)
-        padding = "VALID"
-    elif padding == "CAUSAL":
-        padding = ((reach[0], 0),)
-    elif isinstance(padding, str) and any(d != 1 for d in input_dilation):
-        # `conv_general_dilated` refuses a named padding together with input dilation, so it becomes numbers here.
-        spread = [(size - 1) * d + 1 for size, d in zip(x.shape[1:-1], input_dilation, strict=True)]
-        padding = tuple(lax.padtype_to_pads(spread, [r + 1 for r in reach], strides, padding))
-
+    x, padding = _padded(x, padding, reach, strides, input_dilation)
     if out_sharding is None:
         out_sharding = result_sharding((x, range(n + 1)), (kernel, (n + 1,)))
     # Options are passed only when set: a user's `conv_general_dilated` need not know them.

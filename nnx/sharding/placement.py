@@ -102,38 +102,49 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: RulesL
         with logical_axis_rules(rules):
             return build(ctx)
     ctx.check_level("...")
-    streams, definition = streams_of(ctx), ctx.definition()
-    drawn: dict[str, int] = {}
-
-    def make(starts: dict[str, int], keys: Any) -> Any:
-        inner = definition.merge(keys)
-        for name, stream in streams_of(inner).items():
-            stream.count = starts[name]
-        built = build(inner)
-        drawn.update({name: stream.count - starts[name] for name, stream in streams_of(inner).items()})
-        if isinstance(built, Module):
-            return Module.partition(name_axes(built))
-        if any(isinstance(leaf, Module) for leaf in jax.tree.leaves(built)):
-            raise TypeError(SEVERAL_MODULES.format(got=short(built)))
-        return built
-
+    streams, building = streams_of(ctx), _Building(build, ctx)
     # With explicit axes every value would be computed whole before it is split, so the partitioner decides here.
     automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     keys = {name: _onto(automatic, stream.key) for name, stream in streams.items()}
     with jax.set_mesh(automatic), logical_axis_rules(rules):
         guess = {name: stream.count for name, stream in streams.items()}
-        maker = functools.partial(make, guess)
+        maker = functools.partial(building.make, guess)
         abstract = jax.eval_shape(maker, keys)
         # By now it is known how many keys are drawn. They are taken at once, so that no other thread draws them.
-        starts = {name: stream.take(drawn[name]) for name, stream in streams.items()}
+        starts = {name: stream.take(building.drawn[name]) for name, stream in streams.items()}
         if starts != guess:
-            maker = functools.partial(make, starts)
+            maker = functools.partial(building.make, starts)
         shardings = logical_to_mesh_sharding(abstract, automatic, rules)
         _warn_of_findings(abstract, automatic, rules)
         options = ONE_ARRAY_AFTER_ANOTHER.get(automatic.devices.flat[0].platform)
         built = jax.jit(maker, out_shardings=shardings, compiler_options=options)(keys)
     built = _put(built, logical_to_mesh_sharding(abstract, mesh, rules))
     return built.merge() if isinstance(built, Pure) else built
+
+
+class _Building:
+    """A constructor as a function of keys, which counts the keys that it draws.
+
+    Attributes:
+        drawn: the number of keys drawn from each stream by the last call of `make`.
+    """
+
+    def __init__(self, build: Callable[[Context], Any], ctx: Context):
+        self._build, self._definition = build, ctx.definition()
+        self.drawn: dict[str, int] = {}
+
+    def make(self, starts: dict[str, int], keys: Any) -> Any:
+        """Builds the Module, partitioned, with a Context whose streams have these keys and start at these counts."""
+        inner = self._definition.merge(keys)
+        for name, stream in streams_of(inner).items():
+            stream.count = starts[name]
+        built = self._build(inner)
+        self.drawn = {name: stream.count - starts[name] for name, stream in streams_of(inner).items()}
+        if isinstance(built, Module):
+            return Module.partition(name_axes(built))
+        if any(isinstance(leaf, Module) for leaf in jax.tree.leaves(built)):
+            raise TypeError(SEVERAL_MODULES.format(got=short(built)))
+        return built
 
 
 def _warn_of_findings(model: Any, mesh: Mesh, rules: RulesLike) -> None:
@@ -191,7 +202,7 @@ def _put(tree: Any, shardings: Any) -> Any:
 
 
 def put_array(x: Any, sharding: NamedSharding) -> Any:
-    """Returns an array with a sharding; of a `jax.ShapeDtypeStruct`, one that says so."""
+    """Places an array with a sharding; a `jax.ShapeDtypeStruct` is returned with that sharding attached."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.sharding == sharding:

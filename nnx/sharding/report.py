@@ -163,31 +163,27 @@ def sharding_report(
     rows: list[ShardingRow] = []
 
     def add(path: str, names: tuple[Any, ...], leaf: Any, container: Any) -> None:
-        shape, dtype = tuple(jax.numpy.shape(leaf)), jax.dtypes.result_type(leaf) if _is_number(leaf) else leaf.dtype
-        resolution = resolve(names, rules if mesh_shape else (), shape, mesh_shape or None)
-        part = () if resolution.errors else tuple(resolution.spec)
-        shard_shape = tuple(size // _parts(entry, mesh_shape) for size, entry in zip(shape, part, strict=False))
-        shard_shape += shape[len(shard_shape) :]
-        on_each = size_in_bytes(shard_shape, dtype)
-        rows.append(
-            ShardingRow(
-                path,
-                shape,
-                dtype,
-                names,
-                resolution.spec,
-                shard_shape,
-                on_each,
-                resolution.errors,
-                resolution.notes,
-                memory_kind_of(path, leaf, container, rules if mesh_shape else ()),
-            )
-        )
+        applied = rules if mesh_shape else ()
+        memory = memory_kind_of(path, leaf, container, applied)
+        rows.append(_row(path, names, leaf, memory, applied, mesh_shape))
 
     map_named(add, model)
     findings = find(rows, mesh_shape, rules, constrained_names(rules)) if mesh_shape else []
     memory = _memory_of(mesh) if device_memory is None else device_memory
     return ShardingReport(tuple(rows), mesh_shape, rules, tuple(findings), memory)
+
+
+def _row(
+    path: str, names: tuple[Any, ...], leaf: Any, memory: str | None, rules: Rules, mesh_shape: Mapping[str, int]
+) -> ShardingRow:
+    shape, dtype = tuple(jax.numpy.shape(leaf)), jax.dtypes.result_type(leaf) if _is_number(leaf) else leaf.dtype
+    resolution = resolve(names, rules, shape, mesh_shape or None)
+    spec, errors, notes = resolution.spec, resolution.errors, resolution.notes
+    part = () if errors else tuple(spec)
+    shard_shape = tuple(size // _parts(entry, mesh_shape) for size, entry in zip(shape, part, strict=False))
+    shard_shape += shape[len(shard_shape) :]
+    on_each = size_in_bytes(shard_shape, dtype)
+    return ShardingRow(path, shape, dtype, names, spec, shard_shape, on_each, errors, notes, memory)
 
 
 def _memory_of(mesh: Any) -> int | None:

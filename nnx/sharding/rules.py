@@ -227,56 +227,85 @@ def resolve(
     if shape is not None and len(names) > len(shape):
         text = TOO_MANY_NAMES.format(names=names, count=len(names), shape=tuple(shape), rank=len(shape))
         return Resolution(PartitionSpec(), (text,))
-    place = {name: (axis, entry) for axis, entry in enumerate(names) for name in names_in_entry(entry)}
-    given: dict[str, tuple[str, ...] | None] = {}  # the mesh axes of each name that is decided
-    claimed: dict[str, str] = {}  # the name that has each mesh axis
-    refusals: dict[str, list[str]] = {}  # per name, the rules whose mesh axis does not divide
-    crowded: dict[str, list[str]] = {}  # per name, the rules whose mesh axis splits another dimension; often intended
-    unfit: dict[str, str] = {}  # refusals that are errors, unless a later rule decides the name
-    unknown: list[str] = []
+    tried = _Trial(names, shape, mesh_shape)
     for rule in axis_rules(rules):
-        name, axes = rule[0], mesh_axes_of(rule[1])
-        if name not in place or name in given:
-            continue
-        if not axes:
-            given[name] = None
-            continue
-        axis, entry = place[name]
-        taken = next((mesh_axis for mesh_axis in axes if mesh_axis in claimed), None)
-        if taken is not None:
-            text = CLAIMED_TWICE.format(axis=axis, name=name, mesh_axis=taken, other=claimed[taken], rule=rule)
-            crowded.setdefault(name, []).append(text)
-            continue
-        if mesh_shape is not None:
-            missing = next((mesh_axis for mesh_axis in axes if mesh_axis not in mesh_shape), None)
-            if missing is not None:
-                known, hint = tuple(mesh_shape), did_you_mean(missing, mesh_shape)
-                unknown.append(UNKNOWN_MESH_AXIS.format(rule=rule, mesh_axis=missing, known=known, hint=hint))
-                continue
-            if shape is not None:
-                # One dimension can have several names, whose mesh axes divide it together.
-                shared = [a for other in names_in_entry(entry) if other != name for a in given.get(other) or ()]
-                parts = math.prod(mesh_shape[a] for a in (*shared, *axes))
-                if shape[axis] % parts:
-                    text = DOES_NOT_DIVIDE.format(
-                        axis=axis, name=name, size=shape[axis], mesh_axes=_shown(axes), parts=parts, rule=rule
-                    )
-                    refusals.setdefault(name, []).append(text)
-                    unfit[name] = text
-                    continue
-        given[name] = axes
-        claimed.update(dict.fromkeys(axes, name))
-    misfits = [] if yields else [name for name in unfit if name not in given]
-    errors = (*unknown, *(f"{unfit[name]} {LEAVE_IT_WHOLE.format(name=name)}" for name in misfits))
+        tried.add(rule)
+    given, refusals = tried.given, tried.refusals
+    misfits = [] if yields else [name for name in refusals if name not in given]
     return Resolution(
         PartitionSpec(*(_assigned(entry, given) for entry in names)),
-        errors,
+        (*tried.unknown, *(f"{refusals[name][-1]} {LEAVE_IT_WHOLE.format(name=name)}" for name in misfits)),
         (
             *(text for name, texts in refusals.items() for text in texts if not given.get(name)),
-            *(text for name, texts in crowded.items() for text in texts if name not in given),
+            *(text for name, texts in tried.crowded.items() for text in texts if name not in given),
         ),
         tuple(name for name in flat if name not in given),
     )
+
+
+class _Trial:
+    """The rules that were tried on one array so far, and what came of them.
+
+    Attributes:
+        given: the mesh axes of each name that is decided; None if it stays whole.
+        refusals: for each name, the rules whose mesh axis does not divide the dimension; an error, unless a later rule
+            decides the name.
+        crowded: for each name, the rules whose mesh axis splits another dimension; often intended.
+        unknown: the rules for mesh axes that the mesh does not have; always an error.
+    """
+
+    def __init__(self, names: tuple[Any, ...], shape: Sequence[int] | None, mesh_shape: Mapping[str, int] | None):
+        self._shape, self._mesh_shape = shape, mesh_shape
+        self._place = {name: (axis, entry) for axis, entry in enumerate(names) for name in names_in_entry(entry)}
+        self._claimed: dict[str, str] = {}  # the name that has each mesh axis
+        self.given: dict[str, tuple[str, ...] | None] = {}
+        self.refusals: dict[str, list[str]] = {}
+        self.crowded: dict[str, list[str]] = {}
+        self.unknown: list[str] = []
+
+    def add(self, rule: Rule) -> None:
+        """Tries one more rule."""
+        name, axes = rule[0], mesh_axes_of(rule[1])
+        if name not in self._place or name in self.given:
+            return
+        if not axes:
+            self.given[name] = None
+        elif not (self._is_claimed(axes, rule) or self._is_unknown(axes, rule) or self._does_not_divide(axes, rule)):
+            self.given[name] = axes
+            self._claimed.update(dict.fromkeys(axes, name))
+
+    def _is_claimed(self, axes: tuple[str, ...], rule: Rule) -> bool:
+        name = rule[0]
+        taken = next((mesh_axis for mesh_axis in axes if mesh_axis in self._claimed), None)
+        if taken is not None:
+            where = {"axis": self._place[name][0], "name": name, "mesh_axis": taken, "other": self._claimed[taken]}
+            self.crowded.setdefault(name, []).append(CLAIMED_TWICE.format(**where, rule=rule))
+        return taken is not None
+
+    def _is_unknown(self, axes: tuple[str, ...], rule: Rule) -> bool:
+        known = self._mesh_shape
+        missing = None if known is None else next((mesh_axis for mesh_axis in axes if mesh_axis not in known), None)
+        if known is None or missing is None:
+            return False
+        text = UNKNOWN_MESH_AXIS.format(
+            rule=rule, mesh_axis=missing, known=tuple(known), hint=did_you_mean(missing, known)
+        )
+        self.unknown.append(text)
+        return True
+
+    def _does_not_divide(self, axes: tuple[str, ...], rule: Rule) -> bool:
+        if self._mesh_shape is None or self._shape is None:
+            return False
+        name = rule[0]
+        axis, entry = self._place[name]
+        # One dimension can have several names, whose mesh axes divide it together.
+        shared = [a for other in names_in_entry(entry) if other != name for a in self.given.get(other) or ()]
+        parts = math.prod(self._mesh_shape[a] for a in (*shared, *axes))
+        if self._shape[axis] % parts == 0:
+            return False
+        where = {"axis": axis, "name": name, "size": self._shape[axis], "mesh_axes": _shown(axes), "parts": parts}
+        self.refusals.setdefault(name, []).append(DOES_NOT_DIVIDE.format(**where, rule=rule))
+        return True
 
 
 NOT_RULES = 'Rules are pairs of a name and a mesh axis, as in [("embed", "model")]; got {got!r}.{hint}'

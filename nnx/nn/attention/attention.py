@@ -221,16 +221,10 @@ class MultiHeadAttention(Module):
         out_features = in_features if out_features is None else out_features
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         in_kv_features = in_features if in_kv_features is None else in_kv_features
-        if qkv_features % num_heads:
-            raise ValueError(HEADS_DO_NOT_DIVIDE.format(heads=num_heads, got=qkv_features))
-        if num_heads % num_kv_heads:
-            raise ValueError(KV_HEADS_DO_NOT_DIVIDE.format(heads=num_heads, got=num_kv_heads))
+        head_dim = _checked_head_dim(num_heads, num_kv_heads, qkv_features, rotary)
         if sliding_window is not None and sliding_window < 1:
             raise ValueError(EMPTY_WINDOW.format(got=sliding_window))
         check_dropout_rate("MultiHeadAttention", dropout_rate)
-        head_dim = qkv_features // num_heads
-        if rotary is not None and rotary.head_dim != head_dim:
-            raise ValueError(WRONG_ROTARY.format(expected=head_dim, got=rotary.head_dim))
 
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -374,14 +368,11 @@ class MultiHeadAttention(Module):
                 reach = self.sliding_window - 1
                 options["local_window_size"] = (reach, 0 if is_causal else reach)
 
-        if self.dropout_rate > 0.0:
-            deterministic = resolve_mode(self, "deterministic", deterministic, ctx)
-            if not deterministic:
-                if ctx is None:
-                    raise ValueError(NO_CONTEXT)
-                options["dropout_rng"] = draw_key(self, self.rng_collection, ctx)
-        else:
-            deterministic = True
+        deterministic = self.dropout_rate == 0.0 or resolve_mode(self, "deterministic", deterministic, ctx)
+        if not deterministic:
+            if ctx is None:
+                raise ValueError(NO_CONTEXT)
+            options["dropout_rng"] = draw_key(self, self.rng_collection, ctx)
         options["module"] = self if sow_weights else None
         attended = self._attended(query, key, value, options, deterministic)
         return named(self.out(attended, out_sharding), "attention_out")
@@ -566,6 +557,18 @@ class MultiHeadAttention(Module):
             **options,
         )
         return named(attended, "attention")
+
+
+def _checked_head_dim(num_heads: int, num_kv_heads: int, qkv_features: int, rotary: RotaryEmbedding | None) -> int:
+    """Returns the number of features of a head, after checking that it is the same everywhere."""
+    if qkv_features % num_heads:
+        raise ValueError(HEADS_DO_NOT_DIVIDE.format(heads=num_heads, got=qkv_features))
+    if num_heads % num_kv_heads:
+        raise ValueError(KV_HEADS_DO_NOT_DIVIDE.format(heads=num_heads, got=num_kv_heads))
+    head_dim = qkv_features // num_heads
+    if rotary is not None and rotary.head_dim != head_dim:
+        raise ValueError(WRONG_ROTARY.format(expected=head_dim, got=rotary.head_dim))
+    return head_dim
 
 
 def _head_norm(kind: bool | Literal["layer", "rms"], head_dim: int, **options: Any) -> LayerNorm | RMSNorm | None:

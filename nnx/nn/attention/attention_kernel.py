@@ -96,26 +96,41 @@ def fusion_obstacle(
     compute_capability: str | None = None,
 ) -> str | None:
     """Returns why cuDNN's kernel cannot compute this call, or `None` if it can."""
+    return (
+        _device_obstacle(platform, compute_capability)
+        or _input_obstacle(query, key, value, compute_capability)
+        or _option_obstacle(dropout, weights, precision, logits_soft_cap, sinks)
+        or _window_obstacle(query, key, is_causal, local_window_size)
+        or _bias_obstacle(query, key, bias, mask)
+    )
+
+
+def _device_obstacle(platform: str | None, compute_capability: str | None) -> str | None:
     platform = jax.default_backend() if platform is None else platform
     if platform not in ("gpu", "cuda"):
         return f"it needs an NVIDIA GPU, and the platform is {platform!r}"
-    if compute_capability is None:
-        compute_capability = str(getattr(jax.devices()[0], "compute_capability", ""))
-    major = compute_capability.partition(".")[0]
-    if not major.isdigit() or int(major) < 8:
-        return f"it needs compute capability 8.0, and the GPU has {compute_capability!r}"
+    if _major(compute_capability) < 8:
+        return f"it needs compute capability 8.0, and the GPU has {_capability(compute_capability)!r}"
+    return None
+
+
+def _input_obstacle(query: Any, key: Any, value: Any, compute_capability: str | None) -> str | None:
     if not query.dtype == key.dtype == value.dtype or query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 or float16, and the inputs are {query.dtype}, {key.dtype}, {value.dtype}"
-
-    *_, query_length, heads, head_dim = query.shape
-    key_length = key.shape[-3]
+    query_length, key_length, head_dim = query.shape[-3], key.shape[-3], query.shape[-1]
     if query_length == 0 or key_length == 0:  # its gradient would end the process
         return f"it needs queries and keys, and there are {query_length} and {key_length}"
-    largest = 256 if int(major) >= 9 else 128  # Hopper and later take twice the head size of Ampere
+    largest = 256 if _major(compute_capability) >= 9 else 128  # Hopper and later take twice the head size of Ampere
     if head_dim % 8 or head_dim > largest:
         return f"it takes head sizes up to {largest} that are multiples of 8, and this one is {head_dim}"
     if value.shape[-1] != head_dim:
         return f"keys and values must have one head size, and have {head_dim} and {value.shape[-1]}"
+    return None
+
+
+def _option_obstacle(
+    dropout: bool, weights: bool, precision: PrecisionLike, logits_soft_cap: float | None, sinks: bool
+) -> str | None:
     if dropout:
         return "it is only used without dropout"
     if weights:
@@ -124,17 +139,27 @@ def fusion_obstacle(
         return f"it takes no precision, and precision={precision!r} was given"
     if logits_soft_cap is not None:
         return f"it does not cap the logits, and logits_soft_cap={logits_soft_cap} was given"
-    if sinks:
-        return "it has no attention sinks, and sinks were given"
-    if local_window_size is not None and not is_causal:
-        right = local_window_size if isinstance(local_window_size, int) else local_window_size[1]
-        if right != 0:
-            return "it only supports windows into the past: pass is_causal=True"
-    if local_window_size is not None and query_length > key_length:
+    return "it has no attention sinks, and sinks were given" if sinks else None
+
+
+def _window_obstacle(query: Any, key: Any, is_causal: bool, local_window_size: Window | None) -> str | None:
+    if local_window_size is None:
+        return None
+    right = local_window_size if isinstance(local_window_size, int) else local_window_size[1]
+    if not is_causal and right != 0:
+        return "it only supports windows into the past: pass is_causal=True"
+    query_length, key_length = query.shape[-3], key.shape[-3]
+    if query_length > key_length:
         return f"with a window it takes no more queries than keys, and there are {query_length} and {key_length}"
-    if bias is not None or mask is not None:
-        if query_length % 2 or key_length % 2:
-            return f"with a bias or mask it takes even lengths, and they are {query_length} and {key_length}"
+    return None
+
+
+def _bias_obstacle(query: Any, key: Any, bias: Any, mask: Any) -> str | None:
+    if bias is None and mask is None:
+        return None
+    query_length, key_length, heads = query.shape[-3], key.shape[-3], query.shape[-2]
+    if query_length % 2 or key_length % 2:
+        return f"with a bias or mask it takes even lengths, and they are {query_length} and {key_length}"
     if bias is not None and (
         mask is not None or bias.shape[-3:] != (heads, query_length, key_length) or _rows(bias) > 1
     ):
@@ -143,6 +168,16 @@ def fusion_obstacle(
             f"{bias.shape}{'' if mask is None else ' with a mask'}"
         )
     return None
+
+
+def _capability(given: str | None) -> str:
+    return str(getattr(jax.devices()[0], "compute_capability", "")) if given is None else given
+
+
+def _major(compute_capability: str | None) -> int:
+    """Returns the first number of a compute capability; 0 if there is none."""
+    major = _capability(compute_capability).partition(".")[0]
+    return int(major) if major.isdigit() else 0
 
 
 def _rows(array: Any) -> int:

@@ -135,18 +135,16 @@ def dot_product_attention(
     logits_shape = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
     check_broadcasts("bias", bias, logits_shape)
     check_broadcasts("mask", mask, logits_shape)
-    for name, lengths in (("query_seq_lengths", query_seq_lengths), ("key_value_seq_lengths", key_value_seq_lengths)):
-        if lengths is not None and lengths.shape != batch:
-            raise ValueError(WRONG_LENGTHS.format(name=name, expected=batch, got=lengths.shape))
-
+    _check_lengths("query_seq_lengths", query_seq_lengths, batch)
+    _check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     if sinks is not None and sinks.shape != query.shape[-2:-1]:
         raise ValueError(WRONG_SINKS.format(heads=query.shape[-2], got=sinks.shape))
-
-    key, value = heads_like(query, key, value)
     check_dropout_rate("dot_product_attention", dropout_rate)
     dropout = dropout_rate > 0.0 and not deterministic
     if dropout and dropout_rng is None:
         raise ValueError(NO_DROPOUT_KEY.format(rate=dropout_rate))
+
+    key, value = heads_like(query, key, value)
     features: dict[str, Any] = {
         "is_causal": is_causal,
         "local_window_size": local_window_size,
@@ -156,15 +154,7 @@ def dot_product_attention(
         "logits_soft_cap": logits_soft_cap,
         "sinks": sinks is not None,
     }
-    if implementation is None:
-        implementation = attention_implementation(query, key, value, bias, mask, **features)
-    elif implementation == "cudnn":
-        obstacle = fusion_obstacle(query, key, value, bias, mask, **features)
-        if obstacle is not None:
-            raise ValueError(CANNOT_FUSE.format(obstacle=obstacle))
-    elif implementation != "xla":
-        raise ValueError(UNKNOWN_IMPLEMENTATION.format(got=implementation))
-
+    implementation = _chosen(implementation, (query, key, value, bias, mask), features)
     arrays = (query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths)
     window = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
     visibility: dict[str, Any] = {
@@ -198,6 +188,23 @@ def dot_product_attention(
     if module is not None:
         Module.sow(module, Intermediate, "attention_weights", weights)
     return out
+
+
+def _chosen(implementation: Any, arrays: tuple[Any, ...], features: dict[str, Any]) -> Implementation:
+    """Returns the kernel to use: the one that was asked for, if it can compute the call, or the best one."""
+    if implementation is None:
+        return attention_implementation(*arrays, **features)
+    if implementation not in ("cudnn", "xla"):
+        raise ValueError(UNKNOWN_IMPLEMENTATION.format(got=implementation))
+    obstacle = fusion_obstacle(*arrays, **features) if implementation == "cudnn" else None
+    if obstacle is not None:
+        raise ValueError(CANNOT_FUSE.format(obstacle=obstacle))
+    return implementation
+
+
+def _check_lengths(name: str, lengths: jax.Array | None, batch: tuple[int, ...]) -> None:
+    if lengths is not None and lengths.shape != batch:
+        raise ValueError(WRONG_LENGTHS.format(name=name, expected=batch, got=lengths.shape))
 
 
 def check_dropout_rate(caller: str, rate: float) -> None:
