@@ -1,1 +1,1 @@
-"""Writing with a model: sampling rules and the compiled loop of `nnx.generate`."""
+"""Writing with a model: sampling rules and the compiled loop. See README.md in this folder."""

@@ -1,1 +1,1 @@
-"""Interoperability: reading and writing weights in formats that other libraries use."""
+"""To and from other programs: PyTorch's weights, exported programs. See README.md in this folder."""

@@ -1,4 +1,4 @@
-"""Published architectures, made from public layers, and the checkpoints they come in."""
+"""Published architectures, made from public layers, and their checkpoints. See README.md in this folder."""
 
 from nnx.models.activations_by_name import ACTIVATIONS as ACTIVATIONS
 from nnx.models.architectures.bert import Bert as Bert

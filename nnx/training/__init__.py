@@ -1,1 +1,1 @@
-"""Training a model: optimizers, averages, metrics and checkpoints. See README.md in this folder."""
+"""Training a model: optimizers, averages and metrics. See README.md in this folder."""

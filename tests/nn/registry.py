@@ -1,7 +1,8 @@
 """Every layer, once: what drives the suites of `test_registry.py`.
 
-To add a layer, add one `Entry` to `LAYERS`. An entry says how to build the layer and what goes in and out; the suites
-do the rest. `make` takes a Context and the dtype options of the entry (`dtype=`, `param_dtype=`), if it has any.
+To add a layer, add one `Entry` to `LAYERS`; the suites do the rest. Four fields are required: `name`, `make`, `inputs`
+and `output`. The others are for layers that differ from most: leave them out until a suite fails. `make` takes a
+Context and the dtype options of the entry (`dtype=`, `param_dtype=`), if it has any.
 """
 
 import operator
@@ -19,21 +20,25 @@ import nnx
 class Entry:
     """One layer.
 
-    Attributes:
+    Required:
         name: shown as the test's id; starts with the class's name.
         make: `make(ctx, **dtypes)` builds it.
         inputs: shapes of the positional inputs; an input that is not a float32 array is `(shape, dtype)`.
         output: shape of the output.
+
+    Good to have:
+        wrong: for each wrong call, the shapes of its inputs; every one must be a ValueError naming the layer.
+        wide: makes a function whose output has variance 1 if its inputs have, and the shapes of these inputs. It is a
+            new layer with a fan-in initializer, or a projection in one.
+
+    Only for layers that differ:
         call: keyword arguments of every call.
         ctx: whether the call takes a Context (given one with all streams and training flags off).
         dtypes: which of "dtype" and "param_dtype" the constructor takes.
         leading: whether extra leading axes on all inputs become leading axes of the output.
-        wrong: for each wrong call, the shapes of its inputs; every one must be a ValueError naming the layer.
         blames: the name in those errors, where it is that of a layer inside.
         arrange: turns the inputs into the arguments of the call, where they are not the inputs themselves.
         pick: takes the array to look at out of the output.
-        wide: makes a function whose output has variance 1 if its inputs have, and the shapes of these inputs. It is a
-            new layer with a fan-in initializer, or a projection in one.
         mask: the value of the argument `mask` that leaves the first row without any valid entry.
         empty: shapes of inputs without entries, for a layer without `leading`; by default, the suite adds an axis of 0.
         offset: whether the output is a smooth function of inputs with a large mean: neither random nor saturated.

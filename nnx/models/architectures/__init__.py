@@ -1,1 +1,1 @@
-"""Published architectures besides the decoder."""
+"""Published architectures besides the decoder. See README.md in this folder."""

@@ -1,1 +1,1 @@
-"""The files of published models: `config.json` and tensors, as configs and parameters."""
+"""The files of published models: `config.json` and tensors. See README.md in this folder."""

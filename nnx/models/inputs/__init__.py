@@ -1,1 +1,1 @@
-"""What published models take: text, images and sound."""
+"""What published models take: text, images and sound. See README.md in this folder."""

@@ -1,1 +1,1 @@
-"""Attention, its cache and its positions."""
+"""Attention, its cache and its positions. See README.md in this folder."""

@@ -1,1 +1,1 @@
-"""Mixtures of experts."""
+"""Mixtures of experts. See README.md in this folder."""

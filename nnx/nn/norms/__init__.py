@@ -1,1 +1,1 @@
-"""Normalization, of activations and of weights."""
+"""Normalization, of activations and of weights. See README.md in this folder."""

@@ -1,1 +1,1 @@
-"""Weights stored as small integers."""
+"""Weights stored as small integers. See README.md in this folder."""

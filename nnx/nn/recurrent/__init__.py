@@ -1,1 +1,1 @@
-"""Recurrent cells and the networks that run them."""
+"""Recurrent cells and the networks that run them. See README.md in this folder."""

@@ -1,1 +1,1 @@
-"""What layers share: settings, parameters, checks."""
+"""What layers share: settings, parameters, checks. See README.md in this folder."""

@@ -1,1 +1,1 @@
-"""Safetensors files: one, or several with an index."""
+"""Safetensors files: one, or several with an index. See README.md in this folder."""
