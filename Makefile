@@ -16,7 +16,7 @@ SECONDS ?= 600
 export PYTHONHASHSEED := 0
 export PYTHONDONTWRITEBYTECODE :=  # tests start many programs, each of which would compile the library again
 
-.PHONY: help demo test matrix fuzz torture parity goldens lint format bench figures docs serve notebooks examples distributed clean
+.PHONY: help demo test matrix fuzz torture parity goldens lint format house bench figures docs serve notebooks examples distributed clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -48,6 +48,9 @@ lint: $(VENV)/.ready-dev ## ruff (rules and formatting) and pyright
 
 format: $(VENV)/.ready-dev ## apply what ruff can fix by itself
 	@$(BIN)/ruff check --quiet --fix . && $(BIN)/ruff format --quiet .
+
+house: $(VENV)/.ready-dev ## count files, lines, nouns and frames per call (ARGS="--against main")
+	@$(BIN)/python tools/house.py $(ARGS)
 
 bench: $(VENV)/.ready-dev ## one table of ratios against hand-written JAX and peers (ARGS="--quick --only train_step")
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m benchmarks $(ARGS)
