@@ -18,7 +18,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import nnx
-from nnx.core.errors import HIDES_METHOD, METHOD_AS_DEFAULT, RESERVED_NAME
 
 METHODS = sorted(
     name
@@ -28,6 +27,7 @@ METHODS = sorted(
 RESERVED = (
     "apply clone filter for_each get_module_def get_state mutable_state_dict partition pop_state sow update_state"
 )
+RESERVED_REASON = "it is the name of a method of nnx.Module.* Choose another name"
 HIDEABLE = sorted(set(METHODS) - set(RESERVED.split()))
 
 
@@ -292,11 +292,9 @@ class Empty(nnx.Module):
 
 @pytest.mark.parametrize("name", HIDEABLE)
 def test_assigned_from_outside_the_name_of_a_method_is_probably_a_forgotten_call(name):
-    with pytest.raises(AttributeError) as error:
+    with pytest.raises(AttributeError, match=f"attribute '{name}' of Empty: it is the name of a method") as error:
         setattr(Empty(), name, False)
-    assert str(error.value) == HIDES_METHOD.format(name=name, owner="Empty") and f"nnx.Module.{name}(" in str(
-        error.value
-    )
+    assert f"write `.{name}(...)`" in str(error.value) and f"`nnx.Module.{name}(module)`" in str(error.value)
     assert nnx.Dict({name: 1})[name] == 1 and callable(getattr(nnx.Dict({name: 1}), name))
 
 
@@ -306,9 +304,8 @@ def test_the_methods_that_programs_call_on_any_module_are_never_attributes(name)
         def __init__(self):
             setattr(self, name, 1)
 
-    with pytest.raises(AttributeError) as error:
+    with pytest.raises(AttributeError, match=f"attribute '{name}' of InConstructor.*{RESERVED_REASON}"):
         InConstructor()
-    assert str(error.value) == RESERVED_NAME.format(name=name, owner="InConstructor")
 
 
 DECORATORS = {
@@ -339,9 +336,8 @@ def test_a_frozen_dataclass_may_not_hide_them_either():
     class Frozen(nnx.Module):
         filter: int
 
-    with pytest.raises(AttributeError) as error:
+    with pytest.raises(AttributeError, match=f"attribute 'filter' of Frozen.*{RESERVED_REASON}"):
         Frozen(1)
-    assert str(error.value) == RESERVED_NAME.format(name="filter", owner="Frozen")
 
 
 def test_a_standard_dataclass_that_takes_the_method_for_a_default_says_what_to_write():
@@ -349,9 +345,8 @@ def test_a_standard_dataclass_that_takes_the_method_for_a_default_says_what_to_w
     class Field(nnx.Module):
         train: bool
 
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match="Field was given no value for 'train'.*Use @nnx.dataclass, or write `train: "):
         Field()
-    assert METHOD_AS_DEFAULT.format(owner="Field", name="train") in str(error.value)
 
 
 def test_an_attribute_that_has_the_name_already_is_assigned_anywhere():

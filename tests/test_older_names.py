@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.core.old_names import BOTH_NAMES
-from nnx.core.state.moduledef import FORMER_ATTRIBUTES
-from nnx.core.variables.variables import UNBOX_FN
 from tests.models import Linear, Scale
 
 
@@ -20,10 +17,8 @@ def test_arguments_can_have_their_older_names():
     state = nnx.BatchNorm(2, ctx=nnx.context(0)).get_state()
     assert state.filter(nnx.Not(collection_filter=nnx.Param)) == state.filter(nnx.Not(nnx.Param))
     assert nnx.with_logical_constraint(x, logical_axis_resources=("batch", None)) is x
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match="with_logical_constraint was given both 'names' and 'logical_axis_resources'"):
         nnx.with_logical_constraint(x, names=None, logical_axis_resources=None)
-    text = {"function": "with_logical_constraint", "new": "names", "old": "logical_axis_resources"}
-    assert str(error.value) == BOTH_NAMES.format(**text)
 
 
 def test_annotations_can_be_subscripted():
@@ -45,10 +40,9 @@ def test_a_moduledef_knows_its_class_and_says_where_the_rest_is():
     moduledef = nnx.Sequence([Scale()]).get_module_def()
     assert moduledef.type is nnx.Sequence
     assert [type(module) for module in dict(moduledef.merge().named_modules()).values()] == [nnx.Sequence, Scale]
-    for name, hint in FORMER_ATTRIBUTES.items():
-        with pytest.raises(AttributeError) as error:
+    for name in ("index", "submodules", "static_fields"):
+        with pytest.raises(AttributeError, match=r"as it had in 0\.0\.8\. .*`.*moduledef\.merge\(\).*`"):
             getattr(moduledef, name)
-        assert hint in str(error.value)
     assert not hasattr(moduledef, "unheard")
 
 
@@ -71,9 +65,8 @@ UNBOXED = {
 
 @pytest.mark.parametrize("name", UNBOXED)
 def test_unboxing_functions_are_explained(name):
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match=rf"{name}\(x, unbox_fn=\.\.\.\): no function runs .* define a property"):
         UNBOXED[name]()
-    assert str(error.value) == UNBOX_FN.format(type=name)
 
 
 def test_normalize_is_standardize():

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.core.state.filters import Filter
 
 ROOMS = {"core", "sharding", "transforms", "nn", "training", "inspection", "interop"}
 
@@ -51,7 +50,7 @@ def test_a_filter_that_picks_a_part_is_called_where_and_one_that_differentiates_
     # `filters` are the subject of the call, `filter` belongs to the lineage, `variable_filter` is Flax's name
     allowed = {"where", "wrt", "filters"}
     exceptions = {("Not.__init__", "filter"), ("WeightNorm.__init__", "variable_filter")}
-    names = {(name, parameter.name) for name, parameter in PARAMETERS if parameter.annotation == Filter}
+    names = {(name, parameter.name) for name, parameter in PARAMETERS if parameter.annotation == nnx.Filter}
     assert {name for name in names if name[1] not in allowed} == exceptions
     assert {("add_lora", "where"), ("count_params", "where"), ("EMA.__init__", "wrt")} <= names
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.core.module.fields import NO_SLOTS
 from tests.models import Box, Count
 
 
@@ -441,9 +440,8 @@ def test_an_equality_of_the_class_stands():
 
 
 def test_slots_are_refused():
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match="slots=True makes a second class .* Leave it out"):
         nnx.dataclass(slots=True)(Box)
-    assert str(error.value) == NO_SLOTS
 
 
 def test_positional_patterns_match_the_fields():

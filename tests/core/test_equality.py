@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import nnx
-from nnx.core.module.field_equality import COMPARES_TRACERS
 
 
 @nnx.dataclass
@@ -56,9 +55,8 @@ def test_comparing_tracers_says_what_to_compare():
         assert a == a and a != b.replace(name="there")  # the content is not needed
         return a == b
 
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match=r"two objects of Record: the field 'x' .* jnp\.array_equal\(a\.x, b\.x\)"):
         jax.jit(equal)(Record(jnp.ones(2)), Record(jnp.ones(2)))
-    assert str(error.value) == COMPARES_TRACERS.format(owner="Record", name="x")
 
 
 def test_without_eq_a_record_is_only_equal_to_itself():

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import nnx
-from nnx.core.state.selectors import select_modules
 
 
 class Net(nnx.Module):
@@ -167,18 +166,26 @@ def test_the_trace_level_is_checked():
 # Module selectors
 
 
-def test_a_selector_picks_modules_by_type_glob_function_or_any_of_them():
+@pytest.mark.parametrize(
+    ("where", "paths"),
+    [
+        (nnx.Linear, ["encoder/0", "head"]),
+        ("encoder/*", ["encoder/0", "encoder/1"]),
+        (lambda path, module: path == "head", ["head"]),
+        (["head", nnx.BatchNorm], ["encoder/1", "head"]),
+        (..., ["encoder/0", "encoder/1", "head"]),
+    ],
+    ids=str,
+)
+def test_selector_picks_modules_by_type_glob_function_or_a_list_of_these(where, paths):
     model = Net()
-    assert list(select_modules(model, nnx.Linear, "f")) == ["encoder/0", "head"]
-    assert list(select_modules(model, "encoder/*", "f")) == ["encoder/0", "encoder/1"]
-    assert list(select_modules(model, lambda path, module: path == "", "f")) == [""]
-    assert list(select_modules(model, ["head", nnx.BatchNorm], "f")) == ["encoder/1", "head"]
-    assert list(select_modules(model, ..., "f")) == ["", "encoder", "encoder/0", "encoder/1", "head"]
+    nnx.set_dtypes(model, dtype=jnp.bfloat16, where=where)
+    assert [path for path, module in model.named_modules() if getattr(module, "dtype", None) == jnp.bfloat16] == paths
 
 
 def test_a_selector_that_picks_nothing_or_is_none_is_an_error():
-    with pytest.raises(ValueError, match="f: where='decoder' selects nothing in this Net"):
-        select_modules(Net(), "decoder", "f")
+    with pytest.raises(ValueError, match="nnx.set_dtypes: where='decoder' selects nothing in this Net"):
+        nnx.set_dtypes(Net(), dtype=jnp.bfloat16, where="decoder")
     for wrong in (nnx.Param, None, 3, Net()):
         with pytest.raises(TypeError, match="does not select Modules"):
-            select_modules(Net(), wrong, "f")
+            nnx.set_dtypes(Net(), dtype=jnp.bfloat16, where=wrong)

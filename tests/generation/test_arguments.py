@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.generation.generate import NOT_FINITE
 from tests.generation.models import Table, counting, drawing
 
 MODEL = counting()
@@ -116,7 +115,7 @@ def test_a_row_ends_where_its_logits_are_not_finite(bad):
 
 
 def test_a_logits_fn_that_rules_out_every_token_ends_the_row():
-    with pytest.warns(RuntimeWarning, match=r"row\(s\) 0, 1 were"):
+    with pytest.warns(RuntimeWarning, match=r"row\(s\) 0, 1 were(.|\n)*logits_fn"):
         tokens = nnx.generate(
             drawing([0.5, 0.5]),
             [[0], [1]],
@@ -126,7 +125,6 @@ def test_a_logits_fn_that_rules_out_every_token_ends_the_row():
             ctx=nnx.context(sample=0),
         )
     assert tokens.tolist() == [[9, 9], [9, 9]]
-    assert "logits_fn" in NOT_FINITE
 
 
 def test_tokens_outside_the_vocabulary_of_a_decoder_end_the_row_with_a_warning():

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import re
 import weakref
 
 import jax
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.inspection.intercept import NO_HOOK
 from tests.inspection.inside_models import BLOCK, GPT, LENGTH, TOKENS, Twice, block_by_hand
 
 X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
@@ -199,7 +197,7 @@ def test_a_hook_need_not_be_a_function(twice):
 
 
 def test_a_hook_that_cannot_be_called_is_an_error(twice):
-    with pytest.raises(TypeError, match=re.escape(NO_HOOK.format(value="3"))):
+    with pytest.raises(TypeError, match=r"takes a function and a hook, nnx\.intercept\(f, hook, where=\.\.\.\).*got 3"):
         nnx.intercept(twice, 3)
 
 

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.storage.safetensors.file import TensorFile
 from tests.models.published import ENCODERS, GOLDEN, edited, encoder_outputs, golden_arrays, golden_model, randomized
 
 goldens = pytest.mark.parametrize("name", ENCODERS)
 
 
 def tensors(directory) -> dict[str, tuple]:
-    with TensorFile(directory / "model.safetensors") as file:
-        return {name: (tensor.dtype, tensor.shape) for name, tensor in file.tensors.items()}
+    arrays = nnx.load_safetensors(directory / "model.safetensors")
+    return {name: (array.dtype, array.shape) for name, array in arrays.items()}
 
 
 @goldens

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.models.architectures.relative_positions import bucket_of_distances
 from tests.models.published import GOLDEN, edited, golden_arrays, golden_model
 
 WRITERS = ("t5", "t5_v1_1")
@@ -28,9 +27,13 @@ def greedy(name):
 class TestPositions:
     def test_near_distances_have_a_bucket_each_and_far_ones_share_them(self):
         # The published settings; worked out by hand from 8 * log(distance / 16) / log(128 / 16) and so on.
-        assert bucket_of_distances(32, 128)[:17].tolist() == list(range(17))
-        assert bucket_of_distances(32, 128)[[20, 21, 32, 64, 127, 128]].tolist() == [17, 18, 21, 26, 31, 31]
-        assert bucket_of_distances(4, 5).tolist() == [0, 1, 2, 2, 3, 3]
+        def buckets(number, farthest):
+            layer = nnx.models.RelativePositionBias(number, farthest, 2, bidirectional=False, ctx=nnx.context(0))
+            return layer.buckets(jnp.array([farthest]), jnp.arange(farthest + 1))[0, ::-1]
+
+        assert buckets(32, 128)[:17].tolist() == list(range(17))
+        assert buckets(32, 128)[jnp.array([20, 21, 32, 64, 127, 128])].tolist() == [17, 18, 21, 26, 31, 31]
+        assert buckets(4, 5).tolist() == [0, 1, 2, 2, 3, 3]
 
     def test_keys_ahead_have_their_own_buckets_only_if_bidirectional(self):
         def buckets(bidirectional):

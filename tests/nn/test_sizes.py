@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.nn.support.checks import NO_LAZY_SIZES, NOT_A_SIZE
 
 SIZES = (int, "int | collections.abc.Sequence[int]")
 OTHERS = {"kernel_size": (3,), "einsum_str": "ab,bc->ac", "kernel_shape": (4, 4), "batch_shape": 2}
@@ -44,14 +43,15 @@ def test_what_is_no_size_is_an_error_that_names_it(layer, argument):
     for got, error in ((None, TypeError), ("3", TypeError), (2.5, TypeError), (True, TypeError), (-1, ValueError)):
         with pytest.raises(error) as info:
             build(layer, **{argument: got})
-        start = NOT_A_SIZE.format(layer=layer.__name__, argument=argument, got=got, advice="")
+        start = f"{layer.__name__}: `{argument}` is a size, an int of at least 1, got {got!r}."
         assert str(info.value).startswith(start)
 
 
 def test_a_size_left_to_be_inferred_shows_what_to_write():
-    with pytest.raises(TypeError) as info:
+    with pytest.raises(
+        TypeError, match=r"not inferred from the first input.* such as `in_features=x\.shape\[-1\]`\.$"
+    ):
         nnx.Linear(None, 4, ctx=nnx.context(0))
-    assert NO_LAZY_SIZES.format(example=", such as `in_features=x.shape[-1]`") in str(info.value)
     with pytest.raises(TypeError, match=r"Write the size\.$"):
         nnx.Linear(4, None, ctx=nnx.context(0))
 

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import nnx
 from benchmarks.plan_sharded import make_plan
-from nnx.models.decoder import DecoderBlock
 from tests.sharding.optimizer_checks import Layers
 from tests.sharding.programs import ROOT
 from tests.sharding.transformer import LanguageModel, collectives, mesh_of
@@ -41,7 +40,7 @@ BRANCHES = {
     "GatedMLP": lambda ctx: nnx.GatedMLP(32, 64, ctx=ctx),
     "attention": lambda ctx: nnx.MultiHeadAttention(8, 32, ctx=ctx),
     "grouped attention": lambda ctx: nnx.MultiHeadAttention(8, 32, num_kv_heads=2, ctx=ctx),
-    "DecoderBlock": lambda ctx: DecoderBlock(CONFIG, False, ctx=ctx),
+    "DecoderBlock": lambda ctx: nnx.models.DecoderBlock(CONFIG, False, ctx=ctx),
     "Linear pair": lambda ctx: nnx.Sequence([nnx.Linear(32, 64, ctx=ctx), nnx.relu, nnx.Linear(64, 32, ctx=ctx)]),
 }
 
