@@ -1,6 +1,9 @@
 """Checks that tests of every room share: nothing has changed, nothing has leaked, and a refusal says why."""
 
+import os
+import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import jax
@@ -33,6 +36,22 @@ def assert_unchanged(module: nnx.Module, before: Any) -> None:
 
 def assert_no_tracers(module: nnx.Module) -> None:
     assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(module.get_state()))
+
+
+def library_functions(call: Callable[[], Any]) -> list[str]:
+    """Makes a call and returns the names of the functions of NNX that Python entered: one in a repeated jitted call."""
+    package, entered = os.path.dirname(nnx.__file__) + os.sep, []
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
 
 
 def assert_refused(does: Callable[[Tree], Any], error: Any, says: Iterable[str]) -> None:

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import nnx
-from nnx.core.repr import type_text
 
 
 class Linear(nnx.Module):
@@ -127,22 +126,6 @@ def test_repr_of_shapes_deleted_arrays_keys_and_big_statics():
     assert "0.5" not in text
     for name in ("shape", "key", "deleted", "f", "tree"):
         assert name in text
-
-
-def test_the_type_text_of_a_value_tells_shapes_dtypes_and_structures_apart():
-    values = [
-        jnp.ones(2),
-        jnp.ones(3),
-        jnp.ones(2, jnp.int32),
-        {"a": jnp.ones(2)},
-        {"b": jnp.ones(2)},
-        [jnp.ones(2)],
-        1.0,
-    ]
-    texts = [type_text(value) for value in values]
-    assert texts[0] == "float32[2]" and len(set(texts)) == len(values)
-    assert "'a'" in texts[3] and texts[3].endswith("of float32[2]")
-    assert type_text({"a": jnp.zeros(2)}) == texts[3]
 
 
 # What `print` shows

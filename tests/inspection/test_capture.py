@@ -11,11 +11,6 @@ import optax
 import pytest
 
 import nnx
-from nnx.core.state.selectors import NOT_A_SELECTOR
-from nnx.inspection.capture import NOT_A_SCALAR, NOT_DATA
-from nnx.inspection.observing import NO_MODULE, NO_SUCH_METHOD, NOTHING_SELECTED
-from nnx.transforms.control.eager_traces import clear_traces, kept_traces
-from nnx.transforms.engine.observed import INSIDE_BODY, OTHER_LEVEL, RUNS_ANY_NUMBER, RUNS_PER_DEVICE
 from tests.inspection.inside_models import BLOCK, GPT, LENGTH, TOKENS, Twice, block_by_hand, mean_logit
 from tests.nn.registry import LAYERS
 
@@ -37,9 +32,12 @@ def close(a, b):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), a, b)
 
 
-def raises(template, error=ValueError, **parts):
-    """Expects an error whose text is the template with these parts."""
-    return pytest.raises(error, match="^" + re.escape(template.format(**parts)))
+def raises(beginning, *parts, error=ValueError):
+    """Expects an error that begins with a text and then has these parts, in order."""
+    return pytest.raises(error, match="^" + ".*".join(map(re.escape, (beginning, *parts))))
+
+
+CANNOT_RECORD = "nnx.capture cannot record 'layer' (Linear): it was called inside "
 
 
 # Values
@@ -296,13 +294,21 @@ def test_another_model_of_the_same_structure_does_not_retrace(gpt):
     assert forward.trace_count == 1
 
 
+class Traced:
+    """How many times a body was traced. A list in its closure would be part of what its trace depends on."""
+
+    times = 0
+
+
 def test_the_trace_of_an_eager_scan_is_kept_for_a_repeated_call():
-    layer = nnx.Linear(4, 4, ctx=nnx.context(0))
-    scanned = nnx.scan(lambda layer, carry, _: (layer(carry), None), length=2)
-    clear_traces()
+    def body(layer, carry, _):
+        Traced.times += 1
+        return layer(carry), None
+
+    layer, scanned = nnx.Linear(4, 4, ctx=nnx.context(0)), nnx.scan(body, length=2)
     for _ in range(3):
         nnx.capture(scanned)(layer, X, None)
-    assert kept_traces() == 1
+    assert Traced.times == 1
 
 
 def test_capture_works_inside_jit(twice):
@@ -426,8 +432,7 @@ def in_jitted_branch(model, x):
     ],
 )
 def test_a_selected_module_inside_a_loop_or_branch_is_an_error_with_its_path(twice, body, name):
-    text = {"transform": "nnx.capture", "path": "layer", "kind": "Linear", "body": name, "reason": RUNS_ANY_NUMBER}
-    with raises(INSIDE_BODY, **text):
+    with raises(CANNOT_RECORD + name, "may run any number of times", "Narrow `where=`", "or use nnx.scan or nnx.vmap"):
         nnx.capture(body, where=nnx.Linear)(twice, X)
 
 
@@ -437,8 +442,7 @@ def test_a_selected_module_inside_shard_map_is_an_error_with_its_path(twice):
     mapped = nnx.shard_map(
         lambda model, x: model(x), mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec("data")
     )
-    text = {"transform": "nnx.capture", "path": "layer", "kind": "Linear", "body": "nnx.shard_map"}
-    with raises(INSIDE_BODY, **text, reason=RUNS_PER_DEVICE):
+    with raises(CANNOT_RECORD + "nnx.shard_map", "every device has its own part", "Narrow `where=`"):
         nnx.capture(mapped, where=nnx.Linear)(twice, X)
 
 
@@ -453,8 +457,7 @@ def test_a_selected_module_inside_shard_map_is_an_error_with_its_path(twice):
     ids=["jit", "vmap", "grad", "scan"],
 )
 def test_a_selected_module_inside_a_raw_jax_transform_is_an_error_with_its_path(twice, body):
-    text = {"transform": "nnx.capture", "path": "layer", "kind": "Linear"}
-    with raises(OTHER_LEVEL, nnx.TraceContextError, **text):
+    with raises(CANNOT_RECORD + "a raw JAX transform", "pass the Module to it", error=nnx.TraceContextError):
         nnx.capture(body, where=nnx.Linear)(twice, X)
 
 
@@ -470,22 +473,22 @@ def test_a_function_without_modules_is_an_error(twice):
     def forward(x):
         return twice(x)
 
-    with raises(NO_MODULE, transform="nnx.capture", name="forward"):
+    with raises("nnx.capture: there is no Module among the arguments of forward", "nnx.capture(model)(x)"):
         nnx.capture(forward)(X)
 
 
 def test_a_selector_that_selects_nothing_is_an_error_that_lists_the_paths(twice):
-    with raises(NOTHING_SELECTED, transform="nnx.capture", where="'blocks/*'", paths="'', 'layer'"):
+    with raises("nnx.capture: where='blocks/*' selects none", "Their paths are: '', 'layer'"):
         nnx.capture(twice, where="blocks/*")(X)
 
 
 def test_what_is_no_selector_is_an_error(twice):
-    with raises(NOT_A_SELECTOR, TypeError, name="nnx.capture", value="3"):
+    with raises("nnx.capture: 3 does not select Modules", "a glob over paths", error=TypeError):
         nnx.capture(twice, where=3)(X)
 
 
 def test_a_method_that_no_selected_module_has_is_an_error(twice):
-    with raises(NO_SUCH_METHOD, transform="nnx.capture", name="atend", kinds="Linear"):
+    with raises("nnx.capture: methods='atend' is not a method", "Their classes are: Linear"):
         nnx.capture(twice, where="layer", methods="atend")(X)
 
 
@@ -494,10 +497,10 @@ def test_an_output_that_is_not_data_is_an_error_with_its_path():
         def __call__(self, x):
             return x, "name"
 
-    with raises(NOT_DATA, TypeError, path="", kind="Named", leaf="'name'"):
+    with raises("nnx.capture", "''", "Named", "'name'", error=TypeError):
         nnx.capture(Named())(X)
 
 
 def test_gradients_need_a_scalar(twice):
-    with raises(NOT_A_SCALAR, TypeError, name="nnx.capture(Twice)", got="float32[2,4]"):
+    with raises("nnx.capture(grads=True) takes", "nnx.capture(Twice) returned float32[2,4]", error=TypeError):
         nnx.capture(twice, grads=True)(X)

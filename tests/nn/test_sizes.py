@@ -48,9 +48,7 @@ def test_what_is_no_size_is_an_error_that_names_it(layer, argument):
 
 
 def test_a_size_left_to_be_inferred_shows_what_to_write():
-    with pytest.raises(
-        TypeError, match=r"not inferred from the first input.* such as `in_features=x\.shape\[-1\]`\.$"
-    ):
+    with pytest.raises(TypeError, match=r"not inferred from the first input.* such as `in_features=x\.shape\[-1\]`\.$"):
         nnx.Linear(None, 4, ctx=nnx.context(0))
     with pytest.raises(TypeError, match=r"Write the size\.$"):
         nnx.Linear(4, None, ctx=nnx.context(0))

@@ -250,3 +250,22 @@ def test_branches_that_return_different_things_are_an_error():
 def test_branches_that_return_different_modules_are_an_error():
     with pytest.raises((TypeError, ValueError)):
         nnx.cond(True, lambda a, b: a, lambda a, b: b, net(0), net(1))
+
+
+@pytest.mark.parametrize(
+    ("other", "shown"),
+    [
+        (jnp.ones(3), "float32[3]"),
+        (jnp.ones(2, jnp.int32), "int32[2]"),
+        ({"a": jnp.ones(2)}, "{'a': *}) of float32[2]"),
+        (1.0, "float32[]"),
+    ],
+)
+def test_branches_that_leave_different_types_are_told_both(other, shown):
+    model = nnx.Dict(v=nnx.Variable(jnp.ones(2)))
+    branches = [lambda model, value=value: setattr(model, "v", value) for value in (jnp.ones(2), other)]
+    with pytest.raises(
+        TypeError, match="the branches disagree about 'v': it is float32\\[2\\] after branch 0"
+    ) as error:
+        nnx.cond(True, *branches, model)
+    assert f"{shown} after branch 1" in str(error.value)

@@ -11,10 +11,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import nnx
-from nnx.core.errors import HAS_SLOTS
-from nnx.transforms.control.body_rules import MODULE_HANDED_ON, NEW_MODULE_HANDED_ON
-from nnx.transforms.engine.bad_arguments import NOT_DATA, SELF_IS_NO_MODULE, STATIC_SELF
-from nnx.transforms.engine.call import RUNS_LATER
 
 XS = jnp.arange(3.0)
 
@@ -38,7 +34,7 @@ NEW = {
 def test_a_new_module_handed_on_says_that_the_old_one_has_to_come_out(run):
     with pytest.raises(TypeError, match="must keep its structure") as error:
         run()
-    assert NEW_MODULE_HANDED_ON.format(new="<Module 1: Dict>") in str(error.value)
+    assert "<Module 1: Dict> was made in the body" in str(error.value) and "update_state" in str(error.value)
     assert "object at 0x" not in str(error.value)
 
 
@@ -54,7 +50,7 @@ def test_modules_that_change_places_are_shown_by_number_and_class(run):
         run()
     before, after = "(<Module 0: Dict>, <Module 1: Dict>)", "(<Module 1: Dict>, <Module 0: Dict>)"
     assert f"of the structure {before} and returned {after}" in str(error.value)
-    assert MODULE_HANDED_ON in str(error.value)
+    assert "A Module stays where it is: hand on what changes, such as a State" in str(error.value)
 
 
 def test_branches_that_return_other_modules_are_shown_as_written():
@@ -108,18 +104,15 @@ class Trainer:
         return 2 * x
 
 
-def self_is_no_module(transform, name):
-    static = STATIC_SELF.format(transform=f"nnx.{transform}") if transform in ("jit", "remat") else ""
-    text = {"transform": f"nnx.{transform}", "name": f"Trainer.{name}", "owner": "Trainer", "function": name}
-    return SELF_IS_NO_MODULE.format(**text, static=static)
-
-
 @pytest.mark.parametrize("name", ["jit", "grad", "value_and_grad", "vmap", "remat"])
 def test_a_lifted_method_of_a_plain_class_says_that_self_is_no_module(name):
     with pytest.raises((TypeError, ValueError)) as error:
         getattr(Trainer(), name)(XS)
-    assert self_is_no_module(name, name) in str(error.value)
-    assert "data[0]" not in str(error.value)
+    text = str(error.value)
+    assert f"nnx.{name}: Trainer.{name} is a method of Trainer, which is no nnx.Module" in text
+    assert "class Trainer(nnx.Module)" in text and f"{name} = nnx.{name}(lambda model, x: ...)" in text
+    assert (f"@nnx.{name}(static_argnums=0)" in text) == (name in ("jit", "remat"))
+    assert "data[0]" not in text
 
 
 def test_self_is_recognized_beside_keywords_and_when_lowered():
@@ -147,8 +140,8 @@ def test_an_argument_that_cannot_be_traced_is_named(args, kwargs, argument, valu
         step(counter(), 1.0)
     with pytest.raises(TypeError) as error:
         step(*args, **kwargs)
-    text = {"argument": argument, "value": value, "kind": "a str", "root": argument.partition("[")[0]}
-    assert NOT_DATA.format(name="step", **text) in str(error.value)
+    assert f"nnx.jit(step): {argument} is {value}, a str, which is neither a Module" in str(error.value)
+    assert f"nnx.jit(..., static_argnames={argument.partition('[')[0]!r})" in str(error.value)
 
 
 def test_other_type_errors_of_a_call_are_left_alone():
@@ -196,7 +189,7 @@ LATER = {
 def test_a_function_whose_body_runs_later_is_refused_where_it_is_lifted(transform, fun, kind):
     with pytest.raises(TypeError) as error:
         transform(fun)
-    start = RUNS_LATER.partition("{name}")[0].format(transform=f"nnx.{transform.__name__}")
+    start = f"nnx.{transform.__name__} was given "
     assert str(error.value).startswith(start) and f"{kind} function: calling it only makes {kind}" in str(error.value)
 
 
@@ -224,7 +217,7 @@ def test_slots_on_a_module_are_refused():
         class Slotted(nnx.Module):
             __slots__ = ("kernel",)
 
-    assert str(error.value) == HAS_SLOTS.format(name="Slotted", slots=("kernel",))
+    assert "Slotted declares __slots__ = ('kernel',)" in str(error.value) and "Remove __slots__" in str(error.value)
     with pytest.raises(TypeError, match=r"Point declares __slots__ = \('x',\).*slots=True"):
 
         @dataclasses.dataclass(slots=True)

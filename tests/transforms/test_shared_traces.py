@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.transforms.control.eager_traces import clear_traces
 
 LAYERS = 4
 traced = []  # what the layers below were traced with
@@ -109,9 +108,11 @@ def test_layers_of_other_structure_or_shape_have_their_own_trace():
 
 
 def test_calls_from_plain_python_share_a_trace_as_well():
-    clear_traces()
-    model = layers()
-    through_module(model, jnp.array(3.0))
+    class Fresh(Layer):  # no other test has called it
+        pass
+
+    traced.clear()
+    through_module([Fresh(2.0 + i) for i in range(LAYERS)], jnp.array(3.0))
     assert len(traced) == 1
 
 
