@@ -148,6 +148,40 @@ def in_getattr(model):
     return lambda x: getattr(holder, "mod" + "el")(x)
 
 
+class ReadsGlobal:
+    def __call__(self, x):
+        return MODEL(x)
+
+    @property
+    def model(self):
+        return MODEL
+
+
+class ReadsGlobalModule(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.array(1.0))
+
+    def __call__(self, x):
+        return self.w * MODEL(x)
+
+
+def in_call_of_object(model):
+    globals()["MODEL"] = model
+    return ReadsGlobal()
+
+
+def in_property(model):
+    globals()["MODEL"] = model
+    reader = ReadsGlobal()
+    return lambda x: reader.model(x)
+
+
+def in_method_of_captured_module(model):
+    globals()["MODEL"] = model
+    reader = nnx.Dict(reader=ReadsGlobalModule())
+    return lambda x: reader["reader"](x)
+
+
 def in_context_variable(model):
     CURRENT.set(model)
     return lambda x: CURRENT.get()(x)
@@ -274,6 +308,49 @@ def test_a_name_bound_to_another_module_is_followed(name):
     assert step(jnp.array(1.0)) == 30.0
     b.w = jnp.array(40.0)
     assert step(jnp.array(1.0)) == 40.0
+
+
+@pytest.mark.parametrize("route", [in_call_of_object, in_property, in_method_of_captured_module])
+def test_a_global_bound_to_another_module_is_followed_through_methods(route):
+    a, b = Scale(2.0), Scale(30.0)
+    step = nnx.jit(route(a))
+    assert step(jnp.array(1.0)) == 2.0
+    globals()["MODEL"] = b
+    assert step(jnp.array(1.0)) == 30.0
+    b.w = jnp.array(40.0)
+    assert step(jnp.array(1.0)) == 40.0
+
+
+def test_a_method_of_an_argument_is_searched():
+    globals()["MODEL"] = a = Scale(2.0)
+    student = nnx.Sequence([ReadsGlobalModule()])
+    step = nnx.jit(lambda student, x: student[0](x))
+    assert step(student, jnp.array(1.0)) == 2.0
+    a.w = jnp.array(3.0)
+    assert step(student, jnp.array(1.0)) == 3.0
+    assert step.trace_count == 1
+    globals()["MODEL"] = Scale(30.0)
+    assert step(student, jnp.array(1.0)) == 30.0
+
+
+def test_a_method_of_an_argument_reads_a_class_attribute_of_its_own():
+    class Student(nnx.Module):
+        teacher = Scale()
+
+        def __init__(self):
+            self.w = nnx.Param(jnp.array(1.0))
+
+        @nnx.jit
+        def loss(self, x):
+            return self.teacher(x) - self.w
+
+    student = Student()
+    for value in (2.0, 3.0):
+        Student.teacher.w = jnp.array(value)
+        assert student.loss(jnp.array(1.0)) == value - 1.0
+    assert Student.loss.trace_count == 1
+    Student.teacher = Scale(5.0)
+    assert student.loss(jnp.array(1.0)) == 4.0
 
 
 def test_a_replaced_submodule_of_a_captured_module_is_followed():

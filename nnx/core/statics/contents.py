@@ -196,7 +196,7 @@ class Content:
         return steps
 
     def readers(self, value: Any) -> list[tuple[Any, Any]]:
-        """Returns what reads a value again each time it is iterated: `(keys, values)` of a dict, else `(None, items)`."""
+        """Returns what reads a value afresh on each iteration: `(keys, values)` of a dict, else `(None, items)`."""
         found: list[tuple[Any, Any]] = []
         if issubclass(self.base_type, dict):
             found.append((self.base_type.keys(value), self.base_type.values(value)))

@@ -51,6 +51,7 @@ _TAKE = {
     "global": lambda owner, name: owner.__globals__[name],
     "imported": lambda owner, name: sys.modules[name],
     "context": lambda owner, _: owner.get(),
+    "class": lambda _, name: name(),  # a weak reference to the class, because no name leads to it
 }  # not "key" and "element": nothing says which one it was
 
 _TEXT = {

@@ -1,9 +1,11 @@
 """Routes: how a function reaches a Module that is not among its arguments.
 
-The search starts at functions and follows what a person would: closure cells, defaults, the globals that the code
-names, partials and bound methods, attributes of the user's objects and classes, lists, tuples and dicts. It stops at
-Modules and arrays, and does not enter libraries. A route is a value rather than a closure, so it keeps nothing alive;
-following it again later shows whether the same names still lead to the same Module.
+The search starts at functions, and at the classes of the Modules that are passed to them, whose methods they may call.
+It follows what a person would: closure cells, defaults, the globals that the code names, partials and bound methods,
+attributes of the user's objects and classes, the methods and properties of those, lists, tuples and dicts. Of a Module,
+only the classes in its graph are searched, because all its arrays are known. The search does not enter libraries. A
+route is a value rather than a closure, so it keeps nothing alive; following it again later shows whether the same names
+still lead to the same Module.
 """
 
 import collections
@@ -11,6 +13,7 @@ import contextvars
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -28,6 +31,7 @@ from nnx.core.statics.reach import (
     globals_of,
     held_by,
 )
+from nnx.core.structure.flat import Flat, flat_of
 from nnx.transforms.engine.function_keys import is_of_library
 
 MAX_VISITED = 10_000  # objects; a trainer may hold a whole data set
@@ -64,13 +68,23 @@ def reached(functions: Sequence[Any]) -> Iterator[tuple[Any, Route]]:
     seen: set[int] = set()
     while queue and len(seen) < MAX_VISITED:
         value, route = queue.popleft()
-        if isinstance(value, (ModuleBase, jax.Array)):
+        if isinstance(value, jax.Array):
             yield value, route
+        elif isinstance(value, ModuleBase):
+            yield value, route
+            for cls in classes_of(flat_of(value)):
+                queue.append((cls, Route(route.start, (*route.steps, Step("class", weakref.ref(cls))))))
         elif id(value) not in seen:
             seen.add(id(value))
             for steps, item in islice(_reached_from(value), MAX_VISITED):
                 if type(item) not in HOLD_NOTHING:
                     queue.append((item, Route(route.start, (*route.steps, *steps))))
+
+
+def classes_of(flat: Flat | None) -> list[type]:
+    """Returns the user's classes of the Modules in a flat form."""
+    modules = () if flat is None else [weak() for weak in flat.modules]
+    return [cls for cls in dict.fromkeys(map(type, modules)) if not _is_library(cls)]
 
 
 def _reached_from(value: Any) -> Iterator[Found]:
@@ -81,16 +95,22 @@ def _reached_from(value: Any) -> Iterator[Found]:
         yield (Step("context"),), value.get(None)
     elif isinstance(value, _ALWAYS_ENTERED):
         yield from _held_by(value)
+    elif isinstance(value, (property, functools.cached_property)):
+        yield from _attributes(value, ("fget" if isinstance(value, property) else "func",))
     elif _is_library(cls := value if isinstance(value, type) else type(value)):
         yield from _wrapped_by(value)
     else:
         yield from _held_by(value)
-        own = (vars(parent) for parent in cls.__mro__ if not _is_library(parent))
-        yield from _attributes(value, (name for names in own for name in names if not name.startswith("__")))
+        own = [item for parent in cls.__mro__ if not _is_library(parent) for item in vars(parent).items()]
+        yield from _attributes(value, (name for name, member in own if not name.startswith("__") or _is_method(member)))
 
 
 def _is_library(cls: type) -> bool:
     return cls.__module__.partition(".")[0] in _LIBRARIES
+
+
+def _is_method(member: Any) -> bool:
+    return isinstance(member, types.FunctionType)
 
 
 def _held_by(value: Any) -> Iterator[Found]:

@@ -17,6 +17,7 @@ from nnx.core.variables.untied import inputs_traced_as
 from nnx.transforms.engine.call import Call, Signature
 from nnx.transforms.engine.captured import Captured, evaluate, trace_program
 from nnx.transforms.engine.effects import Effects, Outcome, finish, run
+from nnx.transforms.engine.routes import classes_of
 from nnx.transforms.engine.selected_arguments import StaticArgument, static_arguments
 from nnx.transforms.jit.donation import Donation, NeedsGeneralPath, arguments_of
 from nnx.transforms.jit.kept_shardings import PlacedFunction, kept_shardings, placements_of
@@ -72,8 +73,10 @@ class Compiled:
         self.signature: Signature = call.signature
         self.statics = call.statics
         self.static_arguments: list[StaticArgument] = static_arguments(args, kwargs)
-        # What the function is, for finding captured weights: a static argument may hold Modules as well.
-        self.functions: list[Any] = [owner.target, *[argument.value for argument in self.static_arguments]]
+        # What the function is, for finding captured weights: a static argument may hold Modules as well, and a method
+        # of an argument may read a Module by a global.
+        values = [argument.value for argument in self.static_arguments]
+        self.functions: list[Any] = [owner.target, *values, *classes_of(call.flat)]
         self.captured: Captured = Captured(functools.partial(_forget, weakref.ref(self)))
         self.outdated: list[str] = []  # what changed inside the function that this one replaces
         self.cell_count: int = 0 if call.signature.key is None else len(call.signature.key.cells)
