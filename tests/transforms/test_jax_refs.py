@@ -73,6 +73,26 @@ def test_a_list_that_comes_to_hold_a_jax_ref_is_an_error_naming_the_path():
         m.get_state()
 
 
+def test_an_update_refuses_a_jax_ref_and_changes_nothing():
+    m, ref = nnx.Dict(w=nnx.Param(jnp.ones(2)), b=nnx.Param(jnp.ones(2))), jax.new_ref(jnp.zeros(2))
+    for paths in (["b", "w"], ["b", "new"]):
+        with pytest.raises(ValueError, match=rf"Cannot update '{paths[1]}': .*jax\.Ref.*`ref\[\.\.\.\]`"):
+            m.update_state(nnx.State({paths[0]: jnp.zeros(2), paths[1]: ref}))
+        assert m.b.tolist() == m.w.tolist() == [1.0, 1.0] and len(m.get_state()) == 2
+
+
+def test_a_jax_ref_is_refused_at_assignment_inside_a_trace():
+    def assign(m, ref):
+        m.total = ref
+
+    def make(m, ref):
+        m.total = jax.new_ref(jnp.ones(2))
+
+    for body in (assign, make):
+        with pytest.raises(ValueError, match=r"Cannot assign attribute 'total' of Dict: the value is a jax\.Ref"):
+            nnx.jit(body)(nnx.Dict(), jax.new_ref(jnp.ones(2)))
+
+
 def add(ref, value):
     ref[...] = ref[...] + jax.lax.stop_gradient(value)
 

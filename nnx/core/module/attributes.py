@@ -31,6 +31,7 @@ from nnx.core.module.kinds import NODE, STATIC, SUBMODULE, TREE, TREE_SPEC, Abse
 from nnx.core.repr import short
 from nnx.core.statics.captures import find_array, find_captured
 from nnx.core.structure.versions import forget_flat_forms
+from nnx.core.trace import is_tracer
 from nnx.core.variables.foreign_dicts import refuse_foreign_dicts
 from nnx.core.variables.refs import Ref
 from nnx.core.variables.ties import is_mutable_tree, is_news
@@ -156,6 +157,8 @@ def decide(module: Any, name: str, category: int, value: Any) -> tuple[Any, Any]
     if category == _ATOM:
         return STATIC, value
     if category == _ARRAY:
+        if is_tracer(value) and isinstance(value, jax.Ref):  # made in this trace, or an argument of it
+            _refuse_jax_ref(module, name, value)
         return NODE, value
     if category == _MODULE:
         return SUBMODULE, value

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, MUTATE_AT_OTHER_LEVEL, UNKNOWN_PATH, TraceContextError
 from nnx.core.module.info import ModuleBase, info_of, values_of
 from nnx.core.module.kinds import NODE, SUBMODULE, TREE, TREE_SPEC, Absent, explain_missing, is_cell, is_static
@@ -105,6 +107,9 @@ def _fitting_value(kind: Any, leaf: Any, path: str) -> Any:
         leaf = leaf.value
     elif isinstance(leaf, ModuleBase):
         reason = f"the new value is a Module ({type(leaf).__name__}), not data"
+        raise ValueError(UNKNOWN_PATH.format(path=path, reason=reason))
+    elif isinstance(leaf, jax.Ref):
+        reason = "the new value is a jax.Ref, which no attribute can be; give its value, `ref[...]`"
         raise ValueError(UNKNOWN_PATH.format(path=path, reason=reason))
     value = fresh(leaf)
     if type(kind) is Spec and kind.on_set is not None:
