@@ -3,7 +3,9 @@
 import contextvars
 import functools
 import gc
+import os
 import re
+import subprocess
 import sys
 import types
 import warnings
@@ -516,6 +518,25 @@ def test_a_weight_inside_a_program_that_cannot_be_opened_is_compiled_again_with_
     model.w = jnp.array(3.0)
     with pytest.warns(UserWarning, match=r"step was compiled again, in [\d.]+ s: Scale\.w has changed"):
         assert step(jnp.array(1.0)) == 3.0
+
+
+def test_weights_that_jax_writes_into_the_equations_are_found():
+    # JAX decides on import whether it does so; it has announced it as the default.
+    program = """
+import jax, jax.numpy as jnp, nnx
+model = nnx.Dict(w=nnx.Param(jnp.ones(3)))
+inner = jax.jit(lambda x: x * model.w)
+step, opened = nnx.jit(lambda x: x * model.w), nnx.jit(lambda x: inner(2 * x))
+looped = nnx.jit(lambda x: jax.lax.fori_loop(0, 1, lambda _, x: x * model.w, x))
+for value in (1.0, 2.0, 3.0):
+    model.w = jnp.full(3, value)
+    print(step(1.0)[0], opened(1.0)[0], looped(jnp.ones(3))[0])
+print(step.trace_count, opened.trace_count)
+"""
+    env = {**os.environ, "JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS": "1", "PYTHONWARNINGS": "ignore"}
+    run = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == ["1.0 2.0 1.0", "2.0 4.0 2.0", "3.0 6.0 3.0", "1 1"]
 
 
 def test_ahead_of_time_compiled_functions_read_captured_weights():

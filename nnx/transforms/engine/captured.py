@@ -27,6 +27,7 @@ from nnx.core.structure.structure import GraphKey
 from nnx.core.trace import is_tracer
 from nnx.transforms.engine.routes import Route, reached
 
+_ARRAYS = (jax.Array, np.ndarray)
 _DEPTH = 3  # containers between a Module and an array that is found by who holds it
 
 
@@ -165,7 +166,7 @@ def identity(value: Any) -> Any:
 
 def _constants(closed: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Returns the array constants of a program, and those of programs inside it that cannot be passed to them."""
-    outer = {identity(const): const for const in closed.consts}
+    outer = {identity(const): const for const in (*closed.consts, *_literals(closed.jaxpr))}
     inner: dict[Any, Any] = {}
     stack, seen, kinds = [(closed.jaxpr, True)], set(), (type(closed), type(closed.jaxpr))
     while stack:
@@ -176,10 +177,20 @@ def _constants(closed: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
                     if isinstance(program, kinds) and id(program) not in seen:
                         seen.add(id(program))
                         inlined = can_inline and is_inlined(eqn)
-                        consts = {identity(const): const for const in getattr(program, "consts", ())}
-                        (outer if inlined else inner).update(consts)
-                        stack.append((getattr(program, "jaxpr", program), inlined))
+                        opened = getattr(program, "jaxpr", program)
+                        consts = (*getattr(program, "consts", ()), *_literals(opened))
+                        (outer if inlined else inner).update({identity(const): const for const in consts})
+                        stack.append((opened, inlined))
     return outer, {key: const for key, const in inner.items() if key not in outer and _is_array(const)}
+
+
+def _literals(jaxpr: Any) -> Iterator[Any]:
+    """Yields the arrays that stand in the equations themselves, as under `jax_use_simplified_jaxpr_constants`."""
+    for variables in (*[eqn.invars for eqn in jaxpr.eqns], jaxpr.outvars):
+        for variable in variables:
+            value = getattr(variable, "val", None)
+            if isinstance(value, _ARRAYS):
+                yield value
 
 
 def _is_array(value: Any) -> bool:
@@ -254,13 +265,16 @@ def evaluate(program: Any, inputs: dict[Any, Any], operands: Any) -> Any:
 def _evaluate(closed: Any, inputs: dict[Any, Any], args: Sequence[Any]) -> list[Any]:
     consts = [inputs.get(identity(const), const) for const in closed.consts]
     opened = {id(eqn) for eqn in closed.jaxpr.eqns if is_inlined(eqn) and _uses(eqn.params["jaxpr"], inputs)}
-    if not opened:
+    if not opened and not any(identity(value) in inputs for value in _literals(closed.jaxpr)):
         return eval_jaxpr(closed.jaxpr, consts, *args)
-    # As `eval_jaxpr` does it, except that programs inside with captured constants are opened.
+    # As `eval_jaxpr` does it, except that captured literals are replaced, and that programs inside with captured
+    # constants are opened.
     values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*consts, *args], strict=True))
 
     def read(variable: Any) -> Any:
-        return variable.val if hasattr(variable, "val") else values[variable]
+        if not hasattr(variable, "val"):
+            return values[variable]
+        return inputs.get(identity(variable.val), variable.val) if isinstance(variable.val, _ARRAYS) else variable.val
 
     for eqn in closed.jaxpr.eqns:
         operands = [read(variable) for variable in eqn.invars]
@@ -275,6 +289,6 @@ def _evaluate(closed: Any, inputs: dict[Any, Any], args: Sequence[Any]) -> list[
 
 def _uses(closed: Any, inputs: Mapping[Any, Any]) -> bool:
     """Whether a program, or one inside it that can be opened, has a captured constant."""
-    if any(identity(const) in inputs for const in closed.consts):
+    if any(identity(const) in inputs for const in (*closed.consts, *_literals(closed.jaxpr))):
         return True
     return any(_uses(eqn.params["jaxpr"], inputs) for eqn in closed.jaxpr.eqns if is_inlined(eqn))
