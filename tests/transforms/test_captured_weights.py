@@ -539,6 +539,52 @@ print(step.trace_count, opened.trace_count)
     assert run.stdout.splitlines() == ["1.0 2.0 1.0", "2.0 4.0 2.0", "3.0 6.0 3.0", "1 1"]
 
 
+def with_rule_of_jax(model):
+    @jax.custom_vjp
+    def scaled(x):
+        return model.w * x
+
+    scaled.defvjp(lambda x: (model.w * x, model.w), lambda w, g: (w * g,))
+    return lambda a, x: scaled(x)
+
+
+def with_jvp_rule_of_jax(model):
+    @jax.custom_jvp
+    def scaled(x):
+        return model.w * x
+
+    scaled.defjvp(lambda primals, tangents: (model.w * primals[0], model.w * tangents[0]))
+    return lambda a, x: scaled(x)
+
+
+def with_rule_of_nnx(model):
+    @nnx.custom_vjp
+    def scaled(a, x):
+        return model.w * x * a.w
+
+    scaled.defvjp(lambda a, x: (model.w * x * a.w, model.w), lambda w, g: (None, w * g))
+    return scaled
+
+
+@pytest.mark.parametrize("make", [with_rule_of_jax, with_jvp_rule_of_jax, with_rule_of_nnx])
+def test_a_derivative_rule_reads_current_weights_in_a_gradient_of_a_compiled_function(make):
+    model, one = Scale(), Scale(1.0)
+    step = nnx.jit(make(model))
+    for value in (2.0, 3.0, 5.0):
+        model.w = jnp.array(value)
+        assert step(one, 1.0) == value
+        assert nnx.grad(step, argnums=1)(one, 1.0) == value
+
+
+def test_the_derivative_rules_of_jax_need_no_new_trace():
+    model = Scale()
+    step = nnx.jit(lambda x: jax.nn.relu(model.w * x))
+    for value in (2.0, 3.0, 5.0):
+        model.w = jnp.array(value)
+        assert jax.grad(step)(1.0) == value
+    assert step.trace_count == 1
+
+
 def test_ahead_of_time_compiled_functions_read_captured_weights():
     model = Scale()
     compiled = nnx.jit(lambda x: model(x)).lower(jnp.array(1.0)).compile()

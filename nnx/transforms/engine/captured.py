@@ -9,9 +9,14 @@ A program is traced again if what it captured is no longer where it was: a name 
 Module, the structure of a Module changed, or a Module is gone. An array stays a constant, and its cell is *watched*, if
 it cannot become an argument (it is a constant of `jax.jit` in the body of a loop), if nothing says which of several
 holders the function read it from, or if no name leads to it. The program is traced again once such a cell changes.
+
+A derivative rule of the user's own (`custom_vjp`, `custom_jvp`) may read weights that are in no program until it is
+used, by whoever differentiates the compiled function. JAX keeps what it has made of the rule, so a call from inside
+another transform needs a new trace if any weight of the Modules that the function reaches has changed.
 """
 
 import gc
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import getitem
@@ -24,10 +29,11 @@ from jax.core import eval_jaxpr
 from nnx.core.module.info import ModuleBase
 from nnx.core.structure.flat import flat_of
 from nnx.core.structure.structure import GraphKey
-from nnx.core.trace import is_tracer
+from nnx.core.trace import is_eager, is_tracer
 from nnx.transforms.engine.routes import Route, reached
 
 _ARRAYS = (jax.Array, np.ndarray)
+_JAX = os.path.dirname(jax.__file__)
 _DEPTH = 3  # containers between a Module and an array that is found by who holds it
 
 
@@ -97,6 +103,7 @@ class Captured:
         self._numbers: dict[tuple[int, str], int] = {}
         self._roots: list[Root] = []
         self._watched: list[tuple[Place, Any]] = []  # with a weak reference to the array, a constant of the program
+        self._rules_read: list[tuple[Any, list[Any]]] = []  # Modules and their arrays, weakly
         self._when_gone = when_gone
 
     def __bool__(self) -> bool:
@@ -108,7 +115,9 @@ class Captured:
 
     def is_current(self, functions: Sequence[Any]) -> bool:
         """Whether the program still reads what it read when it was traced, given its functions."""
-        return all([root.is_current(functions) for root in self._roots]) and not self.changed()
+        if not all([root.is_current(functions) for root in self._roots]) or self.changed():
+            return False
+        return not self._rules_read or is_eager() or all([_holds(*noted) for noted in self._rules_read])
 
     def changed(self) -> list[str]:
         """Returns the paths of watched cells whose arrays have changed."""
@@ -137,6 +146,9 @@ class Captured:
                     module = place.module()
                     _, _, held = cells.setdefault(id(module), (module, place.route, {}))
                     held[place.cell] = flat_of(module).dicts[place.cell]
+        if cells and _has_own_rules(closed):
+            modules = {id(value): value for value, _ in reached(functions) if isinstance(value, ModuleBase)}
+            self._rules_read = [(weakref.ref(m), [*map(weakref.ref, _arrays(m))]) for m in modules.values()]
         for module, route, held in cells.values():
             self._roots.append(Root(module, route, held, self._when_gone))
         return len(self.names) > before
@@ -191,6 +203,34 @@ def _literals(jaxpr: Any) -> Iterator[Any]:
             value = getattr(variable, "val", None)
             if isinstance(value, _ARRAYS):
                 yield value
+
+
+def _has_own_rules(closed: Any) -> bool:
+    """Whether a program uses a derivative rule other than those of JAX, which capture nothing."""
+    stack, seen = [closed.jaxpr], set()
+    while stack:
+        for eqn in stack.pop().eqns:
+            for value in eqn.params.values():
+                for program in value if type(value) in (tuple, list) else (value,):
+                    opened = getattr(program, "jaxpr", program)
+                    if hasattr(opened, "eqns") and id(opened) not in seen:
+                        seen.add(id(opened))
+                        file = getattr(getattr(opened, "debug_info", None), "func_filename", None) or ""
+                        if eqn.primitive.name.startswith("custom_") and not file.startswith(_JAX):
+                            return True
+                        stack.append(opened)
+    return False
+
+
+def _arrays(module: Any) -> list[Any]:
+    return [*filter(_is_array, jax.tree.leaves(flat_of(module).values()))]
+
+
+def _holds(weak: Any, arrays: Sequence[Any]) -> bool:
+    """Whether a Module still has these arrays."""
+    module = weak()
+    now = [] if module is None else _arrays(module)
+    return len(now) == len(arrays) and all(array is was() for array, was in zip(now, arrays))
 
 
 def _is_array(value: Any) -> bool:

@@ -125,7 +125,7 @@ def _is_plain(key: Any) -> bool:
 
 
 def _wrapped_by(value: Any) -> Iterator[Found]:
-    return _attributes(value, ("__wrapped__",))
+    return _attributes(value, ("__wrapped__", "fwd", "bwd", "jvp"))  # the last three are rules of a custom derivative
 
 
 def _reached_from_function(function: types.FunctionType) -> Iterator[Found]:
