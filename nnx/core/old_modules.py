@@ -40,8 +40,8 @@ _RENAMED = {
     "nnx.training.checkpoint_manager": ("nnx.storage.checkpoints.manager",),
     "nnx.training.manifest": ("nnx.storage.errors",),
 }
-
-_RENAMED = {
+# Classes with another name, by the module that they are in now.
+_RENAMED_CLASSES = {
     ("nnx.core.statics.statics", "Frozen"): "Keyed",
     ("nnx.core.statics.statics", "FrozenFields"): "KeyedFields",
 }
@@ -75,7 +75,7 @@ class _OldModules(MetaPathFinder, Loader):
 
 
 def _under_old_name(main: ModuleType, name: str) -> Any:
-    return getattr(main, _RENAMED.get((main.__name__, name), name))
+    return getattr(main, _RENAMED_CLASSES.get((main.__name__, name), name))
 
 
 def answer_for_old_modules() -> None:
