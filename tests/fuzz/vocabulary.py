@@ -475,6 +475,13 @@ def metadata_is_private(k: int) -> None:
     assert list(nnx.Param(num(0), tags=["a", k]).tags) == ["a", k], "metadata are shared between containers"
 
 
+def own(value: Any) -> Any:
+    """A copy with containers of its own."""
+    if isinstance(value, dict):
+        return {key: own(item) for key, item in value.items()}
+    return [*map(own, value)] if isinstance(value, list) else value
+
+
 DRAWN: list[Any] = []
 """The keys that programs have drawn."""
 
