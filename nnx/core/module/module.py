@@ -1,7 +1,7 @@
 """Module: a plain mutable Python object whose state can be split off and merged back.
 
-Values are stored raw in the instance `__dict__`. See module_info for what is kept next to them, attributes for what an
-assignment means, walk and flat for how the data of a Module is found.
+Values are stored raw in the instance `__dict__`. See info for what is kept next to them, attributes for what an
+assignment means, and structure/ for how the data of a Module is found.
 """
 
 import abc
@@ -31,9 +31,8 @@ from nnx.core.module.info import ModuleBase, check_slots, class_of, info_of, is_
 from nnx.core.module.kinds import SUBMODULE, Absent, absent, is_static, is_variable
 from nnx.core.module.modes import set_mode
 from nnx.core.module.mutable_leaf import MutableLeaf
-from nnx.core.module.overview import module_str
+from nnx.core.module.printing import module_repr, module_str
 from nnx.core.module.scopes import scope_calls
-from nnx.core.module.tree_repr import module_repr
 from nnx.core.module.views import make_view
 from nnx.core.old_names import former_names
 from nnx.core.repr import article, short
@@ -489,7 +488,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         return module_repr(self)
 
     def __str__(self) -> str:
-        is_own = type(self).__repr__ is Module.__repr__  # else the class says itself how it prints
+        is_own = type(self).__repr__ is Module.__repr__  # otherwise the class defines its own repr
         return module_str(self) if is_own else repr(self)
 
     def __dir__(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Filters: short descriptions of a part of a State, and the predicates they stand for.
+"""Filters: short descriptions of a part of a State, and the predicates they are turned into.
 
 A *predicate* is `f(path, value) -> bool`, where `value` is the container or the bare array at that path.
 """
@@ -132,7 +132,18 @@ class Not(Matcher):
         return f"Not({describe(self.filter)})"
 
 
-class All(Matcher):
+class _Several(Matcher):
+    """The base of filters that are made of others."""
+
+    def __init__(self, *filters: Filter):
+        self.filters = filters
+        self._predicates = [to_predicate(f) for f in filters]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(describe, self.filters))})"
+
+
+class All(_Several):
     """Matches entries that match all of its filters.
 
     >>> model = nnx.Linear(2, 3, ctx=nnx.context(0))
@@ -140,18 +151,11 @@ class All(Matcher):
     ['kernel']
     """
 
-    def __init__(self, *filters: Filter):
-        self.filters = filters
-        self._predicates = [to_predicate(f) for f in filters]
-
     def __call__(self, path: str, value: AnyValue) -> bool:
         return all(predicate(path, value) for predicate in self._predicates)
 
-    def __repr__(self) -> str:
-        return f"All({', '.join(map(describe, self.filters))})"
 
-
-class Any(Matcher):
+class Any(_Several):
     """Matches entries that match any of its filters; a tuple of filters means the same.
 
     >>> model = nnx.BatchNorm(3, ctx=nnx.context(0))
@@ -159,15 +163,8 @@ class Any(Matcher):
     ['bias', 'mean', 'var']
     """
 
-    def __init__(self, *filters: Filter):
-        self.filters = filters
-        self._predicates = [to_predicate(f) for f in filters]
-
     def __call__(self, path: str, value: AnyValue) -> bool:
         return any(predicate(path, value) for predicate in self._predicates)
-
-    def __repr__(self) -> str:
-        return f"Any({', '.join(map(describe, self.filters))})"
 
 
 def buffers(path: str, value: AnyValue) -> bool:
@@ -191,7 +188,7 @@ def nothing(path: str, value: AnyValue) -> bool:
 
 
 def to_predicate(filter: AnyValue) -> Predicate:
-    """Returns the predicate that a filter stands for.
+    """Returns a filter as a predicate.
 
     Raises:
         TypeError: `filter` is not a filter.
@@ -215,7 +212,7 @@ def to_predicate(filter: AnyValue) -> Predicate:
 
 
 def to_predicates(filters: Sequence[AnyValue]) -> list[Predicate]:
-    """Returns the predicate of each filter.
+    """Returns each filter as a predicate.
 
     Raises:
         ValueError: `...` is not the last filter.

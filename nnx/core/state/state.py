@@ -97,12 +97,11 @@ class State(Mapping[str, Any]):
     # Mapping
 
     def __getitem__(self, path: str | tuple[str, ...]) -> Any:
-        if isinstance(path, tuple):
-            path = "/".join(map(str, path))
+        name = _as_text(path)
         try:
-            return self._leaves[self._layout.index[path]]
+            return self._leaves[self._layout.index[name]]
         except KeyError:
-            raise KeyError(f"{path!r} is not in the State; its paths are {listing(self._layout.paths)}") from None
+            raise KeyError(f"{name!r} is not in the State; its paths are {listing(self._layout.paths)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layout.paths)
@@ -111,9 +110,7 @@ class State(Mapping[str, Any]):
         return len(self._layout.paths)
 
     def __contains__(self, path: object) -> bool:
-        if isinstance(path, tuple):
-            path = "/".join(map(str, path))
-        return path in self._layout.index
+        return _as_text(path) in self._layout.index
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, State):
@@ -209,8 +206,7 @@ class State(Mapping[str, Any]):
         >>> list(state.sub("layers/1"))
         ['w']
         """
-        if isinstance(path, tuple):
-            path = "/".join(map(str, path))
+        path = _as_text(path)
         if path == "":
             return self
         prefix = f"{path}/"
@@ -261,6 +257,10 @@ class State(Mapping[str, Any]):
 
 
 _new = object.__new__
+
+
+def _as_text(path: Any) -> Any:
+    return "/".join(map(str, path)) if isinstance(path, tuple) else path
 
 
 def _bad_path(path: Any) -> str:

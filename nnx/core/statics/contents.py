@@ -121,18 +121,10 @@ class Content:
         "base", "base_type", "slots", "derived", "has_dict", "is_mutable", "is_copied", "is_config", "iterates_plainly",
     )  # fmt: skip
 
-    base: Base
-    base_type: Any
-    slots: tuple[str, ...]
-    derived: frozenset[str]
-    has_dict: bool
-    is_mutable: bool
-    is_copied: bool
-    is_config: bool
-    iterates_plainly: bool
-
     def __init__(self, cls: Any, base_type: Any, is_config: bool):
-        self.base, self.base_type, self.is_config = _BASES[base_type], base_type, is_config
+        self.base: Base = _BASES[base_type]
+        self.base_type: Any = base_type
+        self.is_config = is_config
         self.iterates_plainly = base_type in (object, types.SimpleNamespace) or (
             getattr(cls, "__iter__", None) is getattr(base_type, "__iter__", None)
             and getattr(cls, "__len__", None) is getattr(base_type, "__len__", None)
@@ -308,11 +300,11 @@ def _find_content(cls: type) -> Content | None:
 
 
 def is_config_class(cls: type) -> bool:
-    """Whether a class says that its instances are values that can change: it defines `__eq__` and no `__hash__`."""
+    """Whether a class defines `__eq__` and no `__hash__`, as classes do whose instances are values that can change."""
     if cls.__hash__ is not None or is_omegaconf(cls):
         return False
     if cls.__eq__ in (Mapping.__eq__, Set.__eq__) and not issubclass(cls, (MutableMapping, MutableSet)):
-        return False  # not what the author says: a read-only interface implies this `__eq__`
+        return False  # not the author's choice: a read-only interface comes with this `__eq__`
     base = next(parent for parent in cls.__mro__ if parent in _BASES)
     own = [parent for parent in cls.__mro__ if parent not in base.__mro__]
     return cls.__eq__ is not base.__eq__ and all(map(_is_written_in_python, own))

@@ -1,4 +1,4 @@
-"""Walking a graph of Modules: one traversal that numbers its Modules and cells and writes down its structure.
+"""Walking a graph of Modules: one pass that numbers its Modules and cells and writes down its structure.
 
 Nothing here recurses over Modules, so the depth of a model is limited by memory alone.
 """
@@ -103,10 +103,8 @@ def named_modules(root: Any) -> Iterator[tuple[str, Any]]:
         yield paths[i], modules[i]
 
 
-class Traversal:
+class Traversal(NamedTuple):
     """One walk over the graph that starts at some roots. Short-lived: it holds the Modules."""
-
-    __slots__ = ("modules", "parents", "index", "key", "refs", "twins", "statics", "mutables", "watches", "functions")
 
     modules: list[Any]
     parents: list[Parent]
@@ -123,13 +121,9 @@ class Traversal:
         """Returns the canonical path of a Module."""
         return module_path(self.parents, module)
 
-    def index_of(self, module: Any) -> int | None:
-        """Returns the number of a Module, or None if it is not in the graph."""
-        return self.index.get(id(module))
-
     def detached(self) -> Statics:
         """Returns the static values as they are now, detached from the graph."""
-        return detach(self.statics, self.mutables, self.functions, self.index_of)
+        return detach(self.statics, self.mutables, self.functions, lambda module: self.index.get(id(module)))
 
 
 def traverse(roots: Sequence[Any], functions: Iterable[OpenFunction] = ()) -> Traversal:
@@ -146,19 +140,19 @@ def traverse(roots: Sequence[Any], functions: Iterable[OpenFunction] = ()) -> Tr
     modules, parents, index, *_ = numbering
     for module in {type(module): module for module in modules}.values():
         refuse_pytree(module)
-    walk = Traversal()
-    walk.modules, walk.parents, walk.index = modules, parents, index
-    walk.twins = _twins(modules)
-    rows = _Rows(numbering, walk.twins, _static_rows(walk, numbering.statics, functions))
+    twins = _twins(modules)
+    maker = KeyMaker(lambda module: index.get(id(module)), functions=functions)
+    static_rows, statics = _static_rows(numbering, maker)
+    rows = _Rows(numbering, twins, static_rows)
     root_numbers = tuple(dict.fromkeys([index[id(root)] for root in roots]))
     for root in root_numbers:
         rows.record_below(root)
     rows.record_postponed()
-    walk.refs = rows.refs
     outlines = [(class_of(module), tuple(found)) for module, found in zip(modules, rows.by_module, strict=True)]
     orders = tuple(map(inserted_names, modules))  # up to date, like the sorted names just used
-    walk.key = GraphKey.of((root_numbers, tuple(outlines), orders))
-    return walk
+    key = GraphKey.of((root_numbers, tuple(outlines), orders))
+    functions = list(maker.functions.values())
+    return Traversal(modules, parents, index, key, rows.refs, twins, statics, maker.mutables, maker.watches, functions)
 
 
 class _Rows:
@@ -174,7 +168,7 @@ class _Rows:
         self.modules, self.parents, self.index = numbering.modules, numbering.parents, numbering.index
         self.owners = numbering.owners
         self.statics = statics
-        # Plain tuples with the fields of the records: see GraphKey.of.
+        # Plain tuples with the fields of the named ones, which take eight times as long to make: see GraphKey.of.
         self.by_module: list[list[Any]] = [[] for _ in numbering.modules]
         self.refs: list[Ref | None] = []  # per cell
         self.elder = {younger: group[0] for group in twins for younger in group[1:]}  # the twin numbered first
@@ -258,34 +252,29 @@ def refuse_pytree(module: Any) -> None:
         raise ValueError(REGISTERED_AS_PYTREE.format(name=type(module).__name__))
 
 
-def _static_rows(
-    walk: Traversal, attributes: Iterable[tuple[int, str, Any]], functions: Iterable[OpenFunction]
-) -> dict[tuple[int, str], tuple[Any, ...]]:
-    """Returns every static attribute, as a StaticAttribute in plain tuples, by Module and name.
+def _static_rows(numbering: Numbering, maker: KeyMaker) -> tuple[dict[tuple[int, str], tuple[Any, ...]], list[Any]]:
+    """Returns the rows of the static attributes, by Module and name, and their values.
 
     Modules are taken in the order of their numbers, which unlike the depth-first order is the same for every choice
     of roots: a body that changes nothing must find mutable values under the numbers they had when it was entered.
     """
-    maker = KeyMaker(walk.index_of, functions=functions)
-    walk.statics = []
-    found: dict[tuple[int, str], tuple[Any, ...]] = {}
-    for number, name, kind in attributes:
-        value = values_of(walk.modules[number])[name]
+    rows: dict[tuple[int, str], tuple[Any, ...]] = {}
+    values: list[Any] = []
+    for module, name, kind in numbering.statics:
+        value = values_of(numbering.modules[module])[name]
         maker.arrays_inside = kind is not STATIC  # arrays in an nnx.Static are meant to be there
-        key = _static_key(maker, walk, number, name, value)
-        found[number, name] = (name, kind, key, len(walk.statics))
-        walk.statics.append(value)
-    walk.mutables, walk.watches, walk.functions = maker.mutables, maker.watches, list(maker.functions.values())
-    return found
+        try:
+            key = maker.key(value)
+        except (HoldsState, ForeignMethod) as found:
+            raise ValueError(_why_no_key(found, module_path(numbering.parents, module), name)) from None
+        rows[module, name] = (name, kind, key, len(values))
+        values.append(value)
+    return rows, values
 
 
-def _static_key(maker: KeyMaker, walk: Traversal, module: int, name: str, value: Any) -> Any:
-    try:
-        return maker.key(value)
-    except HoldsState as found:
-        path = join(walk.path(module), name)
-        route = found.route.replace("it[", f"{path}[", 1)
-        raise ValueError(STATIC_HOLDS_STATE.format(path=path, name=name, what=found.what, route=route)) from None
-    except ForeignMethod as found:
-        path = join(walk.path(module), name)
-        raise ValueError(FOREIGN_METHOD.format(path=path, method=found.what)) from None
+def _why_no_key(found: HoldsState | ForeignMethod, owner: str, name: str) -> str:
+    path = join(owner, name)
+    if isinstance(found, ForeignMethod):
+        return FOREIGN_METHOD.format(path=path, method=found.what)
+    route = found.route.replace("it[", f"{path}[", 1)
+    return STATIC_HOLDS_STATE.format(path=path, name=name, what=found.what, route=route)

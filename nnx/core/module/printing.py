@@ -1,0 +1,173 @@
+"""What `repr(model)` and `print(model)` show: the tree of a Module's attributes, in full and in short.
+
+Both print a Module once; where it appears again, it is `Name(...)`. The repr leaves out options that have their default
+value. `print` shows a model in as few lines as it takes to see what it is made of: a Module without submodules is one
+line, unless that is very long; consecutive items of a Sequence that print alike are one entry, `0-11: Block(`; static
+attributes that are None, or equal to the default of the constructor, are left out as well.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from nnx.core.module.info import class_of, info_of, values_of
+from nnx.core.module.kinds import STATIC, SUBMODULE, Absent
+from nnx.core.repr import short
+from nnx.core.state.paths import segment_of
+from nnx.core.variables.refs import Ref
+from nnx.core.variables.variables import Spec
+
+WIDTH = 160  # of a line that holds a whole Module
+
+Labeled = tuple[str, Any]  # a label, and a text or the number of a Module to print there
+
+
+def module_repr(root: Any) -> str:
+    """Returns a Module as an indented tree."""
+    tree = _Tree(root, _is_option_left_alone)
+    return _printed(tree, tree.attributes.__getitem__, lambda attributes, _: not attributes)
+
+
+def module_str(root: Any) -> str:
+    """Returns a Module as a short indented tree."""
+    tree = _Tree(root, _is_uninteresting)
+    tree.compare()
+    return _printed(tree, tree.grouped, lambda attributes, width: width <= WIDTH and not _has_modules(attributes))
+
+
+def _printed(
+    tree: "_Tree", attributes_of: Callable[[int], list[Labeled]], fits_on_one_line: Callable[[list[Labeled], int], bool]
+) -> str:
+    lines: list[str] = []
+    stack: list[tuple[int, str, Any]] = [(0, "", 0)]  # depth, label, and a text or the number of a Module
+    while stack:
+        depth, label, value = stack.pop()
+        prefix = f"{'  ' * depth}{label}"
+        if isinstance(value, str):
+            lines.append(f"{prefix}{value}")
+            continue
+        name, attributes = tree.names[value], attributes_of(value)
+        line = f"{prefix}{name}({', '.join(f'{label}: {text}' for label, text in attributes)})"
+        if fits_on_one_line(attributes, len(line)):
+            lines.append(line)
+            continue
+        lines.append(f"{prefix}{name}(")
+        stack.append((depth, "", ")"))
+        stack.extend((depth + 1, f"{label}: ", inner) for label, inner in reversed(attributes))
+    return "\n".join(lines)
+
+
+def _has_modules(attributes: Sequence[Labeled]) -> bool:
+    return any(not isinstance(value, str) for _, value in attributes)
+
+
+class _Tree:
+    """The Modules of a graph in the order they are printed in, each with its labeled attributes.
+
+    Args:
+        root: the Module.
+        is_hidden: a function of the defaults of a constructor, and the name and value of a static attribute.
+    """
+
+    def __init__(self, root: Any, is_hidden: Callable[[dict[str, Any], str, Any], bool]):
+        self.names: list[str] = []  # of the classes, by number
+        self.attributes: list[list[Labeled]] = []
+        self.looks: list[int] = []  # Modules that print alike have the same number here; see `compare`
+        self._is_hidden = is_hidden
+        self._defaults: dict[type, dict[str, Any]] = {}
+        seen: dict[int, int] = {}
+        # Depth first, by an explicit stack: the attributes of each open Module that are still to come.
+        stack: list[tuple[int, Iterator[Labeled]]] = [self._open(root, seen)]
+        while stack:
+            number, attributes = stack[-1]
+            for label, value in attributes:
+                if isinstance(value, str):
+                    self.attributes[number].append((label, value))
+                elif id(value) in seen:
+                    self.attributes[number].append((label, f"{class_of(value).__name__}(...)"))
+                else:
+                    self.attributes[number].append((label, len(self.names)))
+                    stack.append(self._open(value, seen))
+                    break
+            else:
+                stack.pop()
+
+    def _open(self, module: Any, seen: dict[int, int]) -> tuple[int, Iterator[Labeled]]:
+        number = seen[id(module)] = len(self.names)
+        self.names.append(class_of(module).__name__)
+        self.attributes.append([])
+        return number, iter(self._shown(module))
+
+    def _shown(self, module: Any) -> list[Labeled]:
+        info, values, cls = info_of(module), values_of(module), class_of(module)
+        if cls not in self._defaults:
+            self._defaults[cls] = _constructor_defaults(cls)
+        defaults, found = self._defaults[cls], []
+        for name in info.printed_names():
+            kind, value = info.kinds[name], values.get(name)
+            if kind is not STATIC or not self._is_hidden(defaults, name, value):
+                found.append((segment_of(name), value if kind is SUBMODULE else _text(kind, value)))
+        return found
+
+    def compare(self) -> None:
+        """Numbers what Modules look like; the last ones first, because a Module looks as its submodules do."""
+        known: dict[Any, int] = {}
+        self.looks = [0] * len(self.names)
+        for number in reversed(range(len(self.names))):
+            parts = [(label, self._look(value)) for label, value in self.attributes[number]]
+            self.looks[number] = known.setdefault((self.names[number], *parts), len(known))
+
+    def grouped(self, number: int) -> list[Labeled]:
+        """Returns the attributes of a Module, with one for each run of numbered submodules that look alike."""
+        groups: list[tuple[str, str, Any]] = []  # the first label, the last one, and the text or number
+        for label, value in self.attributes[number]:
+            first, last, before = groups[-1] if groups else ("", "", "")
+            is_next = label.isdecimal() and last.isdecimal() and int(label) == int(last) + 1
+            if is_next and self._look(value) == self._look(before):
+                groups[-1] = (first, label, before)
+            else:
+                groups.append((label, label, value))
+        return [(first if first == last else f"{first}-{last}", value) for first, last, value in groups]
+
+    def _look(self, value: Any) -> Any:
+        return value if isinstance(value, str) else self.looks[value]
+
+
+def _text(kind: Any, value: Any) -> str:
+    """Returns an attribute that is not a submodule as text."""
+    if type(kind) is Absent:
+        return f"{kind.spec} without state"
+    if type(kind) is Ref:
+        return repr(kind)
+    return repr(kind.box(value)) if type(kind) is Spec else short(value)
+
+
+def _constructor_defaults(cls: type) -> dict[str, Any]:
+    """Returns the default values in the signature of a class's constructor, by name."""
+    try:
+        parameters = inspect.signature(cls.__init__).parameters
+    except (TypeError, ValueError):  # a constructor without a signature
+        return {}
+    return {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+
+
+def _is_option_left_alone(defaults: dict[str, Any], name: str, value: Any) -> bool:
+    """Whether a flag, function, dtype or None is the default that the constructor has for that name."""
+    if name not in defaults:
+        return False
+    default = defaults[name]
+    if isinstance(value, np.dtype):
+        return default is not None and value == default
+    return value is default and (value is None or isinstance(value, bool) or callable(value))
+
+
+def _is_uninteresting(defaults: dict[str, Any], name: str, value: Any) -> bool:
+    """Whether a static value is None, the default for that name, or a tuple that repeats the default for every axis."""
+    if value is None or _is_option_left_alone(defaults, name, value):
+        return True
+    default = defaults.get(name)
+    if isinstance(value, tuple) and isinstance(default, int):
+        return all(type(item) is int and item == default for item in value)
+    return type(value) is type(default) and isinstance(value, (int, float, str, tuple)) and value == default
