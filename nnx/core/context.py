@@ -51,7 +51,7 @@ class SharedBy:
     Attributes:
         transform: the transform and its function, for the warning.
         drawn: the streams drawn from, if it is not yet known whether that was a mistake; otherwise every draw warns.
-        warned: the streams it has warned of.
+        warned: the streams it has warned about.
     """
 
     transform: str
@@ -66,7 +66,7 @@ class SharedBy:
             self.drawn.add(name)
 
     def warn(self, name: str) -> None:
-        """Warns of a stream, once."""
+        """Warns about a stream, once."""
         if name not in self.warned:
             warn_user(SHARED_STREAM.format(transform=self.transform, name=name))
             # Noted last: where warnings are errors, a call that is made again without a kept trace has to raise again.
@@ -145,7 +145,7 @@ class Context:
             ValueError: there is no such stream.
             TraceContextError: the Context was made at another trace level.
 
-        Inside scan and vmap, it warns once per function of a stream that `split_rngs` does not select: all steps or
+        Inside scan and vmap, it warns once per function about a stream that `split_rngs` does not select: all steps or
         members draw the same key from it.
         """
         self.check_level(name)
@@ -363,7 +363,7 @@ def _named_key(name: str, seed: Any) -> Any:
 
 
 def rng_predicate(filter: RngFilter) -> Callable[[str], bool]:
-    """Returns the predicate on stream names that an RNG filter stands for.
+    """Returns an RNG filter as a predicate on stream names.
 
     Raises:
         TypeError: `filter` is not an RNG filter.
@@ -373,7 +373,9 @@ def rng_predicate(filter: RngFilter) -> Callable[[str], bool]:
 
 
 def rng_answers(filter: RngFilter) -> Callable[[str], bool | None]:
-    """Returns what an RNG filter says about a stream: True, False if a mapping names it as False, or else None.
+    """Returns a function from stream names to what an RNG filter decides about them.
+
+    That is True, False if a mapping assigns False to the stream, or None if the filter does not mention it.
 
     Raises:
         TypeError: `filter` is not an RNG filter.

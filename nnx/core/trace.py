@@ -66,7 +66,7 @@ def same_level(level: Any) -> bool:
 
 
 def is_eager() -> bool:
-    """Returns whether nothing is being traced: the caller is plain Python. Says no where JAX does not tell."""
+    """Whether the caller is plain Python, with nothing being traced. Returns False if JAX does not expose the trace."""
     level = current_level()
     return _EvalTrace is not None and type(level()) is _EvalTrace
 
@@ -88,7 +88,7 @@ def forget_failed_dispatch(jitted: Any) -> None:
 
 
 def is_of_this_trace(value: Any) -> bool:
-    """Whether a value depends on the running trace; under a vmap, whether it differs from member to member."""
+    """Whether a value belongs to the running trace; under a vmap, whether it differs between members."""
     level = current_level()
     trace = level() if callable(level) else None
     return isinstance(value, jax.core.Tracer) and (trace is None or value._trace is trace)
@@ -109,7 +109,7 @@ def block_mesh() -> Mesh | None:
 
 
 def varying_axes(value: Any) -> frozenset[Any]:
-    """Returns the mesh axes along which a value inside shard_map differs; none where JAX does not tell."""
+    """Returns the mesh axes along which a value inside shard_map differs; none if JAX does not expose them."""
     aval = jax.typeof(value)  # its attribute has had two names: `mat.varying` today, `vma` before
     return getattr(getattr(aval, "mat", None), "varying", None) or getattr(aval, "vma", None) or frozenset()
 

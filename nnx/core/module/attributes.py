@@ -47,7 +47,7 @@ _categories: dict[type, int] = {list: _PLAIN, tuple: _PLAIN, dict: _PLAIN}
 _node_types: tuple[type, ...] = (jax.Array, jax.core.Tracer, jax.ShapeDtypeStruct, np.ndarray)
 
 wrappers: dict[type, Callable[[Any], Any]] = {}
-"""What turns a plain list, tuple or dict of Modules into a Module; filled by dict_sequence."""
+"""The functions that turn a plain list, tuple or dict of Modules into a Module; entered by dict_sequence."""
 
 
 def register_node_type(cls: type) -> None:
@@ -355,9 +355,9 @@ def decide_again(module: Any) -> None:
     for name in filled:
         value = values[name]
         if value:
-            kind, settled = decide(module, name, _PLAIN, value)
+            kind, stored = decide(module, name, _PLAIN, value)
             if kind is not STATIC:
-                store(module, name, kind, settled)
+                store(module, name, kind, stored)
 
 
 def set_spec(module: Any, name: str, spec: Spec) -> None:

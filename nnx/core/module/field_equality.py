@@ -1,6 +1,6 @@
 """Equality of dataclasses: what `nnx.dataclass(eq=True)` generates.
 
-Two instances of one class are equal if their fields are: static ones as static values are, and data by container,
+Two instances of one class are equal if their fields are equal: static ones as static values, data by container,
 shape, dtype and content. The fields that count are those with `compare=True`, as in the standard library.
 """
 

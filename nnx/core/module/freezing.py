@@ -67,7 +67,7 @@ def set_frozen(model: Any, where: Any, frozen: bool, name: str) -> None:
 
 
 def _predicates(where: Any, name: str) -> tuple[Predicate, Predicate]:
-    """Returns the two predicates that `where` stands for: one on Modules, one on Variables."""
+    """Returns `where` as two predicates: one on Modules, one on Variables."""
     if isinstance(where, (tuple, list)):
         parts = [_predicates(part, name) for part in where]
         return (

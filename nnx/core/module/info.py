@@ -108,7 +108,7 @@ class ModuleInfo:
         deque(chain(removals, map(setattr, (version, STRUCTURE), _MOVED, (revision, object()))), maxlen=0)
 
     def keep_place(self, values: dict[str, Any]) -> None:
-        """Moves a variable that had no state to its place in the instance dict, in which it is the last one now."""
+        """Moves a variable that had no state from the end of the instance dict to its place in order."""
         names = [name for name in self.kinds if name in values]
         if [name for name in values if name in self.kinds] != names:
             deque(map(call, arrange(values, names)), maxlen=0)
@@ -213,7 +213,7 @@ _MOVED = ("revision", "stamp")  # what `bind` and `unbind` set, on the version a
 
 
 class ModuleBase:
-    """The layout of a Module: an instance `__dict__` for values and one slot for the rest."""
+    """What every Module has in memory: an instance `__dict__` for the values, and one slot for everything else."""
 
     __slots__ = ("_nnx_info", "__dict__", "__weakref__")
     _nnx_info: ModuleInfo
@@ -222,7 +222,7 @@ class ModuleBase:
 
 
 def check_slots(cls: type) -> None:
-    """Raises TypeError if a Module class declares slots of its own."""
+    """Raises TypeError if a Module class declares slots."""
     slots = vars(cls).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
     if any(name not in ("__dict__", "__weakref__") for name in names):
@@ -240,7 +240,7 @@ cached_flat: Callable[[Any], Any] = attrgetter("_nnx_info.flat")
 
 
 is_view: Callable[[Any], type | None] = attrgetter("_nnx_viewed")
-"""Returns something true if a Module is a view of another one (see views)."""
+"""Returns the class that a view was made of, or None if the Module is not a view (see views)."""
 
 
 def values_of(module: Any) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Kind:
         return self.name
 
     def __reduce__(self) -> str:
-        return self.name.upper()
+        return self.name.upper()  # the constant below: pickle stores its name, so that `is` still holds afterward
 
 
 NODE = Kind("node")

@@ -15,7 +15,7 @@ def segment_of(name: str) -> str:
 
 
 def is_dunder(name: str) -> bool:
-    """Whether a name has two underscores at both ends, as the names that Python gives a meaning have."""
+    """Whether a name has two underscores at both ends, like the special names of Python."""
     return name[:2] == "__" and name[-2:] == "__"
 
 

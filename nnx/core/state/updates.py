@@ -38,6 +38,7 @@ def update(root: Any, *states: State) -> None:
     """Writes the leaves of the States into the graph; later ones win. If one does not fit, nothing is changed."""
     flat = flat_of(root)
     check_levels(_owners(flat), "update_state")
+    # Everything is checked before the first write, so an update that does not fit changes nothing.
     writes: list[tuple[int, Any]] = []
     additions: list[tuple[Any, str, Any, Any]] = []
     kinds = flat.key.kinds

@@ -20,7 +20,7 @@ HOLD_NOTHING = frozenset({int, float, complex, str, bytes, bool, type(None), typ
 """The types whose values hold nothing that anybody looks for; `held_by` leaves such values out."""
 
 NOT_THERE = (AttributeError, LookupError, TypeError, ValueError)
-"""What `Step.take` raises if there is no longer anything to find."""
+"""What `Step.take` raises if the object no longer holds anything there."""
 
 
 class Step(NamedTuple):
@@ -52,7 +52,7 @@ _TAKE = {
     "imported": lambda owner, name: sys.modules[name],
     "context": lambda owner, _: owner.get(),
     "class": lambda _, name: name(),  # a weak reference to the class, because no name leads to it
-}  # not "key" and "element": nothing says which one it was
+}  # a "key" or an "element" cannot be found again
 
 _TEXT = {
     "item": "{owner}[{name!r}]",

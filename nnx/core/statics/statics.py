@@ -211,7 +211,7 @@ class Keyed:
             is_method = isinstance(found, ForeignMethod)
             what = f"a bound method of a Module ({found.what})" if is_method else found.what
             raise ValueError(STATE_IN_STATIC_VALUE.format(route=found.route, what=what)) from None
-        settle(maker.functions.values())  # JAX compiles for auxiliary data like this, and there is no later moment
+        settle(maker.functions.values())  # JAX caches traces by this object, and does not report when it compiles
         self._watch = [watch for watches in maker.watches for watch in watches]
 
     def _key(self, maker: KeyMaker, value: Any, name: str) -> Any:

@@ -63,5 +63,5 @@ def _build_refs(key: GraphKey, modules: list[Any], values: Sequence[Any], level:
                 refs[cell].adopt(module, name)
             else:
                 info_of(module).kinds[name] = absent(type(module), key.kinds[cell])
-                module.__dict__.pop(name, None)  # the first one has none anymore
+                module.__dict__.pop(name, None)  # `build` has already removed the first of them
     return refs

@@ -1,11 +1,11 @@
-"""The structure of a graph of Modules: records with named fields, interned as a `GraphKey`.
+"""The structure of a graph of Modules: named tuples, interned as a `GraphKey`.
 
 A `GraphStructure` is everything about a graph except its data: which Modules there are, of which classes, what each of
 their attributes is, what is static about them, and what is shared. Modules, cells and static values appear as numbers:
 
 - *Modules* are numbered breadth first, children in path order, so the first way to a Module is its *canonical path*:
   the one with the fewest segments, and of those the first in order.
-- *Cells* are numbered depth first, which is the order of their paths in a State. Attributes on one Ref have one cell.
+- *Cells* are numbered depth first, which is the order of their paths in a State. Attributes on one Ref share a cell.
 - *Static values* are numbered in the order of the Modules that hold them.
 
 Numbers do not depend on the order in which attributes were set, but rebuilding a graph does, so a structure has it.
@@ -38,7 +38,7 @@ class StaticAttribute(NamedTuple):
 
     name: str
     kind: Any  # STATIC, or the spec of an nnx.Static
-    key: Any  # what the value is compared by; see static_keys
+    key: Any  # what the value is compared by; see statics/keys
     number: int  # of the value among the static values of the graph
 
 
@@ -62,7 +62,7 @@ Attribute = DataAttribute | StaticAttribute | ChildAttribute | AbsentAttribute
 
 
 def _attribute(row: tuple[Any, ...]) -> Attribute:
-    """Returns the record of a plain tuple with the same fields; its kind says which one."""
+    """Returns a plain tuple as the named tuple with the same fields; the kind decides which one."""
     kind = row[1]
     if kind is SUBMODULE:
         return ChildAttribute(*row)
@@ -96,7 +96,7 @@ class GraphStructure(NamedTuple):
     roots: tuple[int, ...]
     outlines: tuple[Outline, ...]
     # Per Module, the names of its attributes as they were inserted, or None if that is path order; as a whole None if
-    # nobody knows: in ModuleDefs that NNX 0.2 has pickled.
+    # unknown: in ModuleDefs that were pickled by NNX 0.2.
     orders: tuple[tuple[str, ...] | None, ...] | None = None
 
     @staticmethod
@@ -199,7 +199,7 @@ class GraphKey:
         Args:
             structure: a GraphStructure, or the same content as plain tuples. A walk makes those: a NamedTuple takes
                 eight times as long to make, but hashes and compares like the tuple it is, so plain tuples find the key
-                as well. They are turned into records when somebody asks for those: `partition` does not.
+                as well. They become named tuples when somebody asks for those; `partition` does not.
         """
         key = _keys.get(structure)  # type: ignore[arg-type]
         if key is None:
@@ -242,7 +242,7 @@ class GraphKey:
 
     @property
     def structure(self) -> GraphStructure:
-        """The structure, in records."""
+        """The structure, in named tuples."""
         structure = self._structure
         if structure is None:
             structure = self._structure = GraphStructure.from_rows(*self._rows)
@@ -256,7 +256,7 @@ class GraphKey:
 
     @property
     def has_order(self) -> bool:
-        """Whether the order of the attributes is known, as it is unless NNX 0.2 has pickled the structure."""
+        """Whether the order of the attributes is known: always, unless the structure was pickled by NNX 0.2."""
         return self._rows[2] is not None
 
     # Modules
@@ -403,7 +403,7 @@ class GraphKey:
         return GraphKey.of(self.structure.mapped(replaced))
 
 
-# No key is kept alive by this table: it is there as long as a flat form, a ModuleDef or a compiled function has it.
+# Weak: an entry lives as long as a flat form, a ModuleDef or a compiled function uses its key.
 _keys: "weakref.WeakValueDictionary[GraphStructure, GraphKey]" = weakref.WeakValueDictionary()
 
 

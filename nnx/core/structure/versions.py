@@ -20,7 +20,10 @@ MAX_REVISIONS = 64  # per series; a Module that needs more does not go back and 
 
 
 class GlobalStamp:
-    """Holds the stamp: a fresh object after every structural change that a flat form could have seen."""
+    """Holds the stamp: a fresh object after every structural change that a flat form could have seen.
+
+    An object rather than a counter, because no two threads can make the same one, and replacing it is one step.
+    """
 
     __slots__ = ("stamp",)
 
@@ -57,7 +60,7 @@ class Revision:
         return self is other or (self.series is not None and self.series is other.series)
 
     def after(self, name: str, before: Any, after: Any) -> "Revision":
-        """Returns the revision in which one plain variable has another kind; None stands for its absence.
+        """Returns the revision in which one plain variable has another kind; None means that it is absent.
 
         The caller guarantees that nothing else changes, and that the value is not a mutable tree, which flat forms
         would have to know of.

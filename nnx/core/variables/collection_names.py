@@ -1,4 +1,4 @@
-"""Collection names: every Variable type has one, so that a string can stand for a type.
+"""Collection names: every Variable type has one, so that a string can name a type.
 
 The registry holds the types weakly: a class defined in a function or a notebook is forgotten with it.
 """

@@ -69,13 +69,13 @@ class Ref:
 
     @classmethod
     def around(cls, owner: ModuleBase, name: str, spec: Spec) -> "Ref":
-        """Makes an attribute of a Module that was just built a Ref with this one owner."""
+        """Puts an attribute of a newly built Module on a new Ref, as its only owner."""
         ref = cls.rebuilt(spec, owner.__dict__[name], info_of(owner).level)
         ref.adopt(owner, name)
         return ref
 
     def adopt(self, owner: ModuleBase, name: str) -> None:
-        """Ties an attribute of a Module that was just built, and that nothing cached depends on yet."""
+        """Ties an attribute of a newly built Module, which nothing cached depends on yet."""
         self._owners.append((weakref.ref(owner), name))
         info_of(owner).kinds[name] = self
         owner.__dict__[name] = self.__dict__["value"]

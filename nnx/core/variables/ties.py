@@ -1,6 +1,6 @@
 """Ties between cells: which of them are one object. The key of a graph leaves this out, but transforms need it.
 
-They need the order of the items in its dicts as well, which can change in place like everything in a dict.
+Transforms also need the order of the items in its dicts, which can change in place.
 
 A `Ref` on one attribute of a graph may have other owners outside the graph. In the key it is an ordinary Variable, so
 that two models built by the same code are equal; inside a transform it must be a Ref, because otherwise untying the
@@ -44,10 +44,10 @@ def is_mutable_tree(value: Any) -> bool:
 
 
 def is_news(value: Any, before: Any) -> bool:
-    """Whether flat forms have to know that a value takes the place of another one.
+    """Whether flat forms have to know that a value replaces another one.
 
-    They know which cells hold mutable trees, because a call has to ask which of those are one object, and which cells
-    hold dicts, because it has to ask for the order of their items.
+    A flat form remembers which cells hold mutable trees, because every call asks which of those are one object, and
+    which cells hold dicts, because it asks for the order of their items.
     """
     if is_leaf(value):
         return False

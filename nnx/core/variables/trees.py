@@ -1,7 +1,7 @@
 """Pytrees in one attribute: telling leaves from trees, copying trees, and finding Modules that hide in them.
 
-JAX sorts the items of a dict by key. A `KeyOrder` says in which order the dicts of a tree had their items, so that they
-can be put back: a tree that is copied here, or handed through JAX by a transform, keeps the order of its dicts.
+JAX sorts the items of a dict by key. A `KeyOrder` remembers the order in which the dicts of a tree had their items, so
+that a tree that is copied here, or passed through JAX by a transform, gets it back.
 """
 
 from collections import OrderedDict, defaultdict
@@ -177,7 +177,7 @@ def key_order(value: Any, complete: bool = False) -> KeyOrder | None:
 def in_order(value: Any, order: KeyOrder | None) -> Any:
     """Returns a tree with its dicts in this order, with new nodes where that changes something.
 
-    A dict of which the order says nothing, or that has other keys, stays as it is.
+    A dict that the order leaves out, or whose keys have changed, stays as it is.
     """
     cls = type(value)
     if order is None or leaf_types.get(cls) or is_leaf(value):

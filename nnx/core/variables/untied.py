@@ -1,7 +1,7 @@
-"""Warnings about one array in two Variables: a tie that was meant, and is none.
+"""Warnings about one array in two Variables, where a tie may have been intended.
 
 `head.kernel = embed.embedding` reads an array and stores it in a second Variable. Both start equal and are then trained
-separately, without a word. A tie is one Variable in two places, an `nnx.Ref`.
+separately, without an error. A tie is one Variable in two places, an `nnx.Ref`.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by ModuleInfo
 
 
 class _Tracing(threading.local):
-    """For tracers that stand for one array, one of them; set while a function of Modules is traced."""
+    """The first of the tracers made for one array, by the id of the others; set while a function is traced."""
 
     same: Mapping[int, Any] = {}
 
@@ -96,12 +96,12 @@ def _expression(path: str) -> str:
 
 @contextlib.contextmanager
 def inputs_traced_as(arrays: Sequence[Any], tracers: Sequence[Any]) -> Iterator[None]:
-    """While a function is traced, remembers which of its inputs are one array; a tracer does not tell."""
+    """Remembers, while a function is traced, which of its inputs are one array: the tracers do not show it."""
     first: dict[int, Any] = {}
     outer = _tracing.same
     pairs = [(outer.get(id(x), x), tracer) for x, tracer in zip(arrays, tracers) if isinstance(x, jax.Array)]
     same = {id(tracer): kept for array, tracer in pairs if (kept := first.setdefault(id(array), tracer)) is not tracer}
-    # A function traced inside another one has inputs of its own; those it only captures are still known.
+    # A function traced inside another one adds its inputs; those of the outer one may be captured by it.
     _tracing.same = {**outer, **same} if same else outer
     try:
         yield

@@ -119,7 +119,7 @@ def _is_slotted(cls: type) -> bool:
 
 
 def box_all(specs: Iterable[Spec | None], values: Iterable[Any]) -> list[Any]:
-    """Returns containers of these specs around the values, like `Spec.box`; where there is no spec, the value itself.
+    """Returns containers of these specs around the values, like `Spec.box`; values without a spec stay as they are.
 
     The loop repeats what `box` does: a function call per value would take half as long again.
     """
@@ -377,7 +377,7 @@ class Node(Container[T]):
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the value; that of a Python number is the one JAX gives it."""
+        """The dtype of the value; for a Python number, the dtype of the array that JAX would make of it."""
         value: Any = self.value
         return jnp.result_type(value) if _is_number(value) else value.dtype
 
