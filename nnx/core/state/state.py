@@ -5,6 +5,7 @@ paths of a State, interned together with everything that is computed from the pa
 leaves.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -26,29 +27,20 @@ filter(), sub() or `-`."""
 class Layout:
     """The paths of a State in order; equal layouts are one object."""
 
-    __slots__ = ("paths", "index", "_keys", "__weakref__")
-
-    paths: tuple[str, ...]
-    index: dict[str, int]
-    _keys: list[Any] | None
+    def __init__(self, paths: tuple[str, ...]):
+        self.paths = paths
+        self.index = {path: i for i, path in enumerate(paths)}
 
     @staticmethod
     def of(paths: tuple[str, ...]) -> "Layout":
         """Returns the layout of paths that are already in order."""
         layout = _layouts.get(paths)
-        if layout is None:
-            layout = Layout()
-            layout.paths = paths
-            layout.index = {path: i for i, path in enumerate(paths)}
-            layout._keys = None
-            layout = _layouts.setdefault(paths, layout)
-        return layout
+        return _layouts.setdefault(paths, Layout(paths)) if layout is None else layout
 
+    @functools.cached_property
     def keys(self) -> list[Any]:
-        keys = self._keys
-        if keys is None:
-            keys = self._keys = [jax.tree_util.DictKey(path) for path in self.paths]
-        return keys
+        """The paths as JAX's keys, which its error messages show."""
+        return [jax.tree_util.DictKey(path) for path in self.paths]
 
     def __repr__(self) -> str:
         return f"[{', '.join(self.paths)}]"
@@ -88,7 +80,7 @@ class State(Mapping[str, Any]):
         self._leaves = [leaves[path] for path in paths]
 
     @staticmethod
-    def from_layout(layout: Layout, leaves: Sequence[Any]) -> "State":
+    def from_layout(layout: Layout, leaves: Any) -> "State":
         state = _new(State)
         state._layout = layout
         state._leaves = leaves
@@ -281,17 +273,10 @@ _flatten: Callable[[State], tuple[Sequence[Any], Layout]] = attrgetter("_leaves"
 
 
 def _flatten_with_keys(state: State) -> tuple[list[Any], Layout]:
-    return list(zip(state._layout.keys(), state._leaves, strict=True)), state._layout
+    return list(zip(state._layout.keys, state._leaves, strict=True)), state._layout
 
 
-def _unflatten(layout: Layout, leaves: Any) -> State:
-    state = _new(State)
-    state._layout = layout
-    state._leaves = leaves
-    return state
-
-
-jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, State.from_layout, _flatten)
 
 States = State | tuple[State, ...]
 """What partition and filter return: one State, or one per filter."""

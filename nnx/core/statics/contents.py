@@ -30,6 +30,7 @@ import numpy as np
 
 from nnx.core.caches import made_by_class_statement
 from nnx.core.statics.reach import is_member
+from nnx.core.statics.watches import ReadAgain
 
 
 class Base(NamedTuple):
@@ -193,48 +194,23 @@ class Content:
         if issubclass(self.base_type, dict):
             found.append((self.base_type.keys(value), self.base_type.values(value)))
         elif self.base.fill is not None:
-            found.append((None, value if self.iterates_plainly else _Items(value, self.base.items)))
+            found.append((None, value if self.iterates_plainly else ReadAgain(partial(self.base.items, value))))
         if self.has_dict:
             held = vars(value)
             found.append((held.keys(), held.values()))
         names = (*self.slots, *self.base.settings)
         if names:
-            found.append((None, _Slots(value, names)))
+            found.append((None, ReadAgain(partial(_read_all, value, names))))
         return found
 
 
-class _Items:
-    """What `read` returns for an object, read again at each iteration."""
-
-    __slots__ = ("owner", "read")
-
-    def __init__(self, owner: Any, read: Callable[[Any], list[Any]]):
-        self.owner, self.read = owner, read
-
-    def __len__(self) -> int:
-        return len(self.read(self.owner))
-
-    def __iter__(self) -> Any:
-        return iter(self.read(self.owner))
-
-
-class _Slots:
-    """What an object holds under some names outside its `__dict__`, read again at each iteration."""
-
-    __slots__ = ("owner", "names")
-
-    def __init__(self, owner: Any, names: Sequence[str]):
-        self.owner, self.names = owner, names
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __iter__(self) -> Any:
-        try:
-            # In C, because every call of a jitted function reads them; it fails if one is not set.
-            return iter([*map(object.__getattribute__, repeat(self.owner), self.names)])
-        except AttributeError:
-            return iter([_read(self.owner, name) for name in self.names])
+def _read_all(value: Any, names: Sequence[str]) -> list[Any]:
+    """Returns what a value holds under some names outside its `__dict__`."""
+    try:
+        # In C, because every call of a jitted function reads them; it fails if one is not set.
+        return [*map(object.__getattribute__, repeat(value), names)]
+    except AttributeError:
+        return [_read(value, name) for name in names]
 
 
 def _read(value: Any, name: str) -> Any:

@@ -31,7 +31,7 @@ from nnx.core.module.info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.statics.contents import MAX_LEAVES, Content, content_for, content_of, is_config_class, is_omegaconf
 from nnx.core.statics.reach import closure_of
-from nnx.core.statics.watches import Watch, snapshot
+from nnx.core.statics.watches import ReadAgain, Watch, snapshot
 from nnx.core.user_warnings import warn_user
 from nnx.core.variables.trees import holds_state
 
@@ -287,8 +287,9 @@ def _function_key(value: Any, route: str, around: dict[int, int], watches: list[
         parts = {"func": value.func, "args": value.args, "keywords": value.keywords, "__dict__": vars(value)}
         key: Any = (type(value), *(maker.key(part, f"{name} of {route}") for name, part in parts.items()))
     else:
-        view = _Bindings(value)
-        watches.append(snapshot(None, view))
+        # Read again at each comparison; the dicts among it are watched by themselves.
+        made_of = ReadAgain(lambda: [value.__code__, value.__defaults__, value.__kwdefaults__, *closure_of(value)])
+        watches.append(snapshot(None, made_of))
         names = value.__code__.co_freevars
         closure = [
             maker.key(contents, f"{name!r} in the closure of {value.__qualname__}")
@@ -305,22 +306,6 @@ def _function_key(value: Any, route: str, around: dict[int, int], watches: list[
         )
     watches += [watch for found in maker.watches for watch in found]
     return key
-
-
-class _Bindings:
-    """What a function is made of, read again at each iteration; the dicts among it are watched by themselves."""
-
-    __slots__ = ("function",)
-
-    def __init__(self, function: Any):
-        self.function = function
-
-    def __len__(self) -> int:
-        return 3 + len(self.function.__closure__ or ())
-
-    def __iter__(self) -> Any:
-        function = self.function
-        return iter([function.__code__, function.__defaults__, function.__kwdefaults__, *closure_of(function)])
 
 
 def in_no_graph(module: Any) -> None:

@@ -9,7 +9,7 @@ happens in C.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from typing import Any
 
@@ -24,22 +24,19 @@ def snapshot(keys: Any, values: Any) -> Watch:
     names = [*keys]
     if all(type(name) is str for name in names):
         return keys, names, values, held
-    return None, None, _KeysAndValues(keys, values), [*names, *held]
+    return None, None, ReadAgain(lambda: [*keys, *values]), [*names, *held]
 
 
-class _KeysAndValues:
-    """Reads the keys of a dict, then its values: keys that are not strings are watched by identity."""
+class ReadAgain:
+    """Calls a function at each iteration and yields from what it returns."""
 
-    __slots__ = ("keys", "values")
+    __slots__ = ("read",)
 
-    def __init__(self, keys: Any, values: Any):
-        self.keys, self.values = keys, values
+    def __init__(self, read: Callable[[], list[Any]]):
+        self.read = read
 
-    def __len__(self) -> int:
-        return 2 * len(self.keys)
-
-    def __iter__(self) -> Any:
-        return iter([*self.keys, *self.values])
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.read())
 
 
 def watched_unchanged(watches: Sequence[Watch]) -> bool:
@@ -48,8 +45,11 @@ def watched_unchanged(watches: Sequence[Watch]) -> bool:
         if keys is not None:
             if [*keys] != names:
                 return False
-        elif len(values) != len(held):
-            return False
+        else:
+            if type(values) is ReadAgain:
+                values = values.read()
+            if len(values) != len(held):
+                return False
         # By identity: a change from 1 to 1.0 counts, and `==` could run any code.
         if not all(map(is_, values, held)):
             return False

@@ -243,8 +243,4 @@ def joint_flat_if_cached(roots: Sequence[Any]) -> Flat | None:
     cached = info_of(roots[0]).joint if roots else None
     if cached is None or len(cached[0]) != len(roots) - 1:
         return None
-    return cached[1] if all(map(_is_same, cached[0], roots[1:])) else None
-
-
-def _is_same(weak: Any, module: Any) -> bool:
-    return weak() is module
+    return cached[1] if all(weak() is root for weak, root in zip(cached[0], roots[1:])) else None

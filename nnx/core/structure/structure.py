@@ -16,7 +16,7 @@ answers to questions about the structure, and the *blueprints* for building such
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from nnx.core.module.kinds import ABSENT, SUBMODULE, Absent, absent, container_spec, is_cell, is_static
@@ -177,11 +177,6 @@ class Blueprint(NamedTuple):
 class GraphKey:
     """An interned GraphStructure: equal structures have one GraphKey, so comparing two takes one `is`."""
 
-    __slots__ = (
-        "hash", "roots", "owners", "names", "kinds", "specs", "hooks", "shared", "_rows", "_structure", "_cells",
-        "_cell_numbers", "_blueprints", "_cell_roots", "_layout", "_module_paths", "__weakref__",
-    )  # fmt: skip
-
     hash: int
     roots: tuple[int, ...]  # the numbers of the distinct roots
     # The fields of the cells one by one, for loops that run over all of them: these lists are faster to unpack.
@@ -191,6 +186,8 @@ class GraphKey:
     specs: list[Spec | None]  # per cell, that of its container in a State; None for bare arrays
     hooks: list[int]  # the cells whose specs have an `on_set`
     shared: tuple[int, ...]  # the cells that several attributes share
+    _rows: Any  # the structure in plain tuples; see `of`
+    _module_paths: list[str] | None = None
 
     @staticmethod
     def of(structure: GraphStructure | tuple[Any, Any, Any]) -> "GraphKey":
@@ -207,8 +204,6 @@ class GraphKey:
             key._rows = structure
             key.hash = hash(structure[:2])  # without the orders, which may be unknown; see `agrees_with`
             key.roots = structure[0]
-            key._structure = key._cells = key._cell_numbers = key._blueprints = None
-            key._cell_roots = key._layout = key._module_paths = None
             key._number_cells()
             key = _keys.setdefault(structure, key)  # type: ignore[arg-type]
         return key
@@ -240,13 +235,10 @@ class GraphKey:
         self.hooks = [i for i, spec in enumerate(self.specs) if spec and spec.on_set is not None] if has_hooks else []
         self.shared = tuple(sorted(shared))
 
-    @property
+    @cached_property
     def structure(self) -> GraphStructure:
         """The structure, in named tuples."""
-        structure = self._structure
-        if structure is None:
-            structure = self._structure = GraphStructure.from_rows(*self._rows)
-        return structure
+        return GraphStructure.from_rows(*self._rows)
 
     def agrees_with(self, other: "GraphKey") -> bool:
         """Whether two structures are the same, as far as the order of their attributes is known."""
@@ -311,35 +303,24 @@ class GraphKey:
             self._module_paths = paths
         return paths
 
-    @property
+    @cached_property
     def blueprints(self) -> list[Blueprint]:
         """How to build each Module."""
-        blueprints = self._blueprints
-        if blueprints is None:
-            shared = set(self.shared)
-            outlines = enumerate(self.structure.outlines)
-            made = [_blueprint(outline, self.insertion_order(module), shared) for module, outline in outlines]
-            blueprints = self._blueprints = made
-        return blueprints
+        shared = set(self.shared)
+        outlines = enumerate(self.structure.outlines)
+        return [_blueprint(outline, self.insertion_order(module), shared) for module, outline in outlines]
 
     # Cells
 
-    @property
+    @cached_property
     def cells(self) -> list[Cell]:
         """Where each cell is."""
-        cells = self._cells
-        if cells is None:
-            cells = self._cells = [*map(Cell, self.owners, self.names, self.kinds)]
-        return cells
+        return [*map(Cell, self.owners, self.names, self.kinds)]
 
-    @property
+    @cached_property
     def cell_numbers(self) -> Mapping[tuple[int, str], int]:
         """The cell of every attribute that holds data, by Module and name; several may have one cell."""
-        numbers = self._cell_numbers
-        if numbers is None:
-            found = self.structure.data_attributes()
-            numbers = self._cell_numbers = {(module, attribute.name): attribute.cell for module, attribute in found}
-        return numbers
+        return {(module, attribute.name): attribute.cell for module, attribute in self.structure.data_attributes()}
 
     def cell_at(self, module: int, name: str) -> int | None:
         """Returns the cell of an attribute, or None if it is not there or holds no data."""
@@ -347,30 +328,23 @@ class GraphKey:
 
     def cell_roots(self) -> list[RootedPath]:
         """Returns the canonical path of every cell, with the root it starts at."""
-        paths = self._cell_roots
-        if paths is None:
-            parents = self.parents()
-            prefixes: dict[int, RootedPath] = {}
-            paths = []
-            for module, name in zip(self.owners, self.names, strict=True):
-                if module not in prefixes:
-                    prefixes[module] = rooted_path(parents, module)
-                root, prefix = prefixes[module]
-                paths.append(RootedPath(root, join(prefix, name)))
-            self._cell_roots = paths
-        return paths
+        return self._cell_roots
 
-    @property
+    @cached_property
+    def _cell_roots(self) -> list[RootedPath]:
+        parents = self.parents()
+        prefixes = {module: rooted_path(parents, module) for module in dict.fromkeys(self.owners)}
+        starts = [prefixes[module] for module in self.owners]
+        return [RootedPath(start.root, join(start.path, name)) for start, name in zip(starts, self.names, strict=True)]
+
+    @cached_property
     def layout(self) -> Layout:
         """The paths of the cells; for graphs with one root."""
-        layout = self._layout
-        if layout is None:
-            modules = self.module_paths()  # only those that own cells get a prefix: in deep graphs, paths are long
-            prefixes = {module: f"{modules[module]}/" if modules[module] else "" for module in set(self.owners)}
-            segments = {name: segment_of(name) for name in set(self.names)}
-            places = zip(self.owners, self.names, strict=True)
-            layout = self._layout = Layout.of(tuple([prefixes[module] + segments[name] for module, name in places]))
-        return layout
+        modules = self.module_paths()  # only those that own cells get a prefix: in deep graphs, paths are long
+        prefixes = {module: f"{modules[module]}/" if modules[module] else "" for module in set(self.owners)}
+        segments = {name: segment_of(name) for name in set(self.names)}
+        places = zip(self.owners, self.names, strict=True)
+        return Layout.of(tuple([prefixes[module] + segments[name] for module, name in places]))
 
     def find(self, path: str) -> int | None:
         """Returns the cell that any path leads to, canonical or not; for graphs with one root."""
