@@ -82,46 +82,43 @@ def shard_map(
     (4, 3)
     """
     target = target_of(fun, "nnx.shard_map")
+    name = f"nnx.shard_map({target.name})"
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             raise TypeError(POSITIONAL_ONLY.format(names=sorted(kwargs)))
         args = (*target.bound, *args)
-        specs = in_specs if isinstance(in_specs, (tuple, list)) and not isinstance(in_specs, PartitionSpec) else None
-        specs = (in_specs,) * len(args) if specs is None else specs
-        if len(specs) != len(args):
-            raise ValueError(WRONG_COUNT.format(option="nnx.shard_map: in_specs", given=len(specs), count=len(args)))
         given = {"mesh": current_mesh() if mesh is None else mesh, "axis_names": axis_names}
-        options = {name: value for name, value in given.items() if value is not None}
+        options = {option: value for option, value in given.items() if value is not None}
+        specs = _specs_of_arguments(in_specs, len(args))
         call = Call(args, {})
         cell_specs, data_specs = _split_specs(call, args, specs)
         effects, outputs = _look_ahead(call, target.fun, cell_specs, data_specs, {**options, "check_vma": False})
-        single = [spec for argument, spec in zip(args, specs) if isinstance(argument, ModuleBase)]
-        value_specs = [_spec_of_output(effects, cell_specs, single, i) for i in outputs]
-        value_specs += [cell_specs[i] for i in (effects.rewrite.released if effects.rewrite is not None else ())]
+        value_specs = _specs_of_values(effects, outputs, cell_specs, args, specs)
 
         def body(cells: Any, data: Any, keys: Any) -> Any:
             note_mesh_axes(current_mesh().manual_axes)
             outcome = _inside(call, target.fun, cells, data, keys)
             if check_vma:
-                name = f"nnx.shard_map({target.name})"
                 _check_written(name, call, effects, outputs, outcome.values, value_specs)
                 _check_returned(name, outcome.out, out_specs)
             return outcome.values, outcome.out
 
-        mapped = jax.shard_map(
-            body,
-            in_specs=(cell_specs, data_specs, PartitionSpec()),
-            out_specs=(value_specs, out_specs),
-            check_vma=check_vma,
-            **options,
-        )
-        keys = [ctx.partition().keys for ctx in call.contexts]
-        values, out = mapped(call.cells(), list(call.data), keys)
-        outcome = Outcome(values, out, effects)
-        return finish(call, outcome, stateful)
+        in_and_out = {"in_specs": (cell_specs, data_specs, PartitionSpec()), "out_specs": (value_specs, out_specs)}
+        mapped = jax.shard_map(body, **in_and_out, check_vma=check_vma, **options)
+        values, out = mapped(call.cells(), list(call.data), [ctx.partition().keys for ctx in call.contexts])
+        return finish(call, Outcome(values, out, effects), stateful)
 
     return lifted
+
+
+def _specs_of_arguments(in_specs: Any, count: int) -> Sequence[Any]:
+    """Returns one entry of `in_specs` per argument."""
+    if not isinstance(in_specs, (tuple, list)) or isinstance(in_specs, PartitionSpec):
+        return (in_specs,) * count
+    if len(in_specs) != count:
+        raise ValueError(WRONG_COUNT.format(option="nnx.shard_map: in_specs", given=len(in_specs), count=count))
+    return in_specs
 
 
 def _inside(call: Call, fun: Callable[..., Any], cells: Any, data: Any, keys: Any) -> Outcome:
@@ -145,6 +142,16 @@ def _look_ahead(call: Call, fun: Any, cell_specs: Any, data_specs: Any, options:
     jax.eval_shape(mapped, call.cells(), list(call.data), keys)
     effects = found[0]
     return effects, effects.outputs()
+
+
+def _specs_of_values(
+    effects: Effects, outputs: Sequence[int], cell_specs: Sequence[Any], args: Sequence[Any], specs: Sequence[Any]
+) -> list[Any]:
+    """Returns one spec per value that comes out of the function, those of released Refs last."""
+    of_modules = [spec for argument, spec in zip(args, specs) if isinstance(argument, ModuleBase)]
+    released = () if effects.rewrite is None else effects.rewrite.released
+    of_outputs = [_spec_of_output(effects, cell_specs, of_modules, cell) for cell in outputs]
+    return [*of_outputs, *(cell_specs[cell] for cell in released)]
 
 
 def _spec_of_output(effects: Effects, cell_specs: Sequence[Any], given: Sequence[Any], cell: int) -> Any:
