@@ -486,3 +486,22 @@ def test_a_list_that_a_loop_runs_over_shows_the_flops_of_its_items():
     line = next(line for line in str(summary).splitlines() if line.startswith("layers "))
     assert line.endswith(f"({by_path['layers/0'].flops + by_path['layers/1'].flops})")
     assert "FLOPs in parentheses are those of the submodules" in str(summary)
+
+
+def test_looking_inside_is_no_reason_to_explain_a_recompilation():
+    class Jitted(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(2, 2, ctx=nnx.context(0))
+
+        @nnx.jit(explain_recompiles=True)
+        def __call__(self, x):
+            return self.linear(x)
+
+    model, x = nnx.Sequence([Jitted()]), jnp.ones((1, 2))
+    model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            nnx.summary(model, x)
+            nnx.capture(model)(x)
+        model(x)

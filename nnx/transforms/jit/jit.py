@@ -241,8 +241,8 @@ class Jit:
         if old.key is not None and new.key is not None and old.key is not new.key:
             if len(old.key.roots) == len(new.key.roots):
                 before, after = ModuleDef(old.key, last.statics), ModuleDef(new.key, call.statics)
-                # A difference is told by its path in the argument, which is why every root has its name in front.
-                differences = before.diff(after, names.modules)
+                # Differences are reported by path, so each root's path starts with its argument name.
+                differences = _of_users(before.diff(after, names.modules))
                 reasons = [_told(difference, names.modules) for difference in differences]
                 self._count_static_retraces(differences, names.modules)
         if old.contexts != new.contexts:
@@ -262,7 +262,7 @@ class Jit:
 
     def _count_static_retraces(self, differences: Sequence[Any], modules: Sequence[str]) -> None:
         for path, before, after in differences:
-            if before.startswith("static") and after.startswith("static") and not path.endswith(OBSERVERS):
+            if before.startswith("static") and after.startswith("static"):
                 count = self._static_retraces[path] = self._static_retraces.get(path, 0) + 1
                 if count == RETRACES_BEFORE_WARNING:
                     where, (before, after) = _place(path, modules), _stripped(before, after)
@@ -289,6 +289,12 @@ def _warn_of_rules(call: Call) -> None:
         note_shardings((call.cells(), call.data))
         for text in settle(get_logical_axis_rules()):
             warn_user(text)
+
+
+def _of_users(differences: Sequence[Any]) -> list[Any]:
+    """Returns the differences but for those that a look inside makes (`nnx.capture`, `nnx.summary`): its observers."""
+    observed = {path.rpartition("/")[0] for path, _, _ in differences if path.endswith(OBSERVERS)}
+    return [one for one in differences if not one.path.endswith(OBSERVERS) and one.path not in observed]
 
 
 def _told(difference: Any, modules: Sequence[str]) -> str:
