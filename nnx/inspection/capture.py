@@ -11,9 +11,9 @@ from nnx.core.repr import short
 from nnx.core.state.selectors import ModuleSelector
 from nnx.inspection.observing import ObservedCall
 from nnx.transforms.engine.annotations import P, R
+from nnx.transforms.engine.commit import finish
 from nnx.transforms.engine.decorators import decorator
-from nnx.transforms.engine.effects import finish
-from nnx.transforms.engine.observed import Observer, add_record, check_recordable, next_probe
+from nnx.transforms.engine.observed import Observer, add_observation, check_recordable, next_probe
 
 NOT_DATA = """nnx.capture cannot record {path!r} ({kind}): its output holds {leaf}, which is not an array or a number. \
 Narrow `where=` so that it does not select this Module."""
@@ -37,7 +37,7 @@ class Recorder(Observer):
         if probe is not None:
             out = _add(out, probe)
         # Mapping over the leaves copies every container, so that later changes to the output are not seen.
-        add_record(module, position, jax.tree.map(lambda leaf: self._data(module, leaf), out))
+        add_observation(module, position, jax.tree.map(lambda leaf: self._data(module, leaf), out))
         return out
 
     def _data(self, module: Any, leaf: Any) -> Any:
@@ -125,8 +125,8 @@ def capture(
         observed = ObservedCall("nnx.capture", fun, where, methods, args, kwargs)
         if grads:
             return _with_gradients(observed, stateful)
-        outcome, records = observed.run(Recorder)
-        values = {path: [record.value for record in found] for path, found in records.items()}
+        outcome, observations = observed.run(Recorder)
+        values = {path: [observation.value for observation in found] for path, found in observations.items()}
         return finish(observed.call, outcome, stateful), _by_path(observed, values)
 
     return lifted
@@ -149,14 +149,17 @@ def _with_gradients(observed: ObservedCall, stateful: bool) -> Any:
     stacked: dict[str, list[int]] = {}
 
     def find_probes() -> Any:
-        _, records = observed.run(Recorder)
-        stacked.update({path: [record.stacked for record in found] for path, found in records.items()})
-        return {path: [_zeros(record.value) for record in found] for path, found in records.items()}
+        _, observations = observed.run(Recorder)
+        stacked.update({path: [observation.stacked for observation in found] for path, found in observations.items()})
+        return {path: [_zeros(observation.value) for observation in found] for path, found in observations.items()}
 
     def loss(probes: Any) -> Any:
-        outcome, records = observed.run(Recorder, probes, stacked)
+        outcome, observations = observed.run(Recorder, probes, stacked)
         _check_scalar(observed.name, outcome.out)
-        return outcome.out, (outcome, {path: [record.value for record in found] for path, found in records.items()})
+        return outcome.out, (
+            outcome,
+            {path: [observation.value for observation in found] for path, found in observations.items()},
+        )
 
     probes = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), jax.eval_shape(find_probes))
     (_, (outcome, values)), gradients = jax.value_and_grad(loss, has_aux=True)(probes)

@@ -13,7 +13,7 @@ from nnx.core.trace import same_level
 from nnx.inspection.observing import ObservedCall
 from nnx.transforms.engine.annotations import P
 from nnx.transforms.engine.decorators import named_after
-from nnx.transforms.engine.observed import Observer, add_record
+from nnx.transforms.engine.observed import Observer, add_observation
 from nnx.transforms.engine.tracebacks import boundary
 
 
@@ -54,7 +54,7 @@ class _Checker(Observer):
         before = _is_finite((args, kwargs))
         out = call(*args, **kwargs)
         if same_level(info_of(module).level):
-            add_record(module, position, (before, _is_finite(out), jnp.asarray(next(self.key))))
+            add_observation(module, position, (before, _is_finite(out), jnp.asarray(next(self.key))))
         return out
 
     def skips(self) -> bool:
@@ -87,12 +87,12 @@ def find_nans(fun: Callable[P, Any]) -> Callable[P, NotFinite | None]:
     def lifted(*args: Any, **kwargs: Any) -> NotFinite | None:
         observed = ObservedCall("nnx.find_nans", fun, ..., (), args, kwargs)
         clock = itertools.count()
-        _, records = observed.run(lambda path, methods: _Checker(path, methods, clock))
+        _, observations = observed.run(lambda path, methods: _Checker(path, methods, clock))
         found = []
         for number, path in observed.selected.items():
             kind = observed.kind(number)
-            for call, record in enumerate(records[path]):
-                before, after, time = jax.tree.map(np.asarray, record.value)
+            for call, observation in enumerate(observations[path]):
+                before, after, time = jax.tree.map(np.asarray, observation.value)
                 for is_start in (before & ~after, ~after):
                     if is_start.any():
                         index = tuple(int(i) for i in np.argwhere(is_start)[0])

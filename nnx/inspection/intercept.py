@@ -8,8 +8,8 @@ from nnx.core.repr import short
 from nnx.core.state.selectors import ModuleSelector
 from nnx.inspection.observing import ObservedCall
 from nnx.transforms.engine.annotations import Decorator, P, R
+from nnx.transforms.engine.commit import finish
 from nnx.transforms.engine.decorators import decorator
-from nnx.transforms.engine.effects import finish
 from nnx.transforms.engine.function_keys import CanChange, function_key
 from nnx.transforms.engine.observed import Observer
 

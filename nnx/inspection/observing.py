@@ -1,6 +1,6 @@
 """One call of a function on rebuilt Modules, some of which are observed: what `capture` and its kin share.
 
-See `nnx.transforms.engine.observed` for observed Modules, observers, records and probes.
+See `nnx.transforms.engine.observed` for observed Modules, observers, observations and probes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,12 @@ from nnx.core.state.paths import listing
 from nnx.core.state.selectors import to_module_predicate
 from nnx.core.structure.walk import depth_first, number_modules
 from nnx.core.trace import same_level
-from nnx.transforms.control.shared_traces import run_in_scope
-from nnx.transforms.engine.call import Call, CallAt, Target, is_module, target_of
-from nnx.transforms.engine.effects import Outcome, enter_call, leave
-from nnx.transforms.engine.observed import Observer, add_probes, observe, records_of, release
+from nnx.transforms.engine.call import Call, CallAt, Callee, callee_of, is_module
+from nnx.transforms.engine.enter import enter_call
+from nnx.transforms.engine.leave import leave
+from nnx.transforms.engine.observed import Observer, add_probes, observations_of, observe, release
+from nnx.transforms.engine.outcome import Outcome
+from nnx.transforms.engine.shared_traces import run_body
 
 NO_MODULE = """{transform}: there is no Module among the arguments of {name}. Only Modules that are passed can be \
 observed, not those that the function closes over: write a function of the Module, {transform}(lambda model, x: ...)\
@@ -54,13 +56,13 @@ class ObservedCall:
     """
 
     def __init__(self, transform: str, fun: Any, where: Any, methods: str | Sequence[str], args: Any, kwargs: Any):
-        target = _by_name(fun, target_of(fun, transform))
-        self.fun, self.name = target.fun, f"{transform}({target.name})"
-        self.call: Call = Call((*target.bound, *args), kwargs)
+        callee = _by_name(fun, callee_of(fun, transform))
+        self.fun, self.name = callee.fun, f"{transform}({callee.name})"
+        self.call: Call = Call((*callee.bound, *args), kwargs)
         self.forks: Any = self.call.forks()
         flat, key = self.call.flat, self.call.signature.key
         if flat is None or key is None:
-            raise ValueError(NO_MODULE.format(transform=transform, name=target.name))
+            raise ValueError(NO_MODULE.format(transform=transform, name=callee.name))
         paths = key.module_paths()
         prefixes = [str(number) for number in range(len(key.roots))] if len(key.roots) > 1 else []
         matches, full_paths = to_module_predicate(where, transform), key.module_paths(prefixes)
@@ -90,7 +92,7 @@ class ObservedCall:
         probes: Mapping[str, Sequence[Any]] | None = None,
         stacked: Mapping[str, Sequence[int]] | None = None,
     ) -> tuple[Outcome, dict[str, list[Recorded]]]:
-        """Runs the function at the current trace level, and returns its outcome and the records by path.
+        """Runs the function at the current trace level, and returns its outcome and the observations by path.
 
         Args:
             observer: makes the observer of the Module at a path, from the path and the names of the methods.
@@ -106,19 +108,21 @@ class ObservedCall:
             observe(module, observers[path])
             if probes and stacked:
                 add_probes(module, probes[path], stacked[path])
-        out = run_in_scope(self.fun, args, kwargs)
-        records = {path: [Recorded(*record) for record in records_of(module)] for path, module in modules}
+        out = run_body(self.fun, args, kwargs)
+        observations = {
+            path: [Recorded(*observation) for observation in observations_of(module)] for path, module in modules
+        }
         # The function may have copied observed Modules (`clone`) and returned them, or attached them to others.
         returned = [leaf for leaf in jax.tree.leaves(out) if is_module(leaf)]
         reached = number_modules([*entered.graph.modules, *returned]).modules
         release([module for module in reached if same_level(info_of(module).level)], observers.values())
-        return leave(entered, out, self.name), records
+        return leave(entered, out, self.name), observations
 
 
-def _by_name(fun: Any, target: Target) -> Target:
-    """Returns a target that finds the method on the Module it is given, whose class may be an observed one."""
+def _by_name(fun: Any, callee: Callee) -> Callee:
+    """Returns a callee that finds the method on the Module it is given, whose class may be an observed one."""
     if isinstance(fun, ModuleBase):
-        return target._replace(fun=CallAt(Way(())))
-    if target.bound and getattr(type(target.bound[0]), target.name, None) is target.fun:
-        return target._replace(fun=CallAt(Way(((True, target.name),))))
-    return target
+        return callee._replace(fun=CallAt(Way(())))
+    if callee.bound and getattr(type(callee.bound[0]), callee.name, None) is callee.fun:
+        return callee._replace(fun=CallAt(Way(((True, callee.name),))))
+    return callee

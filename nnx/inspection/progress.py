@@ -148,7 +148,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def make_view(name: str, total: int | None, stream: TextIO | None, interval: float) -> "Bar | Lines | None":
+def make_progress_display(name: str, total: int | None, stream: TextIO | None, interval: float) -> "Bar | Lines | None":
     """Returns a bar if the stream can show one, else lines; None without a stream."""
     if stream is None:  # a program without a console has no standard error
         return None

@@ -1,9 +1,9 @@
 """TrainLog: what a run reports while it is going on, to the person watching, to the disk and to other tools.
 
 A *record* is one call: a step with its metrics. As soon as its values are computed, it is sent to the metrics file (see
-metrics_file), to the *sinks* (see sinks), and to a *view*: a progress bar on a terminal, plain lines elsewhere. A
-record whose arrays are still being computed is kept *pending*, so the training loop does not wait for it. Only when too
-many are pending does the log wait for the oldest.
+metrics_file), to the *sinks* (see sinks), and to a progress bar on a terminal, or plain lines elsewhere. A record whose
+arrays are still being computed is kept *pending*, so the training loop does not wait for it. Only when too many are
+pending does the log wait for the oldest.
 
 A log must never end a run that has taken weeks. Mistakes that show up in the first call (a metric that is not a number)
 are errors; failures that can happen later (a full disk, a closed terminal, a sink without network) are at most a
@@ -31,7 +31,7 @@ from nnx.core.extras import require
 from nnx.core.repr import short
 from nnx.inspection.metrics_file import MetricsWriter, Record, read_metrics
 from nnx.inspection.plots import plot_metrics
-from nnx.inspection.progress import THROUGHPUT, Bar, Lines, Progress, Work, make_view
+from nnx.inspection.progress import THROUGHPUT, Bar, Lines, Progress, Work, make_progress_display
 from nnx.inspection.sinks import Sink
 from nnx.storage.errors import first_line
 from nnx.storage.files import local_path
@@ -126,7 +126,7 @@ class TrainLog:
         self._stream = file
         self._is_open = False
         self._metrics_file: MetricsWriter | None = None
-        self._view: Bar | Lines | None = None
+        self._display: Bar | Lines | None = None
         self._sinks: list[Any] = []
         self._progress = Progress(total, Work(tokens_per_step, flops_per_step, peak_flops))
         self._pending: deque[Pending] = deque()
@@ -223,14 +223,14 @@ class TrainLog:
         return plot_metrics(records, self.path / "loss.png", names=losses or None, title=self.name)
 
     def _open(self) -> bool:
-        """Opens file and view, if this is the first process of a run, and returns whether they are open."""
+        """Opens file and progress display, if this is the first process of a run, and returns whether they are open."""
         if self._is_open:
             return True
         if not is_first():
             return False
         if self.path is not None:
             self._metrics_file = MetricsWriter(self.path / "metrics.jsonl")
-        self._view = make_view(
+        self._display = make_progress_display(
             self.name, self.total, sys.stderr if self._stream is None else self._stream, self.interval
         )
         self._is_open = True
@@ -270,13 +270,13 @@ class TrainLog:
             except Exception as error:
                 self._warn(f"sink {id(sink)}", SINK_FAILED.format(sink=sink, step=step, reason=first_line(error)))
         self._shown = {**self._shown, **record} if self._shown.get("step") == step else record
-        if self._view is not None and not self._view.show(self._shown, self._progress):
-            self._view = None
+        if self._display is not None and not self._display.show(self._shown, self._progress):
+            self._display = None
 
     def _finish(self) -> None:
-        view, self._view = self._view, None
-        if view is not None:
-            view.close(self._progress)
+        display, self._display = self._display, None
+        if display is not None:
+            display.close(self._progress)
         self._tell_sinks("close")
         file, self._metrics_file = self._metrics_file, None
         self._is_open = False

@@ -26,8 +26,8 @@ from nnx.storage.checkpoints.manifest import seal
 from nnx.storage.errors import CheckpointError
 from nnx.storage.files import atomic_file, local_path
 from nnx.storage.safetensors.safetensors import save_safetensors
-from nnx.transforms.engine.call import Call, target_of
-from nnx.transforms.engine.effects import cell_paths, run
+from nnx.transforms.engine.call import Call, callee_of, cell_paths
+from nnx.transforms.engine.leave import run
 
 CONTEXT_GIVEN = """nnx.export: the arguments contain a Context, whose keys would be the same in every call of the \
 program. Make it from a key inside the function, and pass the key: \
@@ -95,8 +95,8 @@ def export(
     """
     require("flatbuffers", "export", "nnx.export")
     path = local_path(directory).absolute()
-    target = target_of(f, "nnx.export")
-    _write(path, _trace(target, args, kwargs, platforms, symbolic_batch))
+    callee = callee_of(f, "nnx.export")
+    _write(path, _trace(callee, args, kwargs, platforms, symbolic_batch))
 
 
 def _write(path: Path, program: _Program) -> None:
@@ -117,8 +117,8 @@ def _write(path: Path, program: _Program) -> None:
         raise CheckpointError(f"nnx.export: {path} cannot be written ({error}).") from error
 
 
-def _trace(target: Any, args: Any, kwargs: Any, platforms: Any, symbolic_batch: bool) -> _Program:
-    call = Call((*target.bound, *args), kwargs)
+def _trace(callee: Any, args: Any, kwargs: Any, platforms: Any, symbolic_batch: bool) -> _Program:
+    call = Call((*callee.bound, *args), kwargs)
     if call.contexts:
         raise TypeError(CONTEXT_GIVEN)
     inputs: list[Any] = []
@@ -134,7 +134,7 @@ def _trace(target: Any, args: Any, kwargs: Any, platforms: Any, symbolic_batch: 
         data = list(call.data)
         for position, value in zip(positions, given, strict=True):
             data[position] = value
-        outcome = run(target.fun, call.signature, call.statics, cells_of(arrays), data, [], "nnx.export")
+        outcome = run(callee.fun, call.signature, call.statics, cells_of(arrays), data, [], "nnx.export")
         if outcome.effects.returns_modules:
             raise TypeError(RETURNS_MODULE)
         outputs: list[Any] = []
@@ -148,7 +148,7 @@ def _trace(target: Any, args: Any, kwargs: Any, platforms: Any, symbolic_batch: 
     forms = {"args": args_form, "kwargs": kwargs_form, "result": results[0]}
     fields = {
         **{"format": FORMAT, "version": VERSION, "jax": jax.__version__},
-        **{"name": target.name, "platforms": list(exported.platforms)},
+        **{"name": callee.name, "platforms": list(exported.platforms)},
         "program": {"size": len(data), "crc32": zlib.crc32(data)},
         "weights": {name: weight_type(weight) for name, weight in weights.items()},
         "inputs": [array_type(spec) for spec in specs],

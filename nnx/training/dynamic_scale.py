@@ -13,7 +13,7 @@ from nnx.core.state.state import State
 from nnx.core.variables.variables import Param
 from nnx.training.optimizer_state import OptState
 from nnx.transforms.derivatives.grad import value_and_grad
-from nnx.transforms.engine.call import target_of
+from nnx.transforms.engine.call import callee_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -109,17 +109,17 @@ class DynamicScale(Module):
             A function that returns `(value, gradient)`, both unscaled. If the gradient overflowed, some of it is not
             finite.
         """
-        target = target_of(fun, "DynamicScale.value_and_grad")
+        callee = callee_of(fun, "DynamicScale.value_and_grad")
 
         def differentiated(*args: Any, **kwargs: Any) -> Any:
             scale = self.scale
 
             def scaled(*args: Any, **kwargs: Any) -> Any:
-                out: Any = target.fun(*args, **kwargs)
+                out: Any = callee.fun(*args, **kwargs)
                 loss = jnp.asarray(out[0] if has_aux else out)
                 return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale, out
 
-            (_, out), grads = value_and_grad(scaled, wrt, has_aux=True)(*target.bound, *args, **kwargs)
+            (_, out), grads = value_and_grad(scaled, wrt, has_aux=True)(*callee.bound, *args, **kwargs)
             return out, self.unscale(grads)
 
         return differentiated

@@ -19,7 +19,7 @@ from nnx.core.trace import same_level
 from nnx.core.variables.refs import Ref
 from nnx.core.variables.trees import KeyOrder, in_order, key_order, leaf_types
 from nnx.transforms.engine.call import is_module
-from nnx.transforms.engine.entered import Entered
+from nnx.transforms.engine.enter import Entered
 
 
 class BodyOrder:

@@ -18,7 +18,8 @@ from nnx.core.structure.structure import (
     GraphKey,
     StaticAttribute,
 )
-from nnx.transforms.engine.effects import cell_paths, returned_modules, structure_text
+from nnx.transforms.engine.call import cell_paths
+from nnx.transforms.engine.outcome import returned_modules, structure_text
 from nnx.transforms.engine.rewrite import UNTIED, Rewrite
 
 BODY_CHANGES_STRUCTURE = """{name}: the body {what} {path!r}. It runs many times, or maybe never, so the structure of \

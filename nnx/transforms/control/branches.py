@@ -14,12 +14,15 @@ from nnx.core.structure.structure import GraphKey, module_path
 from nnx.transforms.control.body_order import BodyOrder
 from nnx.transforms.control.body_rules import check_aliases, check_structure
 from nnx.transforms.control.eager_traces import kept_trace
-from nnx.transforms.control.shared_traces import run_in_scope
 from nnx.transforms.engine.annotations import R
-from nnx.transforms.engine.call import Call, target_of
-from nnx.transforms.engine.effects import Outcome, cell_paths, enter_call, finish, leave, structure_text
-from nnx.transforms.engine.observed import refuse_records
+from nnx.transforms.engine.call import Call, callee_of, cell_paths
+from nnx.transforms.engine.commit import finish
+from nnx.transforms.engine.enter import enter_call
+from nnx.transforms.engine.leave import leave
+from nnx.transforms.engine.observed import refuse_observations
+from nnx.transforms.engine.outcome import Outcome, structure_text
 from nnx.transforms.engine.rewrite import Rewrite
+from nnx.transforms.engine.shared_traces import run_body
 from nnx.transforms.engine.tracebacks import boundary
 
 NO_BRANCHES = "nnx.switch needs at least one branch."
@@ -39,8 +42,8 @@ class BranchCall:
 
     def __init__(self, name: str, functions: Sequence[Any], operands: tuple[Any, ...]):
         self.name = name
-        self.targets = [target_of(fun, name) for fun in functions]
-        bound = {id(owner): owner for target in self.targets for owner in target.bound}
+        self.callees = [callee_of(fun, name) for fun in functions]
+        bound = {id(owner): owner for callee in self.callees for owner in callee.bound}
         self.bound: list[Any] = list(bound.values())
         self.call: Call = Call((self.bound, *operands), {})
         self.order: BodyOrder = BodyOrder()
@@ -50,18 +53,18 @@ class BranchCall:
 
     def run(self, choose: Callable[..., Any], selector: Any, stateful: bool) -> Any:
         """Runs the branch that `choose(selector, functions, *operands)` takes, and writes back what it changed."""
-        numbers = range(len(self.targets))
+        numbers = range(len(self.callees))
 
         def work(selector: Any, *operands: Any) -> Outcome:
             self._trace_branches(*operands)
             return self._outcome(*choose(selector, [self.function(i) for i in numbers], *operands))
 
         places = {id(owner): i for i, owner in enumerate(self.bound)}
-        owners = tuple([tuple([places[id(owner)] for owner in target.bound]) for target in self.targets])
+        owners = tuple([tuple([places[id(owner)] for owner in callee.bound]) for callee in self.callees])
         outcome = kept_trace(
             work,
             (selector, self.call.cells(), list(self.call.data), self.call.forks()),
-            functions=[target.fun for target in self.targets],
+            functions=[callee.fun for callee in self.callees],
             options=(self.name, owners),
             signature=self.call.signature,
         )
@@ -69,23 +72,23 @@ class BranchCall:
 
     def _trace_branches(self, cells: Any, data: Any, forks: Any) -> None:
         """Traces the branches to see what each of them changes."""
-        self.shapes = [jax.eval_shape(self.branch(i), cells, data, forks) for i in range(len(self.targets))]
+        self.shapes = [jax.eval_shape(self.branch(i), cells, data, forks) for i in range(len(self.callees))]
         self.effects = [shape.effects for shape in self.shapes]
         self.rewrite = self._common_rewrite()
         self._check_outputs(cells)
 
     def branch(self, number: int) -> Callable[..., Outcome]:
         """Returns one branch as a function of the split call."""
-        target = self.targets[number]
+        callee = self.callees[number]
 
         def run(cells: Any, data: Any, forks: Any) -> Outcome:
             signature = self.call.signature
             entered, args, _ = enter_call(signature, self.call.statics, cells, data, signature.contexts_from(forks))
             self.order.keep(entered)
             owners, *operands = args
-            owner = [owners[i] for i, o in enumerate(self.bound) for b in target.bound if o is b]
-            out = run_in_scope(target.fun, (*owner, *operands), {})
-            refuse_records(entered, self.name)
+            owner = [owners[i] for i, o in enumerate(self.bound) for b in callee.bound if o is b]
+            out = run_body(callee.fun, (*owner, *operands), {})
+            refuse_observations(entered, self.name)
             self.order.keep(entered, out)
             return leave(entered, out, self.name)
 

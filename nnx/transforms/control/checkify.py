@@ -6,9 +6,11 @@ from typing import Any, overload
 from jax.experimental import checkify as jax_checkify
 
 from nnx.transforms.engine.annotations import P, R
-from nnx.transforms.engine.call import Call, target_of
+from nnx.transforms.engine.call import Call, callee_of
+from nnx.transforms.engine.commit import finish
 from nnx.transforms.engine.decorators import decorator
-from nnx.transforms.engine.effects import Outcome, finish, run
+from nnx.transforms.engine.leave import run
+from nnx.transforms.engine.outcome import Outcome
 
 
 @overload
@@ -44,14 +46,14 @@ def checkify(
     >>> error.get()
     'x must be positive, got [ 1. -1.] (`check` failed)'
     """
-    target = target_of(fun, "nnx.checkify")
-    name = f"nnx.checkify({target.name})"
+    callee = callee_of(fun, "nnx.checkify")
+    name = f"nnx.checkify({callee.name})"
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        call = Call((*target.bound, *args), kwargs)
+        call = Call((*callee.bound, *args), kwargs)
 
         def pure() -> Outcome:  # JAX passes no tracers for arguments here, so everything can be taken from the closure
-            return run(target.fun, call.signature, call.statics, call.cells(), call.data, forks, name)
+            return run(callee.fun, call.signature, call.statics, call.cells(), call.data, forks, name)
 
         forks = call.forks()
         checked: Any = jax_checkify.checkify(pure, errors=frozenset(errors))

@@ -7,8 +7,10 @@ import jax
 import numpy as np
 
 from nnx.transforms.engine.annotations import M
-from nnx.transforms.engine.call import Call, target_of, with_values
-from nnx.transforms.engine.effects import Outcome, discard, run
+from nnx.transforms.engine.call import Call, callee_of, with_values
+from nnx.transforms.engine.commit import discard
+from nnx.transforms.engine.leave import run
+from nnx.transforms.engine.outcome import Outcome
 from nnx.transforms.engine.tracebacks import boundary
 
 
@@ -33,13 +35,13 @@ def eval_shape(fun: Any, *args: Any, **kwargs: Any) -> Any:
     >>> model.kernel
     ShapeDtypeStruct(shape=(3, 2), dtype=float32)
     """
-    target = target_of(fun, "nnx.eval_shape")
-    call = Call((*target.bound, *args), kwargs)
+    callee = callee_of(fun, "nnx.eval_shape")
+    call = Call((*callee.bound, *args), kwargs)
     traced = [i for i, leaf in enumerate(call.data) if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))]
 
     def pure(cells: Any, arrays: Any, forks: Any) -> Outcome:
         data = with_values(call.data, (traced, arrays))
-        return run(target.fun, call.signature, call.statics, cells, data, forks, "nnx.eval_shape")
+        return run(callee.fun, call.signature, call.statics, cells, data, forks, "nnx.eval_shape")
 
     outcome = jax.eval_shape(pure, call.cells(), [call.data[i] for i in traced], call.forks())
     return discard(call, outcome)

@@ -10,12 +10,14 @@ from nnx.transforms.control.body_order import BodyOrder
 from nnx.transforms.control.body_rules import NEW_VARIABLE, check_aliases, check_carry, check_structure
 from nnx.transforms.control.eager_traces import kept_trace
 from nnx.transforms.control.scan import carry_structure, current_values, with_contexts_by_number
-from nnx.transforms.control.shared_traces import run_in_scope
 from nnx.transforms.engine.annotations import T
 from nnx.transforms.engine.call import Call, check_runs_now
-from nnx.transforms.engine.effects import Effects, Outcome, Returned, enter_call, finish, leave
-from nnx.transforms.engine.entered import Entered
-from nnx.transforms.engine.observed import refuse_records
+from nnx.transforms.engine.commit import finish
+from nnx.transforms.engine.enter import Entered, enter_call
+from nnx.transforms.engine.leave import leave
+from nnx.transforms.engine.observed import refuse_observations
+from nnx.transforms.engine.outcome import Effects, Outcome, Returned
+from nnx.transforms.engine.shared_traces import run_body
 from nnx.transforms.engine.tracebacks import boundary
 
 CONDITION_CHANGES = """{name}: the condition changed a Module. It only decides whether to go on; move the change to \
@@ -78,8 +80,8 @@ class LoopCall:
         """One step."""
         step, cells, data = carry
         entered, args, contexts = self._enter(step, cells, data, keys)
-        out = with_contexts_by_number(run_in_scope(fun, (*before, *args), {}), contexts)
-        refuse_records(entered, self.name)
+        out = with_contexts_by_number(run_body(fun, (*before, *args), {}), contexts)
+        refuse_observations(entered, self.name)
         self.order.keep(entered, out)
         outcome = leave(entered, out, self.name)
         check_carry(self.name, "a value", self.structure, outcome.out, self.call.signature.key)
@@ -92,8 +94,8 @@ class LoopCall:
         """Whether there is another step."""
         step, cells, data = carry
         entered, args, _ = self._enter(step, cells, data, keys)
-        out = run_in_scope(fun, args, {})
-        refuse_records(entered, self.name)
+        out = run_body(fun, args, {})
+        refuse_observations(entered, self.name)
         self.order.keep(entered, out)
         outcome = leave(entered, out, self.name)
         if outcome.effects.changed or outcome.effects.rewrite is not None:

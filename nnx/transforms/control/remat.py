@@ -9,13 +9,14 @@ import jax
 
 from nnx.core.old_names import old_names
 from nnx.transforms.control.eager_traces import functions_run, kept_trace
-from nnx.transforms.control.shared_traces import shared_body
 from nnx.transforms.control.vmap import is_init_method
 from nnx.transforms.engine.annotations import Decorator, P, R, RematOptions
-from nnx.transforms.engine.call import Call, is_module, target_of
+from nnx.transforms.engine.call import Call, callee_of, is_module
+from nnx.transforms.engine.commit import finish
 from nnx.transforms.engine.decorators import decorator
-from nnx.transforms.engine.effects import finish, run
+from nnx.transforms.engine.leave import run
 from nnx.transforms.engine.selected_arguments import Selection, make_static, unwrap_static
+from nnx.transforms.engine.shared_traces import shared_body
 
 NOT_A_POLICY = """nnx.remat: policy is the name of an activation to keep, a list of names, a mapping from name to \
 memory ("device" or "pinned_host"), or a policy such as jax.checkpoint_policies.dots_saveable; got {got!r}."""
@@ -76,11 +77,11 @@ def remat(
     kept = _as_policy(policy)
     if is_init_method(fun, is_init):
         return _constructor(fun)
-    target = target_of(fun, "nnx.remat")
-    positional = Selection(target.fun, static_argnums, None, len(target.bound))
-    of_method = Selection(target.fun, static_argnums, None, 1) if _is_method(target.fun) else positional
-    body = unwrap_static(target.fun)
-    name = f"nnx.remat({target.name})"
+    callee = callee_of(fun, "nnx.remat")
+    positional = Selection(callee.fun, static_argnums, None, len(callee.bound))
+    of_method = Selection(callee.fun, static_argnums, None, 1) if _is_method(callee.fun) else positional
+    body = unwrap_static(callee.fun)
+    name = f"nnx.remat({callee.name})"
 
     def trace(call: Call, cells: Any, data: Any, forks: Any) -> Any:
         token = _recomputed.set(True)
@@ -90,18 +91,18 @@ def remat(
             _recomputed.reset(token)
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        args = (*target.bound, *args)
+        args = (*callee.bound, *args)
         static = of_method if args and is_module(args[0]) else positional
-        args, kwargs = make_static(static, args, kwargs, target.name)
+        args, kwargs = make_static(static, args, kwargs, callee.name)
         call = Call(args, kwargs)
-        pure = shared_body(target.fun, call, trace)
+        pure = shared_body(callee.fun, call, trace)
         checkpointed = jax.checkpoint(
             pure, prevent_cse=prevent_cse, policy=_keep_only(kept) if isinstance(kept, tuple) else kept
         )
         outcome = kept_trace(
             checkpointed,
             (call.cells(), call.data, call.forks()),
-            functions=functions_run(target.fun, call),
+            functions=functions_run(callee.fun, call),
             options=("nnx.remat", prevent_cse, kept),
             signature=call.signature,
         )

@@ -15,7 +15,6 @@ from nnx.core.structure.structure import GraphKey
 from nnx.transforms.control.body_order import BodyOrder
 from nnx.transforms.control.body_rules import check_carry
 from nnx.transforms.control.eager_traces import functions_run, kept_trace
-from nnx.transforms.control.shared_traces import run_in_scope
 from nnx.transforms.control.stacking import (
     BROADCAST,
     CARRY,
@@ -28,10 +27,13 @@ from nnx.transforms.control.stacking import (
 )
 from nnx.transforms.control.vmap import assemble, is_init_method, stacked_init
 from nnx.transforms.engine.annotations import Decorator, P, R, ScanOptions
-from nnx.transforms.engine.call import Call, is_module, target_of, with_values
+from nnx.transforms.engine.call import Call, callee_of, cell_paths, is_module, with_values
+from nnx.transforms.engine.commit import finish
 from nnx.transforms.engine.decorators import decorator
-from nnx.transforms.engine.effects import Effects, Outcome, Returned, cell_paths, enter_call, finish, leave
-from nnx.transforms.engine.entered import Entered
+from nnx.transforms.engine.enter import Entered, enter_call
+from nnx.transforms.engine.leave import leave
+from nnx.transforms.engine.outcome import Effects, Outcome, Returned
+from nnx.transforms.engine.shared_traces import run_body
 
 NOT_A_PAIR = """nnx.scan: the body must return a pair, (carry, y); {name} returned {got}. With nothing to collect, \
 return `carry, None`."""
@@ -118,15 +120,15 @@ def scan(
     stacking.require_size()
     if is_init_method(fun, is_init):
         return stacked_init(stacking, fun)
-    target = target_of(fun, "nnx.scan")
-    shared_by = SharedBy(f"nnx.scan({target.name})")
+    callee = callee_of(fun, "nnx.scan")
+    shared_by = SharedBy(f"nnx.scan({callee.name})")
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        args = (*target.bound, *args)
+        args = (*callee.bound, *args)
         if len(args) < 2:
-            raise TypeError(TOO_FEW_ARGUMENTS.format(name=target.name, count=len(args)))
+            raise TypeError(TOO_FEW_ARGUMENTS.format(name=callee.name, count=len(args)))
         try:
-            scanned = ScanCall(stacking, target.fun, target.name, args, kwargs, in_axes, shared_by)
+            scanned = ScanCall(stacking, callee.fun, callee.name, args, kwargs, in_axes, shared_by)
             outcome = scanned.run(in_axes, out_axes, reverse, unroll)
         except (TypeError, ValueError) as error:
             if is_module(args[1]) and not is_module(args[0]) and args[0] is not None:
@@ -241,7 +243,7 @@ class ScanCall:
         cells = self.stacking.transformed(self.inner, cells)
         entered, args, kwargs = enter_call(signature, self.call.statics, cells, data, contexts)
         self.order.keep(entered)
-        out = run_in_scope(self.fun, args, kwargs)
+        out = run_body(self.fun, args, kwargs)
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             raise TypeError(NOT_A_PAIR.format(name=self.name, got=type(out).__name__))
         if not isinstance(out_axes, int):

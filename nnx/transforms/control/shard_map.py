@@ -12,13 +12,16 @@ from nnx.core.trace import varying_axes
 from nnx.core.variables.variables import Spec
 from nnx.sharding.meshes import current_mesh
 from nnx.sharding.unmatched import note_mesh_axes
-from nnx.transforms.control.shared_traces import run_in_scope
 from nnx.transforms.engine.annotations import Decorator, P, R
-from nnx.transforms.engine.call import Call, is_data, target_of
+from nnx.transforms.engine.call import Call, callee_of, cell_paths, is_data
+from nnx.transforms.engine.commit import finish
 from nnx.transforms.engine.decorators import decorator
-from nnx.transforms.engine.effects import Effects, Outcome, cell_paths, enter_call, finish, leave
-from nnx.transforms.engine.observed import RUNS_PER_DEVICE, refuse_records
+from nnx.transforms.engine.enter import enter_call
+from nnx.transforms.engine.leave import leave
+from nnx.transforms.engine.observed import RUNS_PER_DEVICE, refuse_observations
+from nnx.transforms.engine.outcome import Effects, Outcome
 from nnx.transforms.engine.selected_arguments import WRONG_COUNT
+from nnx.transforms.engine.shared_traces import run_body
 
 POSITIONAL_ONLY = "nnx.shard_map takes positional arguments, one per entry of in_specs; got {names}."
 
@@ -81,24 +84,24 @@ def shard_map(
     >>> forward(layer, jnp.ones((4, 2))).shape
     (4, 3)
     """
-    target = target_of(fun, "nnx.shard_map")
-    name = f"nnx.shard_map({target.name})"
+    callee = callee_of(fun, "nnx.shard_map")
+    name = f"nnx.shard_map({callee.name})"
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             raise TypeError(POSITIONAL_ONLY.format(names=sorted(kwargs)))
-        args = (*target.bound, *args)
+        args = (*callee.bound, *args)
         given = {"mesh": current_mesh() if mesh is None else mesh, "axis_names": axis_names}
         options = {option: value for option, value in given.items() if value is not None}
         specs = _specs_of_arguments(in_specs, len(args))
         call = Call(args, {})
         cell_specs, data_specs = _split_specs(call, args, specs)
-        effects, outputs = _look_ahead(call, target.fun, cell_specs, data_specs, {**options, "check_vma": False})
+        effects, outputs = _look_ahead(call, callee.fun, cell_specs, data_specs, {**options, "check_vma": False})
         value_specs = _specs_of_values(effects, outputs, cell_specs, args, specs)
 
         def body(cells: Any, data: Any, keys: Any) -> Any:
             note_mesh_axes(current_mesh().manual_axes)
-            outcome = _inside(call, target.fun, cells, data, keys)
+            outcome = _inside(call, callee.fun, cells, data, keys)
             if check_vma:
                 _check_written(name, call, effects, outputs, outcome.values, value_specs)
                 _check_returned(name, outcome.out, out_specs)
@@ -124,8 +127,8 @@ def _specs_of_arguments(in_specs: Any, count: int) -> Sequence[Any]:
 def _inside(call: Call, fun: Callable[..., Any], cells: Any, data: Any, keys: Any) -> Outcome:
     contexts = [d.merge(k) for d, k in zip(call.signature.contexts, keys)]
     entered, args, kwargs = enter_call(call.signature, call.statics, cells, data, contexts)
-    out = run_in_scope(fun, args, kwargs)
-    refuse_records(entered, "nnx.shard_map", RUNS_PER_DEVICE)
+    out = run_body(fun, args, kwargs)
+    refuse_observations(entered, "nnx.shard_map", RUNS_PER_DEVICE)
     return leave(entered, out, "nnx.shard_map")
 
 

@@ -24,10 +24,10 @@ from nnx.core.variables.variables import Container, Spec
 from nnx.sharding.axes import PARTITION_NAME, add_axis, remove_axis
 from nnx.sharding.defaults import name_whole_axes
 from nnx.transforms.control.body_rules import NEW_VARIABLE, check_aliases, check_structure
-from nnx.transforms.engine.call import Call, is_data, is_module
-from nnx.transforms.engine.effects import Effects, cell_paths
-from nnx.transforms.engine.entered import Entered
-from nnx.transforms.engine.observed import Record, is_record, is_sliced, restacked
+from nnx.transforms.engine.call import Call, cell_paths, is_data, is_module
+from nnx.transforms.engine.enter import Entered
+from nnx.transforms.engine.observed import Observation, is_observation, is_sliced, restacked
+from nnx.transforms.engine.outcome import Effects
 from nnx.transforms.engine.rewrite import Rewrite
 from nnx.transforms.engine.selected_arguments import WRONG_COUNT
 
@@ -131,7 +131,7 @@ class Stacking:
         cases += [(to_predicate(f), group) for f, group in rest]
 
         def classify(path: str, leaf: Any) -> Any:
-            if isinstance(leaf, Record):  # the library's own, which no filter of the user is about
+            if isinstance(leaf, Observation):  # the library's own, which no filter of the user is about
                 return 0 if is_sliced(leaf, self.size) else BROADCAST
             return next((group for matches, group in cases if matches(path, leaf)), None)
 
@@ -288,7 +288,7 @@ class Stacking:
                 found[cell] = groups[origin]
         for cell, path, kind in added:
             leaf = jnp.zeros(()) if kind is NODE else box(kind, None)
-            group = 0 if is_record(kind) else classify(path, leaf)
+            group = 0 if is_observation(kind) else classify(path, leaf)
             if not isinstance(group, int) and rewrite.key.cells[cell].module < rewrite.old_count:
                 raise self._not_stacked(path, kind)
             found[cell] = group if isinstance(group, int) else BROADCAST

@@ -13,12 +13,15 @@ from nnx.core.structure.structure import GraphKey
 from nnx.core.trace import is_of_this_trace
 from nnx.core.variables.variables import BatchStat, Cache, Intermediate, Spec
 from nnx.transforms.control.body_order import BodyOrder
-from nnx.transforms.control.shared_traces import run_in_scope
 from nnx.transforms.control.stacking import Stacking, argument_labels, check_module_axes, data_axes, move_axis
 from nnx.transforms.engine.annotations import Decorator, P, R, VmapOptions
-from nnx.transforms.engine.call import Call, target_of, with_values
+from nnx.transforms.engine.call import Call, callee_of, cell_paths, with_values
+from nnx.transforms.engine.commit import commit, finish
 from nnx.transforms.engine.decorators import decorator
-from nnx.transforms.engine.effects import Effects, Outcome, cell_paths, commit, enter_call, finish, leave
+from nnx.transforms.engine.enter import enter_call
+from nnx.transforms.engine.leave import leave
+from nnx.transforms.engine.outcome import Effects, Outcome
+from nnx.transforms.engine.shared_traces import run_body
 
 
 class MappedCall:
@@ -68,7 +71,7 @@ class MappedCall:
         cells = stacking.transformed(self.inner, cells)
         entered, args, kwargs = enter_call(signature, call.statics, cells, data, contexts)
         self.order.keep(entered)
-        out = run_in_scope(self.fun, args, kwargs)
+        out = run_body(self.fun, args, kwargs)
         if not isinstance(out_axes, int):
             check_module_axes(stacking, "out_axes", [out_axes], [out], ["the result"])
         self.order.keep(entered, out)
@@ -234,22 +237,22 @@ def vmap(
     )
     if is_init_method(fun, is_init):
         return stacked_init(stacking, fun)
-    target = target_of(fun, "nnx.vmap")
-    shared_by = SharedBy(f"nnx.vmap({target.name})")
+    callee = callee_of(fun, "nnx.vmap")
+    shared_by = SharedBy(f"nnx.vmap({callee.name})")
     options = {"axis_name": axis_name, "spmd_axis_name": spmd_axis_name}
     options = {k: v for k, v in options.items() if v is not None}
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        if target.bound:
-            args = (*target.bound, *args)
+        if callee.bound:
+            args = (*callee.bound, *args)
         entries = in_axes
-        if target.bound and isinstance(in_axes, (tuple, list)):
+        if callee.bound and isinstance(in_axes, (tuple, list)):
             entries = (None, *in_axes)
         if isinstance(entries, (tuple, list)):
             check_module_axes(stacking, "in_axes", entries, args, argument_labels(len(args)))
         call = Call(args, kwargs)
         axes_of_data, labels = data_axes(stacking.name, entries, args, kwargs, 0)
-        outcome = MappedCall(stacking, target.fun, call, axes_of_data, labels, shared_by).run(out_axes, **options)
+        outcome = MappedCall(stacking, callee.fun, call, axes_of_data, labels, shared_by).run(out_axes, **options)
         return finish(call, outcome, stateful)
 
     return lifted

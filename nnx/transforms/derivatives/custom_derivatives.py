@@ -20,7 +20,6 @@ from nnx.core.state.moduledef import ModuleDef
 from nnx.core.structure.flat import joint_flat_of
 from nnx.core.variables.variables import Param
 from nnx.transforms.control.body_order import BodyOrder
-from nnx.transforms.control.shared_traces import run_in_scope
 from nnx.transforms.derivatives.differentiated_part import (
     Part,
     positions_of,
@@ -29,9 +28,13 @@ from nnx.transforms.derivatives.differentiated_part import (
     zero_tangent,
 )
 from nnx.transforms.engine.annotations import CustomOptions, P, Q, R, T
-from nnx.transforms.engine.call import Call, Signature, target_of, with_values
+from nnx.transforms.engine.call import Call, Signature, callee_of, cell_paths, with_values
+from nnx.transforms.engine.commit import commit
 from nnx.transforms.engine.decorators import decorator, named_after
-from nnx.transforms.engine.effects import Effects, Entered, Outcome, cell_paths, commit, enter_call, leave
+from nnx.transforms.engine.enter import Entered, enter_call
+from nnx.transforms.engine.leave import leave
+from nnx.transforms.engine.outcome import Effects, Outcome
+from nnx.transforms.engine.shared_traces import run_body
 from nnx.transforms.engine.tracebacks import boundary
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -123,9 +126,9 @@ class Custom(Generic[P, R]):
     nondiff_argnums: Any
 
     def __init__(self, fun: Any, transform: str, wrt: Any, nondiff_argnums: Any):
-        target = target_of(fun, transform)
-        self.fun, self.bound, self.wrt = target.fun, target.bound, wrt
-        self.name = f"{transform}({target.name})"
+        callee = callee_of(fun, transform)
+        self.fun, self.bound, self.wrt = callee.fun, callee.bound, wrt
+        self.name = f"{transform}({callee.name})"
         self.nondiff_argnums = nondiff_argnums
         named_after(self, fun)
 
@@ -222,11 +225,11 @@ class CustomVJP(Custom[P, R]):
         @jax.custom_vjp
         def pure(*arguments: Any) -> Outcome:
             entered, inner, inner_kwargs = custom.enter(*arguments)
-            return _stopped(custom.leave(entered, run_in_scope(self.fun, inner, inner_kwargs), "function"))
+            return _stopped(custom.leave(entered, run_body(self.fun, inner, inner_kwargs), "function"))
 
         def pure_forward(*arguments: Any) -> tuple[Outcome, Residuals]:
             entered, inner, inner_kwargs = custom.enter(*arguments)
-            out, residuals = run_in_scope(forward, inner, inner_kwargs)
+            out, residuals = run_body(forward, inner, inner_kwargs)
             kept = Residuals.of(([inner[i] for i in custom.nondiff], residuals))
             return _stopped(custom.leave(entered, out, "rule")), kept
 
@@ -290,7 +293,7 @@ class CustomJVP(Custom[P, R]):
         @jax.custom_jvp
         def pure(*arguments: Any) -> Outcome:
             entered, inner, inner_kwargs = custom.enter(*arguments)
-            return custom.leave(entered, run_in_scope(self.fun, inner, inner_kwargs), "function")
+            return custom.leave(entered, run_body(self.fun, inner, inner_kwargs), "function")
 
         @pure.defjvp
         def pure_jvp(primals: Any, tangents: Any) -> Any:

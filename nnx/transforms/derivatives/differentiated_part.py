@@ -30,7 +30,8 @@ from nnx.core.structure.flat import Flat, flat_of, joint_flat_of
 from nnx.core.variables.untied import warn_of_untied
 from nnx.core.variables.variables import Container
 from nnx.transforms.engine.call import DATA_MARK, Call, is_data, is_module, unique, with_values
-from nnx.transforms.engine.effects import Outcome, Returned, run
+from nnx.transforms.engine.leave import run
+from nnx.transforms.engine.outcome import Outcome, Returned
 from nnx.transforms.engine.selected_arguments import Selection, leaf_flags
 
 INTEGER_LEAF = """{name} was asked for the gradient of {path!r}, {kind} of dtype {dtype}: only float and complex \

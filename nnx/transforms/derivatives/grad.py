@@ -22,9 +22,10 @@ from nnx.transforms.engine.annotations import (
     ValueAndDerivativeDecorator,
     ValueAndGradDecorator,
 )
-from nnx.transforms.engine.call import target_of
+from nnx.transforms.engine.call import callee_of
+from nnx.transforms.engine.commit import finish
 from nnx.transforms.engine.decorators import decorator
-from nnx.transforms.engine.effects import Outcome, finish
+from nnx.transforms.engine.outcome import Outcome
 
 
 @overload
@@ -194,13 +195,13 @@ def _value_and_gradient(
     allow_int: bool,
     reduce_axes: Sequence[str],
 ) -> Callable[..., Any]:
-    target = target_of(fun, "nnx.grad")
+    callee = callee_of(fun, "nnx.grad")
     argnums = argnums if isinstance(argnums, int) else tuple(argnums)
-    name = f"nnx.grad({target.name})"
+    name = f"nnx.grad({callee.name})"
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        part = Part(name, (*target.bound, *args), kwargs, argnums, wrt, allow_int=allow_int, trained_only=True)
-        pure = part.function(target.fun)
+        part = Part(name, (*callee.bound, *args), kwargs, argnums, wrt, allow_int=allow_int, trained_only=True)
+        pure = part.function(callee.fun)
 
         def loss(differentiated: Any) -> tuple[Any, Outcome]:
             outcome = pure(differentiated)

@@ -14,17 +14,18 @@ from nnx.core.state.filters import Filter
 from nnx.core.variables.variables import Param
 from nnx.transforms.derivatives.differentiated_part import Part, as_tangents, with_modules, without_modules
 from nnx.transforms.engine.annotations import A, JacobianTransform, JacrevTransform, R
-from nnx.transforms.engine.call import target_of
+from nnx.transforms.engine.call import callee_of
+from nnx.transforms.engine.commit import finish
 from nnx.transforms.engine.decorators import decorator
-from nnx.transforms.engine.effects import Outcome, finish
+from nnx.transforms.engine.outcome import Outcome
 from nnx.transforms.engine.tracebacks import boundary
 
 
 def _whole(transform: str, fun: Any, primals: Sequence[Any], wrt: Filter) -> tuple[Callable[..., Any], Part]:
     """Returns a function and the differentiated part of its call with these arguments: all of them."""
-    target = target_of(fun, transform)
-    arguments = (*target.bound, *primals)
-    return target.fun, Part(f"{transform}({target.name})", arguments, {}, tuple(range(len(arguments))), wrt)
+    callee = callee_of(fun, transform)
+    arguments = (*callee.bound, *primals)
+    return callee.fun, Part(f"{transform}({callee.name})", arguments, {}, tuple(range(len(arguments))), wrt)
 
 
 def _with_aux(pure: Callable[[Any], Outcome], has_aux: bool) -> Callable[[Any], tuple[Any, Outcome]]:
@@ -205,14 +206,14 @@ def _jacobian(
         **options: those of `transform`.
     """
     name = f"nnx.{transform.__name__}"
-    target = target_of(fun, name)
+    callee = callee_of(fun, name)
     argnums = argnums if isinstance(argnums, int) else tuple(argnums)
     allow_int = bool(options.get("allow_int"))
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        part = Part(f"{name}({target.name})", (*target.bound, *args), kwargs, argnums, wrt, allow_int=allow_int)
+        part = Part(f"{name}({callee.name})", (*callee.bound, *args), kwargs, argnums, wrt, allow_int=allow_int)
         structure: list[Any] = []
-        split = _with_aux(part.function(target.fun), has_aux)
+        split = _with_aux(part.function(callee.fun), has_aux)
 
         def function(differentiated: Any) -> tuple[Any, Outcome]:
             out, outcome = split(differentiated)

@@ -4,7 +4,7 @@
 which: -1 for data, n for the n-th Module, -2-n for the n-th Context. Marks are plain integers because they are part of
 the `Signature`, which is hashed and compared for every call: small ints in a tuple are the cheapest key there is.
 
-A *target* is what a transform was given: a function, a Module, or a bound method of one.
+A *callee* is what a transform was given: a function, a Module, or a bound method of one.
 """
 
 import functools
@@ -20,6 +20,7 @@ from nnx.core.hints import refuse_flax_module
 from nnx.core.module.call_chains import Way
 from nnx.core.module.info import ModuleBase
 from nnx.core.repr import short
+from nnx.core.state.paths import join
 from nnx.core.statics.statics import NO_STATICS, Statics
 from nnx.core.structure.flat import Flat, joint_flat_of
 from nnx.core.structure.structure import GraphKey
@@ -193,10 +194,19 @@ class Call:
         return [ctx.fork_data() for ctx in self.contexts] if self.drawn is None else self.drawn
 
 
+def cell_paths(key: GraphKey | None) -> list[str]:
+    """Returns the path of every cell, with the number of its Module in front if the call has several."""
+    if key is None:
+        return []
+    if len(key.roots) == 1:
+        return [path for _, path in key.cell_roots()]
+    return [join(f"(Module {key.roots.index(root)})", path) for root, path in key.cell_roots()]
+
+
 # The function that is lifted
 
 
-class Target(NamedTuple):
+class Callee(NamedTuple):
     """A function to lift. A Module, or a bound method of one, becomes the first argument of the function."""
 
     fun: Callable[..., Any]
@@ -204,7 +214,7 @@ class Target(NamedTuple):
     name: str
 
 
-def target_of(fun: Any, transform: str) -> Target:
+def callee_of(fun: Any, transform: str) -> Callee:
     """Returns what to call, and the Module to pass before the arguments.
 
     Raises:
@@ -215,13 +225,13 @@ def target_of(fun: Any, transform: str) -> Target:
     if isinstance(fun, ModuleBase):
         if not callable(fun):
             raise TypeError(NOT_CALLABLE_MODULE.format(transform=transform, name=type(fun).__name__))
-        return Target(type(fun).__call__, (fun,), type(fun).__name__)
+        return Callee(type(fun).__call__, (fun,), type(fun).__name__)
     owner = getattr(fun, "__self__", None)
     if isinstance(owner, ModuleBase) and hasattr(fun, "__func__"):
-        return Target(fun.__func__, (owner,), getattr(fun, "__name__", "method"))
+        return Callee(fun.__func__, (owner,), getattr(fun, "__name__", "method"))
     if not callable(fun):
         raise TypeError(NOT_CALLABLE.format(transform=transform, value=short(fun)))
-    return Target(fun, (), fun.name if isinstance(fun, CallAt) else getattr(fun, "__name__", type(fun).__name__))
+    return Callee(fun, (), fun.name if isinstance(fun, CallAt) else getattr(fun, "__name__", type(fun).__name__))
 
 
 def check_runs_now(fun: Any, transform: str) -> None:

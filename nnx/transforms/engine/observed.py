@@ -5,10 +5,10 @@ selected ones an *observed class*: a subclass of their own class, whose methods 
 These are a static attribute, so they are still there when an inner transform rebuilds the Module, and they are part of
 what the inner transform compiles for. All other Modules keep their classes, and nothing is added to their calls.
 
-An observer may keep what it saw in a *record*: a container that it adds to the Module. Records leave transforms the way
-all new state does. scan and vmap stack them, and `stateful=False` keeps them; a body that may run any number of times
-has no place for them. A *probe* is the reverse, a value that an observer adds to what the Module returns: a gradient
-with respect to the probe is the gradient of the output.
+An observer may keep what it saw in an *observation*: a container that it adds to the Module. Observations leave
+transforms the way all new state does. scan and vmap stack them, and `stateful=False` keeps them; a body that may run
+any number of times has no place for them. A *probe* is the reverse, a value that an observer adds to what the Module
+returns: a gradient with respect to the probe is the gradient of the output.
 """
 
 import functools
@@ -27,7 +27,7 @@ from nnx.core.trace import same_level
 from nnx.core.variables.variables import Node, Spec
 
 OBSERVERS = "_nnx_observers"
-RECORD = "_nnx_record_{position}_{number}"
+OBSERVATION = "_nnx_observation_{position}_{number}"
 PROBE = "_nnx_probe_{position}_{number}"
 
 INSIDE_BODY = """{transform} cannot record {path!r} ({kind}): it was called inside {body}, {reason}. Narrow `where=` \
@@ -42,7 +42,7 @@ jax.vmap, jax.lax.scan ...), and what a Module holds cannot be returned from the
 nnx and pass the Module to it as an argument, or narrow `where=` so that it does not select this Module."""
 
 
-class Record(Node):
+class Observation(Node):
     """What an observer saw in one call of a Module; `stacked` counts the axes that scan and vmap have put in front."""
 
     __slots__ = ()
@@ -52,7 +52,7 @@ class Record(Node):
         super().__init__(value, stacked=stacked)
 
 
-class Probe(Record):
+class Probe(Observation):
     """Zeros to add to what one call of a Module returns."""
 
     __slots__ = ()
@@ -79,7 +79,7 @@ class Observer:
         raise AssertionError("every observer says what it does")
 
     def skips(self) -> bool:
-        """Whether a body that may run any number of times just drops the records, which is an error otherwise."""
+        """Whether a body that may run any number of times just drops the observations, which is an error otherwise."""
         return False
 
     def _parts(self) -> Any:
@@ -113,7 +113,7 @@ class Observed:
 
 
 class _ObservedDict(Observed):
-    """The base for Dicts, whose attributes are their items: the observers and their records are not among them."""
+    """The base for Dicts, whose attributes are their items: the observers and their observations are not among them."""
 
     __slots__ = ()
 
@@ -169,7 +169,7 @@ def release(modules: Iterable[Any], observers: Collection[Observer]) -> None:
     for module in modules:
         held = module.__dict__.get(OBSERVERS, ()) if isinstance(module, Observed) else ()
         if held and held[-1] in observers:
-            for prefix in (RECORD, PROBE):
+            for prefix in (OBSERVATION, PROBE):
                 for name in _numbered(module, prefix, len(held) - 1):
                     remove(module, name)
             _set_observers(module, held[:-1])
@@ -186,40 +186,40 @@ def _set_observers(module: Any, observers: tuple[Observer, ...]) -> None:
     info_of(module).changed()
 
 
-# Records
+# Observations
 
 
 def check_recordable(module: Any, position: int) -> None:
-    """Raises TraceContextError if a Module belongs to another trace level, so that it cannot hold a new record."""
+    """Raises TraceContextError if a Module belongs to another trace level, so that it cannot hold a new observation."""
     if not same_level(info_of(module).level):
         observer, kind = module.__dict__[OBSERVERS][position], type(module).__name__
         raise TraceContextError(OTHER_LEVEL.format(transform=observer.transform, path=observer.path, kind=kind))
 
 
 def _numbered(module: Any, prefix: str, position: int) -> list[str]:
-    """Returns the names of an observer's records or probes on a Module, in order."""
+    """Returns the names of an observer's observations or probes on a Module, in order."""
     kinds, names = info_of(module).kinds, []
     while (name := prefix.format(position=position, number=len(names))) in kinds:
         names.append(name)
     return names
 
 
-def add_record(module: Any, position: int, value: Any) -> None:
-    """Keeps a value as the next record of an observer.
+def add_observation(module: Any, position: int, value: Any) -> None:
+    """Keeps a value as the next observation of an observer.
 
     Raises:
         TraceContextError: the Module belongs to another trace level.
     """
     check_recordable(module, position)
-    number = len(_numbered(module, RECORD, position))
-    assign(module, RECORD.format(position=position, number=number), Record(value))
+    number = len(_numbered(module, OBSERVATION, position))
+    assign(module, OBSERVATION.format(position=position, number=number), Observation(value))
 
 
-def records_of(module: Any) -> list[tuple[Any, int]]:
-    """Returns the records of a Module's last observer, each with the number of its stacked axes."""
+def observations_of(module: Any) -> list[tuple[Any, int]]:
+    """Returns the observations of a Module's last observer, each with the number of its stacked axes."""
     position = len(module.__dict__[OBSERVERS]) - 1
     kinds = info_of(module).kinds
-    names = _numbered(module, RECORD, position)
+    names = _numbered(module, OBSERVATION, position)
     return [(module.__dict__[name], kinds[name].metadata["stacked"]) for name in names]
 
 
@@ -231,23 +231,23 @@ def add_probes(module: Any, probes: Sequence[Any], stacked: Sequence[int]) -> No
 
 
 def next_probe(module: Any, position: int) -> Any:
-    """Returns the probe for the call whose record comes next, or None."""
-    number = len(_numbered(module, RECORD, position))
+    """Returns the probe for the call whose observation comes next, or None."""
+    number = len(_numbered(module, OBSERVATION, position))
     return module.__dict__.get(PROBE.format(position=position, number=number))
 
 
-def is_record(kind: Any) -> bool:
-    """Whether an attribute of this kind is a record or a probe."""
-    return type(kind) is Spec and issubclass(kind.type, Record)
+def is_observation(kind: Any) -> bool:
+    """Whether an attribute of this kind is an observation or a probe."""
+    return type(kind) is Spec and issubclass(kind.type, Observation)
 
 
-# What transforms do with records
+# What transforms do with observations
 
 
-def is_sliced(leaf: Record, size: int | None) -> bool:
-    """Whether a scan or vmap of this size, if it is known, slices a record or probe on entry.
+def is_sliced(leaf: Observation, size: int | None) -> bool:
+    """Whether a scan or vmap of this size, if it is known, slices an observation or probe on entry.
 
-    Records of earlier calls, and probes for another scan with another length, just pass through.
+    Observations of earlier calls, and probes for another scan with another length, just pass through.
     """
     if not leaf.is_input or leaf.stacked == 0:
         return False
@@ -255,28 +255,28 @@ def is_sliced(leaf: Record, size: int | None) -> bool:
 
 
 def restacked(key: GraphKey, groups: Iterable[tuple[int, Any]], by: int) -> GraphKey:
-    """Returns a structure in which the stacked records and probes have `by` more stacked axes."""
+    """Returns a structure in which the stacked observations and probes have `by` more stacked axes."""
     specs = {}
     for cell, group in groups:
         kind = key.kinds[cell]
-        if isinstance(group, int) and is_record(kind):
+        if isinstance(group, int) and is_observation(kind):
             specs[cell] = Spec.of(kind.type, {**kind.metadata, "stacked": kind.metadata["stacked"] + by})
     return key.with_specs(specs)
 
 
-def refuse_records(entered: Any, body: str, reason: str = RUNS_ANY_NUMBER) -> None:
-    """Raises ValueError if a body from which records cannot be returned has added some.
+def refuse_observations(entered: Any, body: str, reason: str = RUNS_ANY_NUMBER) -> None:
+    """Raises ValueError if a body from which observations cannot be returned has added some.
 
     Args:
         entered: the Modules of the body.
         body: the name of the transform that runs the body.
-        reason: why records cannot be returned, for the error.
+        reason: why observations cannot be returned, for the error.
     """
     for number, module in enumerate(entered.graph.modules):
         if not isinstance(module, Observed):
             continue
         for position, observer in enumerate(module.__dict__[OBSERVERS]):
-            for name in _numbered(module, RECORD, position):
+            for name in _numbered(module, OBSERVATION, position):
                 if entered.key.cell_at(number, name) is not None:
                     continue
                 if not observer.skips():
@@ -286,13 +286,13 @@ def refuse_records(entered: Any, body: str, reason: str = RUNS_ANY_NUMBER) -> No
                 remove(module, name)
 
 
-def has_records(rewrite: Any) -> bool:
+def has_observations(rewrite: Any) -> bool:
     """Returns whether a call recorded something, which comes out even where all changes are discarded."""
-    return rewrite is not None and any(is_record(rewrite.key.cells[cell].kind) for cell in rewrite.outputs())
+    return rewrite is not None and any(is_observation(rewrite.key.cells[cell].kind) for cell in rewrite.outputs())
 
 
-def keep_records(modules: Callable[[], Sequence[Any]], rewrite: Any, values: Sequence[Any]) -> None:
-    """Writes the records of a call into the caller's Modules, where everything else is discarded.
+def keep_observations(modules: Callable[[], Sequence[Any]], rewrite: Any, values: Sequence[Any]) -> None:
+    """Writes the observations of a call into the caller's Modules, where everything else is discarded.
 
     Args:
         modules: returns the Modules before, by number.
@@ -303,7 +303,7 @@ def keep_records(modules: Callable[[], Sequence[Any]], rewrite: Any, values: Seq
         return
     for cell, value in zip(rewrite.outputs(), values):
         number, name, kind = rewrite.key.cells[cell]
-        if is_record(kind) and number < rewrite.old_count:
+        if is_observation(kind) and number < rewrite.old_count:
             module = modules()[number]
             check_recordable(module, len(module.__dict__[OBSERVERS]) - 1)
             store(module, name, kind, value)

@@ -30,7 +30,7 @@ from nnx.core.trace import current_level
 from nnx.core.variables.refs import Ref
 from nnx.core.variables.ties import is_mutable_tree, orders_of
 from nnx.core.variables.trees import KeyOrder, can_change
-from nnx.transforms.engine.entered import Entered
+from nnx.transforms.engine.enter import Entered
 
 UNTIED, NEW_REF = -1, -2  # in `Rewrite.refs`: a cell without a Ref, and one whose Ref the function made
 

@@ -11,7 +11,7 @@ from nnx.core.module.info import is_view
 from nnx.core.state.paths import join
 from nnx.core.structure.structure import Attribute, DataAttribute, StaticAttribute
 from nnx.core.structure.walk import Traversal
-from nnx.transforms.engine.entered import Entered
+from nnx.transforms.engine.enter import Entered
 
 VIEW_RETURNED = """{name} returns a view of a Module ({owner}, at {path!r}), or has attached one to a Module: a view \
 cannot leave the transform it was made in. Make it outside, with view(...), and pass it as an argument."""

@@ -35,9 +35,9 @@ class ArgumentNames:
         arguments: the structure of every argument as text, by its name.
     """
 
-    def __init__(self, target: Callable[..., Any], signature: Signature):
+    def __init__(self, fun: Callable[..., Any], signature: Signature):
         self.signature = signature
-        self._parameters = _parameters(target)
+        self._parameters = _parameters(fun)
         leaves = [_Leaf(mark) for mark in signature.marks]
         args, kwargs = jax.tree.unflatten(signature.treedef, leaves)
         self.modules: list[str] = []
@@ -81,10 +81,10 @@ class ArgumentNames:
         return f"{variadic}{keystr((SequenceKey(position - len(names)),))}" if variadic else f"argument {position}"
 
 
-def _parameters(target: Callable[..., Any]) -> tuple[list[str], str]:
+def _parameters(fun: Callable[..., Any]) -> tuple[list[str], str]:
     """Returns the names of the positional parameters, and that of `*args` or an empty string."""
     try:
-        parameters = inspect.signature(target).parameters.values()
+        parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):
         return [], ""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

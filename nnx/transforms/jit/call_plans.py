@@ -16,7 +16,7 @@ from nnx.core.module.info import cached_flat
 from nnx.core.structure.flat import Flat, flat_that_came_back, joint_flat_if_cached
 from nnx.sharding.rules import current_rules
 from nnx.transforms.engine.call import DATA_MARK, Call, is_data, is_module
-from nnx.transforms.engine.effects import Effects
+from nnx.transforms.engine.outcome import Effects
 from nnx.transforms.engine.selected_arguments import Selection
 from nnx.transforms.jit.argument_forms import ArgumentForm
 from nnx.transforms.jit.compiled import Compiled

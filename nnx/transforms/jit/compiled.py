@@ -16,11 +16,13 @@ from nnx.core.trace import forget_failed_dispatch, is_eager
 from nnx.core.variables.untied import inputs_traced_as
 from nnx.transforms.engine.call import Call, Signature
 from nnx.transforms.engine.captured import Captured, evaluate, trace_program
-from nnx.transforms.engine.effects import Effects, Outcome, finish, run
+from nnx.transforms.engine.commit import finish
+from nnx.transforms.engine.leave import run
+from nnx.transforms.engine.outcome import Effects, Outcome
 from nnx.transforms.engine.routes import classes_of
 from nnx.transforms.engine.selected_arguments import StaticArgument, static_arguments
 from nnx.transforms.jit.donation import Donation, NeedsGeneralPath, arguments_of
-from nnx.transforms.jit.kept_shardings import PlacedFunction, kept_shardings, placements_of
+from nnx.transforms.jit.kept_shardings import ShardedFunction, output_shardings, shardings_to_keep
 from nnx.transforms.jit.requested_shardings import InputShardings, constrain_outcome, input_shardings
 from nnx.transforms.jit.tracer_errors import TRACER_ERRORS, explain, standing_for
 
@@ -76,7 +78,7 @@ class Compiled:
         # What the function is, for finding captured weights: a static argument may hold Modules as well, and a method
         # of an argument may read a Module by a global.
         values = [argument.value for argument in self.static_arguments]
-        self.functions: list[Any] = [owner.target, *values, *classes_of(call.flat)]
+        self.functions: list[Any] = [owner.fun, *values, *classes_of(call.flat)]
         self.captured: Captured = Captured(functools.partial(_forget, weakref.ref(self)))
         self.outdated: list[str] = []  # what changed inside the function that this one replaces
         self.cell_count: int = 0 if call.signature.key is None else len(call.signature.key.cells)
@@ -85,7 +87,7 @@ class Compiled:
         self.in_shardings: InputShardings | None = None
         if owner.in_shardings is not None:
             self.in_shardings = input_shardings(owner.in_shardings, call, args, len(owner.bound))
-        self.placed: bool = False  # whether it was ever traced for cells on several devices
+        self.is_sharded: bool = False  # whether it was ever traced for cells on several devices
         self.donation: Donation | None = Donation(self, call, args, kwargs) if owner.donates else None
         self.jitted: Any = self._make()
 
@@ -100,7 +102,7 @@ class Compiled:
 
     def function(self) -> Any:
         """Returns a new function for JAX to trace. JAX shares traces between jitted functions of one function."""
-        return standing_for(self.traced, self.owner.target, self.owner.name)
+        return standing_for(self.traced, self.owner.fun, self.owner.name)
 
     def traced(self, cells: Any, data: Any, forks: Any = ()) -> tuple[Any, ...]:
         """The function JAX traces."""
@@ -112,7 +114,7 @@ class Compiled:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return self._body(call, own, data, forks)
         if current.program is not None:
-            self._kept(call)  # the program has its constraints; this notes the placements it was traced for
+            self._kept(call)  # the program has its constraints; this notes the shardings it was traced for
             inputs = self.captured.inputs(cells[self.cell_count :])
             return evaluate(current.program, inputs, arguments_of(own, data, forks))
         if not current.is_staging:
@@ -133,7 +135,7 @@ class Compiled:
                     None, run, owner.body, call.signature, call.statics, cells, data, forks, name
                 )
         except TRACER_ERRORS as error:
-            explain(error, owner.target, call.signature)
+            explain(error, owner.fun, call.signature)
             raise
         outcome = constrain_outcome(self._kept(call), owner.out_shardings, self.signature.key, outcome, cells)
         if not owner.stateful and not outcome.effects.survives_discard:
@@ -159,17 +161,17 @@ class Compiled:
     def _kept(self, call: Call) -> list[Any] | None:
         """Returns how to split what is written back to each cell: as `in_shardings` says, or else as it was."""
         given = None if self.in_shardings is None else self.in_shardings.cells
-        placements = placements_of([*call.cells(), *self.captured.values()])
-        if not any(placements):
+        kept = shardings_to_keep([*call.cells(), *self.captured.values()])
+        if not any(kept):
             return given
-        if not self.placed:
-            self.jitted = PlacedFunction(self._make, placements, self.jitted)
+        if not self.is_sharded:
+            self.jitted = ShardedFunction(self._make, kept, self.jitted)
             if self.donation is not None:
-                self.donation.inner = PlacedFunction(self.donation.make_inner, placements, self.donation.inner)
+                self.donation.inner = ShardedFunction(self.donation.make_inner, kept, self.donation.inner)
                 self.donation.usual = None
-            self.placed = True
+            self.is_sharded = True
         assert self.signature.key is not None
-        return kept_shardings(given, placements[: self.cell_count], self.signature.key.hooks)
+        return output_shardings(given, kept[: self.cell_count], self.signature.key.hooks)
 
     def effects_of(self, result: tuple[Any, ...]) -> Effects:
         effects = self.effects[len(result) - 2]
@@ -210,7 +212,7 @@ class Compiled:
         current.is_staging, current.program = True, None
         try:
             current.program = current.run(call, self._stage, call, arguments_of(call.cells(), data, forks))
-            forget_failed_dispatch(self.jitted.at(self.cells_of(call)) if self.placed else self.jitted)
+            forget_failed_dispatch(self.jitted.at(self.cells_of(call)) if self.is_sharded else self.jitted)
             return current.run(call, use, self.cells_of(call), data, forks)
         finally:
             current.is_staging, current.program = outer
@@ -224,13 +226,13 @@ class Compiled:
         had, is_outermost = len(self.captured.names), is_eager()
         if had or not is_outermost:  # inside a trace, only a program shows the tracers that it captures
             body = functools.partial(self._body, call)
-            program: Any = trace_program(standing_for(body, self.owner.target, self.owner.name), *arguments)
+            program: Any = trace_program(standing_for(body, self.owner.fun, self.owner.name), *arguments)
         else:
             donates = self.donation is not None and self.donation.applies_to(call)
             program = (self.donation.inner if donates else self.jitted).trace(*arguments)  # type: ignore[union-attr]
         self.captured.add(self.functions, program.jaxpr)
         if len(self.captured.names) > had:
-            self.placed = False
+            self.is_sharded = False
             self.jitted = self._make()
             if self.donation is not None:
                 self.donation.reset()

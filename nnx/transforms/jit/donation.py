@@ -29,9 +29,9 @@ from nnx.core.structure.flat import Flat
 from nnx.core.structure.structure import GraphKey
 from nnx.core.trace import current_level, forget_failed_dispatch, is_eager, looks_for_nans
 from nnx.core.variables.trees import is_leaf, leaf_types
-from nnx.transforms.control.shared_traces import in_lifted_function
 from nnx.transforms.engine.call import Call
 from nnx.transforms.engine.selected_arguments import leaf_flags
+from nnx.transforms.engine.shared_traces import in_lifted_function
 from nnx.transforms.jit.aliases import aliases, is_key, with_copies
 from nnx.transforms.jit.argument_names import ArgumentNames
 from nnx.transforms.jit.callbacks import runs_python
@@ -167,12 +167,12 @@ class Donation:
         donated = {mark for flag, mark in zip(flags, marks) if flag and mark >= 0}
         kept = {mark for flag, mark in zip(flags, marks) if not flag and mark >= 0}
         self.donatable = _cells_of_only(compiled.signature.key, donated - kept) if compiled.owner.stateful else set()
-        self.inner: Any = self.make_inner()  # a PlacedFunction once the cells are on several devices
+        self.inner: Any = self.make_inner()  # a ShardedFunction once the cells are on several devices
         self.by_avals: bool = False  # whether shapes decide which cells are replaced
         self.runs_python: bool = False  # whether a call does: then it is made with the signals held back
         self.is_plain: bool = not any(self.data)  # whether all that is donated is cells with one array each
         self.variants: dict[Any, Variant] = {}
-        self.usual: Variant | None = None  # the only one, if it is plain and neither shapes nor placements decide
+        self.usual: Variant | None = None  # the only one, if it is plain and neither shapes nor shardings decide
 
     # Calls
 
@@ -238,7 +238,7 @@ class Donation:
             error.add_note(LOST.format(name=self.compiled.owner.name, paths=self._names(lost)))
 
     def _names(self, cells: Sequence[int], limit: int = 6) -> str:
-        names = ArgumentNames(self.compiled.owner.target, self.compiled.signature).cells()
+        names = ArgumentNames(self.compiled.owner.fun, self.compiled.signature).cells()
         more = f" and {len(cells) - limit} more" if len(cells) > limit else ""
         return ", ".join([names[i] for i in cells[:limit]]) + more
 
@@ -267,7 +267,7 @@ class Donation:
 
     def _key(self, cells: list[Any], data: Any) -> Any:
         """Returns what the variant for these arguments is stored under."""
-        inner = self.inner.at(cells) if self.compiled.placed else self.inner
+        inner = self.inner.at(cells) if self.compiled.is_sharded else self.inner
         return (inner, _avals((cells, data))) if self.by_avals else (inner, None)
 
     def _variant(self, cells: list[Any], data: Any, forks: Any) -> Variant:
@@ -280,10 +280,10 @@ class Donation:
             replaced = frozenset(self._replaced(result, cells))
             found = Variant(sorted(replaced), len(cells), self.data)
             traced = functools.partial(self.traced, inner, replaced, len(cells))
-            traced = standing_for(traced, owner.target, owner.name)
+            traced = standing_for(traced, owner.fun, owner.name)
             found.jitted = jax.jit(traced, donate_argnums=0, **owner.options, **self._in_shardings(found))
             self.variants[key] = found
-        if self.is_plain and not (self.by_avals or self.compiled.placed or self.runs_python):
+        if self.is_plain and not (self.by_avals or self.compiled.is_sharded or self.runs_python):
             self.usual = found
         return found
 

@@ -95,7 +95,7 @@ def _for_module_first(owner: Any, any_arguments: Callable[..., Any]) -> Callable
                     raise
             else:
                 if len(result) == 2 and level is current_level():
-                    # One C call, so Ctrl-C comes before all writes or after all of them; see effects.
+                    # One C call, so Ctrl-C comes before all writes or after all of them; see commit.
                     any(map(setitem, plan.output_dicts, plan.output_names, result[0]))
                     return result[1]
                 return owner.finish_unplanned(compiled, [result] if done is None else done, (first, *rest), kwargs)

@@ -24,9 +24,9 @@ from nnx.sharding.rules import get_logical_axis_rules
 from nnx.sharding.unmatched import UNSETTLED, note_shardings, settle
 from nnx.transforms.engine.annotations import JitDecorator, JitOptions, JitWrapped, P, R
 from nnx.transforms.engine.bad_arguments import explain_data
-from nnx.transforms.engine.call import Call, Signature, target_of
+from nnx.transforms.engine.call import Call, Signature, callee_of
+from nnx.transforms.engine.commit import discard
 from nnx.transforms.engine.decorators import named_after
-from nnx.transforms.engine.effects import discard
 from nnx.transforms.engine.observed import OBSERVERS
 from nnx.transforms.engine.selected_arguments import Selection, make_static, unwrap_static
 from nnx.transforms.jit.argument_names import ArgumentNames
@@ -64,20 +64,20 @@ class Jit:
     """Everything that belongs to one use of `nnx.jit`; the user holds `function`."""
 
     def __init__(self, fun: Any, stateful: bool, explain: bool, in_shardings: Any, out_shardings: Any, **options: Any):
-        target = target_of(fun, "nnx.jit")
-        self.name: str = target.name
+        callee = callee_of(fun, "nnx.jit")
+        self.name: str = callee.name
         self.stateful, self.explain = stateful, explain
         self.in_shardings, self.out_shardings = in_shardings, out_shardings
-        offset = len(target.bound)
+        offset = len(callee.bound)
         static = (options.pop("static_argnums"), options.pop("static_argnames"))
         donate = (options.pop("donate_argnums"), options.pop("donate_argnames"))
-        self.static: Selection = Selection(target.fun, *static, offset)
-        self.donated: Selection = Selection(target.fun, *donate, offset)
+        self.static: Selection = Selection(callee.fun, *static, offset)
+        self.donated: Selection = Selection(callee.fun, *donate, offset)
         self.donates: bool = bool(self.donated) and counts_tell()
         self.options: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
-        self.bound: tuple[Any, ...] = target.bound
-        self.target: Callable[..., Any] = target.fun
-        self.body: Callable[..., Any] = unwrap_static(target.fun) if self.static else target.fun
+        self.bound: tuple[Any, ...] = callee.bound
+        self.fun: Callable[..., Any] = callee.fun
+        self.body: Callable[..., Any] = unwrap_static(callee.fun) if self.static else callee.fun
         self.compiled: dict[tuple[Signature, Any], Compiled] = {}  # by signature and the logical axis rules in force
         self.plans: PlanCache = PlanCache(self.static, stateful, leads_with_module=not self.static and not self.bound)
         self.current: CurrentCall = CurrentCall()
@@ -148,8 +148,8 @@ class Jit:
             if self.static:
                 args, kwargs = make_static(self.static, args, kwargs, self.name)
             call = Call(args, kwargs)
-            names = ArgumentNames(self.target, call.signature).data
-            explain_data(error, self.target, self.name, given, names, call.data)
+            names = ArgumentNames(self.fun, call.signature).data
+            explain_data(error, self.fun, self.name, given, names, call.data)
 
     def finish_unplanned(
         self, compiled: Compiled, done: list[tuple[Any, ...]], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -237,7 +237,7 @@ class Jit:
         last = self._last[1]
         old, new = last.signature, call.signature
         reasons = []
-        names, names_before = ArgumentNames(self.target, new), ArgumentNames(self.target, old)
+        names, names_before = ArgumentNames(self.fun, new), ArgumentNames(self.fun, old)
         if old.key is not None and new.key is not None and old.key is not new.key:
             if len(old.key.roots) == len(new.key.roots):
                 before, after = ModuleDef(old.key, last.statics), ModuleDef(new.key, call.statics)
@@ -273,7 +273,7 @@ class Jit:
         """Warns, if asked, which shape changed when a known signature is traced again."""
         if not self.explain:
             return
-        names = ArgumentNames(self.target, compiled.signature)
+        names = ArgumentNames(self.fun, compiled.signature)
         labels = [*names.cells(), *names.data]
         shapes = [str(jax.tree.map(jax.typeof, value)) for value in (*cells, *data)]
         if compiled.shapes is not None and compiled.shapes != shapes:

@@ -2,13 +2,11 @@
 
 On automatic mesh axes the compiler decides how results are split. Left alone, it may split a replicated parameter
 because its moments are split (ZeRO-1): memory and communication change after the first step, and the second step is
-compiled again for the new shardings. So a function is traced with the *placements* of its cells, and constrains what it
-writes back to them.
+compiled again for the new shardings. So a function is traced with the shardings of its cells, and constrains what it
+writes back to them. State in the memory of the host (`nnx.on_host`) is written back there, too.
 
-State in the memory of the host (`nnx.on_host`) is written back there, too.
-
-A placement is the sharding of a cell over several devices, or None if the cell is free: it is on one device, its value
-is not one array, or the mesh has explicit axes, where the type of a value already says how it is split.
+Only cells over several devices have a sharding to keep. A cell is free (None) if it is on one device, if its value is
+not one array, or if the mesh has explicit axes, where the type of a value already says how it is split.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,12 +16,12 @@ from typing import Any
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-Placements = tuple[NamedSharding | None, ...]
+KeptShardings = tuple[NamedSharding | None, ...]
 
 
-def placements_of(cells: Sequence[Any]) -> Placements:
-    """Returns the placement of every cell."""
-    return tuple(map(_placement, map(_sharding, cells)))
+def shardings_to_keep(cells: Sequence[Any]) -> KeptShardings:
+    """Returns for every cell the sharding to keep, or None."""
+    return tuple(map(_sharding_to_keep, map(_sharding, cells)))
 
 
 def _sharding(value: Any) -> Any:
@@ -31,14 +29,14 @@ def _sharding(value: Any) -> Any:
     return None if isinstance(value, Tracer) else getattr(value, "sharding", None)
 
 
-def _placement(sharding: Any) -> NamedSharding | None:
+def _sharding_to_keep(sharding: Any) -> NamedSharding | None:
     if (
         type(sharding) is not NamedSharding
         or sharding.num_devices == 1
         or AxisType.Explicit in sharding.mesh.axis_types
     ):
         return None
-    # P("data", None) and P("data") are the same placement, but not equal. So is P("data", "model") if the mesh axis
+    # P("data", None) and P("data") mean the same, but are not equal. So is P("data", "model") if the mesh axis
     # "model" has one device, and JAX returns the shorter form.
     spec = [_without_trivial_axes(entry, sharding.mesh.shape) for entry in sharding.spec]
     while spec and spec[-1] is None:
@@ -53,34 +51,34 @@ def _without_trivial_axes(entry: Any, sizes: Mapping[str, int]) -> Any:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def kept_shardings(given: Sequence[Any] | None, placements: Placements, hooks: Collection[int]) -> list[Any]:
+def output_shardings(given: Sequence[Any] | None, kept: KeptShardings, hooks: Collection[int]) -> list[Any]:
     """Returns how to split what is written back to each cell; None where the compiler decides.
 
     Args:
         given: what `in_shardings` says for each cell, which takes precedence.
-        placements: the placements of the cells.
+        kept: the shardings of the cells.
         hooks: the cells with a hook, which places their values itself (`with_logical_partitioning`).
     """
-    kept = [None if i in hooks else placement for i, placement in enumerate(placements)]
+    chosen = [None if i in hooks else sharding for i, sharding in enumerate(kept)]
     if given is None:
-        return kept
-    return [placement if sharding is None else sharding for sharding, placement in zip(given, kept, strict=True)]
+        return chosen
+    return [own if wanted is None else wanted for wanted, own in zip(given, chosen, strict=True)]
 
 
-class PlacedFunction:
-    """A jitted function of cells on several devices: one trace for each set of placements it is called with.
+class ShardedFunction:
+    """A jitted function of cells on several devices: one trace for each set of shardings it is called with.
 
-    JAX traces once for all shardings on automatic axes, so the placements that are part of a trace have to be compared
-    here. In the steady state every sharding is the very object that the last call returned.
+    JAX traces once for all shardings on automatic axes, so the shardings that are part of a trace have to be
+    compared here. In the steady state every sharding is the very object that the last call returned.
 
     Args:
-        make: a function that returns a new jitted function, which will be traced with the placements of its first call.
-        placements, jitted: the first function, and the placements it was traced with.
+        make: a function that returns a new jitted function, which will be traced with the shardings of its first call.
+        kept, jitted: the first function, and the shardings it was traced with.
     """
 
-    def __init__(self, make: Callable[[], Any], placements: Placements, jitted: Any):
+    def __init__(self, make: Callable[[], Any], kept: KeptShardings, jitted: Any):
         self._make = make
-        self._functions: dict[Placements, Any] = {placements: jitted}
+        self._functions: dict[KeptShardings, Any] = {kept: jitted}
         self._last: tuple[list[Any], Any] = ([], jitted)  # one tuple, because another thread may replace it
 
     def at(self, cells: Sequence[Any]) -> Any:
@@ -89,10 +87,10 @@ class PlacedFunction:
         known, jitted = self._last
         if len(known) == len(shardings) and all(map(is_, known, shardings)):
             return jitted
-        placements = tuple(map(_placement, shardings))
-        jitted = self._functions.get(placements)
+        kept = tuple(map(_sharding_to_keep, shardings))
+        jitted = self._functions.get(kept)
         if jitted is None:
-            jitted = self._functions[placements] = self._make()
+            jitted = self._functions[kept] = self._make()
         self._last = (shardings, jitted)
         return jitted
 

@@ -18,7 +18,7 @@ from nnx.core.state.paths import join, listing
 from nnx.core.state.state import State
 from nnx.core.structure.structure import ChildAttribute, DataAttribute, GraphKey
 from nnx.transforms.engine.call import Call, is_data
-from nnx.transforms.engine.effects import Effects, Outcome, Returned
+from nnx.transforms.engine.outcome import Effects, Outcome, Returned
 from nnx.transforms.engine.selected_arguments import WRONG_COUNT, StaticArgument
 
 NOT_A_PREFIX = "in_shardings {sharding!r} is not a prefix of the argument, {structure}."

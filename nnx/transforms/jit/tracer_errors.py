@@ -34,14 +34,14 @@ _ORIGIN = r"the function {source} for jit\b"
 _TOKEN = re.compile(r"\b(cells|data|forks)\[(\d+)\]")
 
 
-def source_of(target: Callable[..., Any]) -> str:
+def source_of(fun: Callable[..., Any]) -> str:
     """Returns where a function is defined, as JAX says it: `step at train.py:12`."""
-    code = getattr(inspect.unwrap(target), "__code__", None)
-    name = getattr(inspect.unwrap(target), "__name__", type(target).__name__)
+    code = getattr(inspect.unwrap(fun), "__code__", None)
+    name = getattr(inspect.unwrap(fun), "__name__", type(fun).__name__)
     return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"
 
 
-def standing_for(traced: Callable[..., Any], target: Callable[..., Any], name: str) -> Callable[..., Any]:
+def standing_for(traced: Callable[..., Any], fun: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Returns a new function that does what `traced` does, and to JAX has the name and place of the user's function."""
 
     def function(*args: Any) -> Any:
@@ -49,14 +49,14 @@ def standing_for(traced: Callable[..., Any], target: Callable[..., Any], name: s
 
     function.__name__ = function.__qualname__ = name
     # JAX follows `__wrapped__` to the source of a function, and stops at `__signature__` to name its arguments.
-    function.__wrapped__ = target
+    function.__wrapped__ = fun
     function.__signature__ = inspect.signature(traced)
     return function
 
 
-def explain(error: Exception, target: Callable[..., Any], signature: Signature) -> None:
+def explain(error: Exception, fun: Callable[..., Any], signature: Signature) -> None:
     """Rewrites the message of an error that was raised while a call of the user's function was traced."""
-    source, text = source_of(target), str(error)
+    source, text = source_of(fun), str(error)
     if isinstance(error, errors.NonConcreteBooleanIndexError):
         if "nnx.jit" not in text:
             error.args = (_with_advice(text, f"{WHILE_TRACING.format(source=source)} {MASK}"),)
@@ -64,7 +64,7 @@ def explain(error: Exception, target: Callable[..., Any], signature: Signature) 
     found = re.search(_ORIGIN.format(source=re.escape(source)), text)
     if found is None:  # a tracer of another function, around this one or inside it
         return
-    names = ArgumentNames(target, signature)
+    names = ArgumentNames(fun, signature)
     given: list[str] = []  # the arguments, other than Modules and trees, that the value depends on
 
     def named(match: re.Match[str]) -> str:

@@ -4,10 +4,10 @@ JAX caches the trace of a checkpointed function by the identity of the function 
 other Modules in each call, so it has to be a new function object each time, unless two calls are known to run the same
 body on the same structure. Then the second call can pass JAX the object of the first, and its trace is a cache hit.
 
-Two calls *share* a trace if both are made within one run of an enclosing lifted function (the *scope*), at one trace
-level, with equal signatures and the same values of all context variables, if their functions are the same object whose
-names mean the same (`function_keys`), and if all weights that the trace captured are still the same arrays. Nothing
-outlives the scope, so no later call sees an old trace.
+Two calls *share* a trace if both are made within one run of the body of a lifted function, at one trace level, with
+equal signatures and the same values of all context variables, if their functions are the same object whose names mean
+the same (`function_keys`), and if all weights that the trace captured are still the same arrays. Nothing is shared
+beyond that run, so no later call sees an old trace.
 """
 
 import contextvars
@@ -25,7 +25,7 @@ from nnx.transforms.engine.captured import Captured, evaluate, trace_program
 from nnx.transforms.engine.function_keys import CanChange, function_key
 
 
-class _Scope(threading.local):
+class _Sharing(threading.local):
     """The bodies that the function now running in this thread has passed to JAX; None outside lifted functions."""
 
     bodies: dict[Any, "_Shared"] | None = None
@@ -58,16 +58,16 @@ class _Shared:
         return len(weights) == len(self._weights) and all(map(is_, weights, self._weights))
 
 
-_scope = _Scope()
+_sharing = _Sharing()
 
 
-def run_in_scope(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls the function of a lifted call, as a scope for the traces of the bodies it runs in turn."""
-    outer, _scope.bodies = _scope.bodies, {}
+def run_body(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls the user's function. Until it returns, the bodies it runs in turn can share their traces."""
+    outer, _sharing.bodies = _sharing.bodies, {}
     try:
         return fun(*args, **kwargs)
     finally:
-        _scope.bodies = outer
+        _sharing.bodies = outer
 
 
 def in_lifted_function() -> bool:
@@ -83,7 +83,7 @@ def shared_body(fun: Any, call: Call, trace: Callable[..., Any]) -> Callable[...
         call: the call, split.
         trace: what to do when JAX traces the result: `trace(call, *args)`.
     """
-    bodies = _scope.bodies
+    bodies = _sharing.bodies
     if bodies is None:
         return functools.partial(trace, call)
     contexts = tuple(contextvars.copy_context().items())  # logical axis rules, and what users keep in theirs

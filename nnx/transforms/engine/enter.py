@@ -21,6 +21,7 @@ from nnx.core.structure.walk import traverse
 from nnx.core.variables.refs import Ref
 from nnx.core.variables.ties import NO_TIES, Ties, alias_groups, mutable_tree_cells, own_values
 from nnx.core.variables.trees import KeyOrder, can_change, is_leaf, key_order
+from nnx.transforms.engine.call import Signature
 
 
 class Tree(NamedTuple):
@@ -129,6 +130,16 @@ def enter(key: GraphKey | None, statics: Statics, cells: Sequence[Any], ties: Ti
             _remember(entered, i, value)
     entered.baseline = traverse(entered.graph.modules, entered.functions) if statics.can_change else None
     return entered
+
+
+def enter_call(signature: Signature, statics: Any, cells: Any, data: Any, contexts: Any) -> tuple[Entered, Any, Any]:
+    """Rebuilds the Modules of a split call; returns them, and its arguments with them in place."""
+    entered = enter(signature.key, statics, cells, signature.ties)
+    if signature.key is not None:
+        for module, path in zip(entered.graph.modules, signature.key.module_paths()):
+            info_of(module).path = path
+    args, kwargs = signature.fill(entered.roots, contexts, data)
+    return entered, args, kwargs
 
 
 def _remember(entered: Entered, cell: int, value: Any) -> None:
