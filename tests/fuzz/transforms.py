@@ -196,6 +196,12 @@ def remat_stateless(f: Function) -> Function:
     return nnx.remat(f, stateful=False)
 
 
+@transform(same, 6)
+def checkify(f: Function) -> Function:
+    checked = nnx.checkify(f)
+    return lambda *args: checked(*args)[1]
+
+
 @transform(same, 8, stateless=True)
 def clone(f: Function) -> Function:
     def call(m: Any, n: Any, x: Any, ctx: Any) -> Any:

@@ -56,6 +56,11 @@ def through_jacfwd(f, **options):
     return lambda *a, **k: lifted(1.0, *a, **k)[1]
 
 
+def through_checkify(f, **options):
+    lifted = nnx.checkify(f, **options)
+    return lambda *a, **k: lifted(*a, **k)[1]
+
+
 def through_shard_map(f, **options):
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     return nnx.shard_map(f, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), **options)
@@ -109,6 +114,7 @@ ONCE = {
     "jacrev": through_jacrev,
     "jacfwd": through_jacfwd,
     "shard_map": through_shard_map,
+    "checkify": through_checkify,
 }
 MANY = {
     "vmap": through_vmap,

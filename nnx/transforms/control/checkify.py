@@ -51,11 +51,12 @@ def checkify(
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
         call = Call((*callee.bound, *args), kwargs)
+        forks = call.forks()
 
-        def pure() -> Outcome:  # JAX passes no tracers for arguments here, so everything can be taken from the closure
+        # jax.checkify traces captured values as it traces arguments, so there is nothing to pass.
+        def pure() -> Outcome:
             return run(callee.fun, call.signature, call.statics, call.cells(), call.data, forks, name)
 
-        forks = call.forks()
         checked: Any = jax_checkify.checkify(pure, errors=frozenset(errors))
         error, outcome = checked()
         return error, finish(call, outcome, stateful)
