@@ -72,7 +72,7 @@ def run_body(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def in_lifted_function() -> bool:
     """Whether a lifted function runs in this thread: its Modules may be copies of the caller's."""
-    return _scope.bodies is not None
+    return _sharing.bodies is not None
 
 
 def shared_body(fun: Any, call: Call, trace: Callable[..., Any]) -> Callable[..., Any]:
