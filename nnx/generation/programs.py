@@ -158,45 +158,65 @@ def write(
 
     Whether to go on is decided after each group of steps. Steps that turn out to be too many write padding.
     """
-    rows = jnp.arange(progress.newest.shape[0])
     # A key per row: what is drawn for a row does not depend on the number of rows.
+    rows = jnp.arange(progress.newest.shape[0])
     row_keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+    writer = _Writer(pure, until, sampling, row_keys, stop_tokens, pad_token, logits_fn)
 
     def goes_on(progress: Progress) -> jax.Array:
         return (progress.step < until) & ~jnp.all(progress.finished)
 
-    def write_one(progress: Progress, step: jax.Array) -> Progress:
-        finished, seen = progress.finished, progress.seen
-        raw, cache = _decoded(pure, progress.newest[:, None], progress.cache)
-        logits = raw[:, 0].astype(jnp.float32)  # [rows, vocab]
-        keys = None if row_keys is None else jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
-        token, valid = choose(logits, sampling, keys, seen, None if logits_fn is None else logits_fn.value)
-
-        idle = finished | (step >= until)
-        broken = progress.broken | (~idle & ~valid)
-        tokens = progress.tokens.at[:, step].set(jnp.where(idle | broken, pad_token, token))
-        logprobs = progress.logprobs
-        if logprobs is not None:
-            chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-            logprob = jnp.where(idle, 0, chosen - jax.nn.logsumexp(logits, axis=-1))
-            logprobs = logprobs.at[:, step].set(jnp.where(broken, jnp.nan, logprob))
-        finished = finished | broken
-        if stop_tokens is not None:
-            finished = finished | jnp.any(token[:, None] == stop_tokens, axis=-1)
-        if seen is not None:
-            seen = seen.at[rows, token].set(True)
-        return progress._replace(
-            cache=cache, newest=token, finished=finished, broken=broken, tokens=tokens, logprobs=logprobs, seen=seen
-        )
-
     def write_group(progress: Progress) -> Progress:
         first = progress.step
         # The loop counts by itself: a second counter among its values would be one more kernel per token.
-        progress = jax.lax.fori_loop(0, pace.steps, lambda i, progress: write_one(progress, first + i), progress)
+        progress = jax.lax.fori_loop(0, pace.steps, lambda i, progress: writer.step(progress, first + i), progress)
         return progress._replace(step=first + pace.steps)
 
     progress = write_group(progress) if pace.is_one_group else jax.lax.while_loop(goes_on, write_group, progress)
     return progress, Step(jnp.take(progress.tokens, until - 1, axis=1), jnp.all(progress.finished))
+
+
+class _Writer(NamedTuple):
+    """One step of the loop: what it needs besides the progress."""
+
+    pure: Pure
+    until: Any
+    sampling: Sampling
+    row_keys: jax.Array | None
+    stop_tokens: Any
+    pad_token: Any
+    logits_fn: Frozen | None
+
+    def step(self, progress: Progress, step: jax.Array) -> Progress:
+        """Decodes the newest token of every row and chooses the next one."""
+        finished, seen = progress.finished, progress.seen
+        raw, cache = _decoded(self.pure, progress.newest[:, None], progress.cache)
+        logits = raw[:, 0].astype(jnp.float32)  # [rows, vocab]
+        keys = None if self.row_keys is None else jax.vmap(jax.random.fold_in, (0, None))(self.row_keys, step)
+        logits_fn = None if self.logits_fn is None else self.logits_fn.value
+        token, valid = choose(logits, self.sampling, keys, seen, logits_fn)
+
+        idle = finished | (step >= self.until)
+        broken = progress.broken | (~idle & ~valid)
+        tokens = progress.tokens.at[:, step].set(jnp.where(idle | broken, self.pad_token, token))
+        logprobs = progress.logprobs
+        if logprobs is not None:
+            logprob = jnp.where(idle, 0, _logprob(logits, token))
+            logprobs = logprobs.at[:, step].set(jnp.where(broken, jnp.nan, logprob))
+        finished = finished | broken
+        if self.stop_tokens is not None:
+            finished = finished | jnp.any(token[:, None] == self.stop_tokens, axis=-1)
+        if seen is not None:
+            seen = seen.at[jnp.arange(token.shape[0]), token].set(True)
+        return progress._replace(
+            cache=cache, newest=token, finished=finished, broken=broken, tokens=tokens, logprobs=logprobs, seen=seen
+        )
+
+
+def _logprob(logits: jax.Array, token: jax.Array) -> jax.Array:
+    """Returns the log-probability of a token of each row, before any rule is applied."""
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 def _unstacked(pure: Pure) -> Pure | None:

@@ -22,10 +22,10 @@ from nnx.core.repr import short
 from nnx.core.state.state import State
 from nnx.interop.export_trees import form_of
 from nnx.interop.exported import DESCRIPTION, FORMAT, PROGRAM, VERSION, WEIGHTS, array_type, weight_type
-from nnx.storage.checkpoints.manifest import seal
 from nnx.storage.errors import CheckpointError
 from nnx.storage.files import atomic_file, local_path
 from nnx.storage.safetensors.safetensors import save_safetensors
+from nnx.storage.sealed import seal
 from nnx.transforms.engine.call import Call, callee_of, cell_paths
 from nnx.transforms.engine.leave import run
 
@@ -41,7 +41,7 @@ and pass jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 3"), dtype) for inpu
 NOT_A_DIRECTORY = "nnx.export: {path} exists and is not a directory."
 
 # `jax.export` refuses programs that call what it has no guarantee for, such as the GPU kernels of `nnx.MoE`. They are
-# part of the program, and the docstring of `export` says what holds for them.
+# part of the program; the docstring of `export` explains what that means for its lifetime.
 _KERNELS = (jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton"),)
 
 

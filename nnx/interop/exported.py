@@ -4,7 +4,6 @@ The *description* of an export is JSON with a checksum: the sizes and checksums 
 and the forms of its arguments and of its result (see `export_trees`).
 """
 
-import json
 import os
 import zlib
 from pathlib import Path
@@ -19,10 +18,10 @@ from nnx.core.repr import short
 from nnx.core.state.paths import listing
 from nnx.core.state.state import State
 from nnx.interop.export_trees import check_form, flattened, rebuilt
-from nnx.storage.checkpoints.manifest import seal
 from nnx.storage.errors import CheckpointError
 from nnx.storage.files import local_path, open_regular
 from nnx.storage.safetensors.safetensors import load_safetensors
+from nnx.storage.sealed import is_intact, read_object
 
 FORMAT = "nnx export"
 VERSION = 1
@@ -157,19 +156,15 @@ def _abstract(text: str) -> jax.ShapeDtypeStruct:
 
 def _description(path: Path) -> dict[str, Any]:
     try:
-        with open_regular(path / DESCRIPTION) as file:
-            raw = file.read()
-        fields = json.loads(raw.decode("utf-8"))
-        if not isinstance(fields, dict):
-            raise ValueError(f"it is {short(fields)} instead of an object")
+        fields, raw = read_object(path / DESCRIPTION)
         if fields.get("format") != FORMAT:
             found = short(fields.get("format"))
             raise CheckpointError(OTHER_FORMAT.format(path=path, file=DESCRIPTION, found=found, expected=FORMAT))
         if type(fields["version"]) is not int or fields["version"] > VERSION:
             raise CheckpointError(NEWER.format(path=path, found=short(fields["version"]), known=VERSION))
-        fields.pop("crc32")
-        if seal(fields).encode() != raw:
+        if not is_intact(raw):
             raise ValueError("its checksum does not match")
+        fields.pop("crc32")
         _check_fields(fields)
         return fields
     except CheckpointError:

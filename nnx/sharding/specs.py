@@ -96,44 +96,63 @@ def map_named(fn: Callable[[str, tuple[Any, ...], Any, Any], Any], tree: Any) ->
     The results replace the Variables. The container of a bare array is the array itself. Of a Module, the State is
     mapped. Optimizer state that is part of a `TrainState` takes the names of its parameters.
     """
-    defaults: Mapping[str, DefaultAxes] = {}
-    shapes: Mapping[str, tuple[int, ...]] = {}
-    moment_axes: Callable[[], Any] = functools.cache(getattr(tree, "moment_axes", dict))  # TrainState has them
+    named = _Named(fn, functools.cache(getattr(tree, "moment_axes", dict)))  # TrainState has them
     if isinstance(tree, Module):
-        defaults, tree = default_axes(tree), Module.get_state(tree)
+        named.defaults, tree = default_axes(tree), Module.get_state(tree)
     elif isinstance(moduledef := getattr(tree, "moduledef", None), ModuleDef):  # Pure and TrainState have one
-        defaults = default_axes(moduledef)
-        shapes = _shapes(getattr(tree, "params", None))
+        named.defaults = default_axes(moduledef)
+        named.shapes = _shapes(getattr(tree, "params", None))
+    return named.map(tree, ())
 
-    def visit(keys: tuple[Any, ...], node: Any) -> Any:
+
+class _Named:
+    """Applies a function to the arrays of a tree, with the names of their axes.
+
+    Attributes:
+        defaults: the default names of the model's Variables, by path.
+        shapes: the shapes of the parameters, by path, where arrays made from them (moments) are in the tree as well.
+    """
+
+    def __init__(self, fn: Callable[[str, tuple[Any, ...], Any, Any], Any], moment_axes: Callable[[], Any]):
+        self._fn, self._moment_axes = fn, moment_axes
+        self.defaults: Mapping[str, DefaultAxes] = {}
+        self.shapes: Mapping[str, tuple[int, ...]] = {}
+
+    def map(self, tree: Any, prefix: tuple[Any, ...]) -> Any:
+        """Maps the function over a tree that is at `prefix`, a key path, in the whole one."""
+        return jax.tree_util.tree_map_with_path(
+            lambda keys, node: self._visit((*prefix, *keys), node), tree, is_leaf=lambda node: isinstance(node, Node)
+        )
+
+    def _visit(self, keys: tuple[Any, ...], node: Any) -> Any:
         path = _path(keys)
         if not isinstance(node, Node):
-            return fn(path, _names(None, node, path), node, node)
+            return self._fn(path, _names(None, node, path), node, node)
         if "sharding" not in node.metadata:  # plain data in its box: a bare Node, or the field of a Pytree
-            return walk(node.value, keys)
+            return self.map(node.value, keys)
         in_state = bool(keys) and isinstance(keys[-1], jax.tree_util.DictKey)
         variable = keys[-1].key if in_state else ""  # its path in the model
-        sharding = current_names(node.metadata["sharding"], defaults.get(variable))
-        derived = not _is_model_path(keys)
+        sharding = current_names(node.metadata["sharding"], self.defaults.get(variable))
+        is_derived = not _is_model_path(keys)
 
         def visit_array(inner: tuple[Any, ...], leaf: Any) -> Any:
-            names = _names(sharding, leaf, path)
-            whole_path = _path((*keys, *inner))
-            if derived and hasattr(leaf, "shape"):
-                of = shapes.get(variable)
-                axes = None if of is None else matching_axes(leaf.shape, of)
-                if of is not None and axes is not None and None in axes and len(axes) < len(of):
-                    axes = moment_axes().get(whole_path.removeprefix("opt_state/"), axes)
-                names = _derived_names(sharding, names, leaf.shape, of, axes)
-            return fn(whole_path, names, leaf, node)
+            names, whole_path = _names(sharding, leaf, path), _path((*keys, *inner))
+            if is_derived and hasattr(leaf, "shape"):
+                of = self.shapes.get(variable)
+                names = _derived_names(sharding, names, leaf.shape, of, self._axes_kept(whole_path, leaf.shape, of))
+            return self._fn(whole_path, names, leaf, node)
 
         return jax.tree_util.tree_map_with_path(visit_array, node.value)
 
-    def walk(tree: Any, prefix: tuple[Any, ...]) -> Any:
-        is_box = lambda x: isinstance(x, Node)  # noqa: E731
-        return jax.tree_util.tree_map_with_path(lambda keys, x: visit((*prefix, *keys), x), tree, is_leaf=is_box)
-
-    return walk(tree, ())
+    def _axes_kept(
+        self, path: str, shape: tuple[int, ...], of: tuple[int, ...] | None
+    ) -> tuple[int | None, ...] | None:
+        """Returns the axis of a parameter of shape `of` for each axis of an array that was made from it."""
+        axes = None if of is None else matching_axes(shape, of)
+        # Sizes alone do not tell which axes of equal size a factored moment has kept; the transformation does.
+        if of is not None and axes is not None and None in axes and len(axes) < len(of):
+            return self._moment_axes().get(path.removeprefix("opt_state/"), axes)
+        return axes
 
 
 def _shapes(params: Any) -> dict[str, tuple[int, ...]]:

@@ -358,17 +358,11 @@ def _explicit(
     *batch, query_length, heads, head_dim = query.shape
     key_length, kv_heads = key.shape[-3:-1]
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-
-    # Letters: t queries, s keys, k key heads, g query heads per key head, h features. Grouping the query heads avoids
-    # repeating the keys; the products are accumulated in float32 even for half-precision inputs.
-    grouped = query.reshape(*batch, query_length, kv_heads, heads // kv_heads, head_dim)
-    logits = jnp.einsum("...tkgh,...skh->...kgts", grouped, key, precision=precision, preferred_element_type=wide)
-    logits = logits.reshape(*batch, heads, query_length, key_length) * scale
+    logits = _logits(query, key, precision) * scale
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     if bias is not None:
-        logits = logits + _bounded(bias).astype(wide)
+        logits = logits + _bounded(bias).astype(logits.dtype)
 
     visible = _visible(mask, query_length, key_length, key_lengths, is_causal, window)
     if visible is not None:
@@ -380,10 +374,7 @@ def _explicit(
         weights = jnp.where(seen, weights, 0)
 
     if dropout_rng is not None:
-        shape = weights.shape[-2:] if broadcast_dropout else weights.shape
-        keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
-        # At a rate of 1 nothing is kept, and the gradient of a division by zero would be NaN.
-        weights = jnp.where(keep, weights / (1.0 - dropout_rate or 1.0), 0.0).astype(query.dtype)
+        weights = _dropped(weights, dropout_rng, dropout_rate, broadcast_dropout)
 
     grouped = weights.reshape(*batch, kv_heads, heads // kv_heads, query_length, key_length)
     out = jnp.einsum("...kgts,...skh->...tkgh", grouped, value, precision=precision)
@@ -392,6 +383,24 @@ def _explicit(
         real = jnp.arange(query_length) < query_lengths[..., None]
         out = jnp.where(real[..., None, None], out, 0.0)
     return out, weights
+
+
+def _logits(query: jax.Array, key: jax.Array, precision: PrecisionLike) -> jax.Array:
+    """Returns the products of queries and keys, `[batch..., heads, query_length, key_length]`, in float32 or wider."""
+    *batch, query_length, heads, head_dim = query.shape
+    key_length, kv_heads = key.shape[-3:-1]
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    # Letters: t queries, s keys, k key heads, g query heads per key head, h features. Grouping the query heads avoids
+    # repeating the keys; the products are accumulated in float32 even for half-precision inputs.
+    grouped = query.reshape(*batch, query_length, kv_heads, heads // kv_heads, head_dim)
+    logits = jnp.einsum("...tkgh,...skh->...kgts", grouped, key, precision=precision, preferred_element_type=wide)
+    return logits.reshape(*batch, heads, query_length, key_length)
+
+
+def _dropped(weights: jax.Array, key: jax.Array, rate: float, broadcast: bool) -> jax.Array:
+    keep = jax.random.bernoulli(key, 1.0 - rate, weights.shape[-2:] if broadcast else weights.shape)
+    # At a rate of 1 nothing is kept, and the gradient of a division by zero would be NaN.
+    return jnp.where(keep, weights / (1.0 - rate or 1.0), 0.0).astype(weights.dtype)
 
 
 def _softmax_with_sinks(logits: jax.Array, sinks: jax.Array) -> jax.Array:

@@ -116,28 +116,34 @@ def ring_attention(
             logits_soft_cap=logits_soft_cap,
             sinks=sinks,
         )
-    for what, asked in {
+    wanted = {
         "add a bias": bias is not None,
         "drop attention weights": dropout_rate > 0.0 and not deterministic,
         "record the attention weights": module is not None,
         "use cuDNN's kernel": implementation == "cudnn",
         "add attention sinks": sinks is not None,
-    }.items():
-        if asked:
-            raise ValueError(UNSUPPORTED.format(what=what))
+    }
+    if any(wanted.values()):
+        raise ValueError(UNSUPPORTED.format(what=next(what for what, asked in wanted.items() if asked)))
     window = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     ring = Ring(placement.ring, is_causal, scale, window, logits_soft_cap, precision)
+    return _around_the_ring(placement, ring, query, key, value, mask, key_value_seq_lengths)
 
+
+def _around_the_ring(
+    placement: "Placement", ring: Ring, query: Any, key: Any, value: Any, mask: Any, lengths: Any
+) -> jax.Array:
+    """Splits the arrays, groups the query heads by key head, and attends."""
     kv_heads = key.shape[-2]
     query, key, value = (placement.split(x, placement.text) for x in (query, key, value))
     grouped = query.reshape(*query.shape[:-2], kv_heads, query.shape[-2] // kv_heads, query.shape[-1])
     if mask is not None:
-        mask = _grouped_mask(mask.astype(bool), len(batch), kv_heads)
+        mask = _grouped_mask(mask.astype(bool), query.ndim - 3, kv_heads)
         mask = placement.split(mask, placement.of_mask(mask))
-    if key_value_seq_lengths is not None:
-        key_value_seq_lengths = placement.split(key_value_seq_lengths, PartitionSpec(*placement.batch))
-    out: jax.Array = _attended(placement, ring, grouped, key, value, mask, key_value_seq_lengths)
+    if lengths is not None:
+        lengths = placement.split(lengths, PartitionSpec(*placement.batch))
+    out: jax.Array = _attended(placement, ring, grouped, key, value, mask, lengths)
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
@@ -179,7 +185,7 @@ class Placement:
         return PartitionSpec(*(None if size == 1 else axes for size, axes in zip(sizes, full)))
 
     def split(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Returns an array split like `spec` where its type says how it is split, which `shard_map` then checks."""
+        """Splits an array like `spec` on explicit axes, where `shard_map` checks the split that its type declares."""
         if self.mesh is None or AxisType.Explicit not in self.mesh.axis_types:
             return x
         return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))

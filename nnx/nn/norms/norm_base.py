@@ -232,6 +232,24 @@ def _fused_jvp(
     return jax.jvp(normalized, primals, tangents)
 
 
+def _group_moments(
+    x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...], groups: int, options: dict[str, Any]
+) -> tuple[jax.Array | None, jax.Array]:
+    """Returns mean and variance of groups of the last axis, repeated for the features of each."""
+    size = x.shape[-1] // groups
+    grouped = jnp.reshape(x, (*x.shape[:-1], groups, size))
+    if mask is not None:
+        mask = jnp.reshape(jnp.broadcast_to(mask, x.shape), grouped.shape)
+    # The features of a group are a new last axis, over which the moments are taken in place of all features.
+    axes = tuple(axis if axis < x.ndim - 1 else x.ndim for axis in axes)
+    mean, var, _ = moments(grouped, mask, axes, **options)
+    return None if mean is None else _repeated(mean, size), _repeated(var, size)
+
+
+def _repeated(moment: jax.Array, size: int) -> jax.Array:
+    return jnp.repeat(jnp.squeeze(moment, -1), size, axis=-1)
+
+
 @compiled_body
 def _normalize(
     x: jax.Array,
@@ -256,7 +274,6 @@ def _normalize(
     if scale is not None and scale_offset != 0.0:
         # Added in the statistics dtype: bfloat16 would round a scale of 1.001 back to 1.
         scale = cast(scale, statistics_dtype(scale.dtype)) + scale_offset
-    shape = x.shape
     axes = tuple(axis % x.ndim for axis in reduction_axes)
     if mask is None and groups is None and axis_name is None and x.size and not jnp.iscomplexobj(x):
         return cast(_fused(x, scale, bias, axes, feature_axes, epsilon, center), out_dtype)
@@ -266,14 +283,7 @@ def _normalize(
     if groups is None:
         mean, var, _ = moments(x, mask, axes, **options)
     else:
-        # (..., features) -> (..., groups, group size); then the moments of a group are repeated for its features.
-        grouped = jnp.reshape(x, (*shape[:-1], groups, shape[-1] // groups))
-        if mask is not None:
-            mask = jnp.reshape(jnp.broadcast_to(mask, shape), grouped.shape)
-        axes = tuple(axis if axis < x.ndim - 1 else x.ndim for axis in axes)
-        mean, var, _ = moments(grouped, mask, axes, **options)
-        var = jnp.repeat(jnp.squeeze(var, -1), shape[-1] // groups, axis=-1)
-        mean = None if mean is None else jnp.repeat(jnp.squeeze(mean, -1), shape[-1] // groups, axis=-1)
+        mean, var = _group_moments(x, mask, axes, groups, options)
     return cast(rescale(x, mean, var, scale, bias, feature_axes, epsilon, unit), out_dtype)
 
 

@@ -124,14 +124,9 @@ class RNN(Module):
         reverse = self.reverse if reverse is None else reverse
         keep_order = self.keep_order if keep_order is None else keep_order
 
-        feature_axes = self.cell.num_feature_axes
-        batch_axes = len(shape_of(self, inputs)) - feature_axes - 1
-        if batch_axes < 0:
-            cell = type(self.cell).__name__
-            raise ValueError(NO_TIME_AXIS.format(axes=feature_axes, cell=cell, shape=inputs.shape))
-        time_axis = 0 if time_major else batch_axes
+        time_axis = 0 if time_major else self._batch_axes(inputs)
         steps = jnp.moveaxis(inputs, time_axis, 0) if time_axis else inputs  # [time, batch..., *features]
-        batch = steps.shape[1 : 1 + batch_axes]
+        batch = steps.shape[1 : 1 + self._batch_axes(inputs)]
         if seq_lengths is not None and seq_lengths.shape != batch:
             raise ValueError(WRONG_LENGTHS.format(expected=batch, inputs=inputs.shape, got=seq_lengths.shape))
         carry = self.cell.initialize_carry(steps.shape[1:], ctx) if initial_carry is None else initial_carry
@@ -157,6 +152,14 @@ class RNN(Module):
         if time_axis:
             outputs = jax.tree.map(lambda y: jnp.moveaxis(y, 0, time_axis), outputs)
         return (carry, outputs) if return_carry else outputs
+
+    def _batch_axes(self, inputs: jax.Array) -> int:
+        feature_axes = self.cell.num_feature_axes
+        batch_axes = len(shape_of(self, inputs)) - feature_axes - 1
+        if batch_axes < 0:
+            cell = type(self.cell).__name__
+            raise ValueError(NO_TIME_AXIS.format(axes=feature_axes, cell=cell, shape=inputs.shape))
+        return batch_axes
 
 
 def _carry_types(cell: Any, carry: Any, x: jax.Array, ctx: Context | None) -> Any:

@@ -10,7 +10,6 @@ CRC-32 of the rest.
 """
 
 import dataclasses
-import json
 import re
 import shutil
 import stat
@@ -24,7 +23,8 @@ import jax
 from nnx.core.repr import short
 from nnx.storage.entry import Entry, parse_entry
 from nnx.storage.errors import CheckpointError, DamagedError
-from nnx.storage.files import atomic_file, inside, open_regular, unique_token
+from nnx.storage.files import atomic_file, inside, unique_token
+from nnx.storage.sealed import is_intact, read_object, seal
 
 FORMAT = "nnx checkpoint"
 VERSION = 2
@@ -38,9 +38,6 @@ interrupted. Load an earlier one."""
 DAMAGED = "The checkpoint at {path} is damaged: {reason}. Nothing was loaded. Load an earlier one."
 OTHER_FORMAT = "{path} is not an NNX checkpoint: the format in its {file} is {found!r}, expected {expected!r}."
 NEWER = "The checkpoint at {path} has format version {found}; this version of NNX reads up to version {known}."
-
-_OPENING = '{{\n "crc32": "{:08x}",\n'  # every manifest begins like this; the checksum covers everything after it
-_OPENING_LENGTH = len(_OPENING.format(0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +92,6 @@ class Manifest:
             "info": dict(self.info),
         }
         return seal(fields)
-
-
-def seal(fields: Mapping[str, Any]) -> str:
-    """Returns fields as JSON that begins with the checksum of the rest."""
-    rest = json.dumps(fields, indent=1).removeprefix("{\n")
-    return _OPENING.format(zlib.crc32(rest.encode())) + rest
 
 
 # Files
@@ -180,11 +171,7 @@ def _size_error(directory: Path, data: str, name: str, size: int) -> str:
 
 def _parse(directory: Path) -> Manifest:
     try:
-        with open_regular(directory / FILE_NAME) as file:
-            raw = file.read()
-        fields = json.loads(raw.decode("utf-8"))
-        if not isinstance(fields, dict):
-            raise ValueError(f"it is {short(fields)} instead of an object")
+        fields, raw = read_object(directory / FILE_NAME)
         found, version = fields["format"], fields["version"]
         if found != FORMAT:
             text = OTHER_FORMAT.format(path=directory, file=FILE_NAME, found=short(found), expected=FORMAT)
@@ -193,7 +180,7 @@ def _parse(directory: Path) -> Manifest:
             raise ValueError(f"the version is {short(version)}")
         if version > VERSION:
             raise CheckpointError(NEWER.format(path=directory, found=version, known=VERSION))
-        if version >= 2 and raw[:_OPENING_LENGTH] != _OPENING.format(zlib.crc32(raw[_OPENING_LENGTH:])).encode():
+        if version >= 2 and not is_intact(raw):
             raise ValueError("its checksum does not match: it differs from what was saved")
         return dataclasses.replace(_manifest_of(fields, version), checksum=zlib.crc32(raw))
     except CheckpointError:

@@ -63,10 +63,15 @@ def match(
     known = set(candidates.values())
     report.unexpected = [name for name in manifest.entries if name not in known]
     report.moved = {path: saved for path, saved in report.moved.items() if path in found and path != saved}
-    same = {path for path, name in manifest.modules.items() if leaves.modules.get(path) == name}
-    saved_settings = {path: lines for path, lines in manifest.hyperparameters.items() if path in same}
-    report.changed = changes(saved_settings, leaves.hyperparameters)
+    report.changed = _changed_settings(manifest, leaves)
     return found, report
+
+
+def _changed_settings(manifest: Manifest, leaves: Leaves) -> dict[str, tuple[str, str]]:
+    """Returns the static attributes that differ from those saved, of the Modules whose class is the same."""
+    same = {path for path, name in manifest.modules.items() if leaves.modules.get(path) == name}
+    saved = {path: lines for path, lines in manifest.hyperparameters.items() if path in same}
+    return changes(saved, leaves.hyperparameters)
 
 
 def _candidates(manifest: Manifest, leaves: Leaves, by_name: Mapping[str, str]) -> dict[str, str]:

@@ -107,13 +107,11 @@ class TensorFile:
             CheckpointError: the file has become shorter, or a checksum does not match.
         """
         tensor = self.tensors[name]
+        first, last = 0, tensor.nbytes
         shape = tensor.shape
-        if stop is None:
-            first, last = 0, tensor.nbytes
-        else:
+        if stop is not None:
             row = math.prod(shape[1:]) * tensor.dtype.itemsize
-            first, last = start * row, stop * row
-            shape = (stop - start, *shape[1:])
+            first, last, shape = start * row, stop * row, (stop - start, *shape[1:])
         buffer = aligned_bytes(last - first) if into is None else into[: last - first]
         chunks = range(first // self.chunk, -(-last // self.chunk))
 
