@@ -17,7 +17,7 @@ from nnx.models.files.tables import Link
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """One kind of model: its classes, and how they correspond to published directories.
+    """A kind of model: its classes, and how they correspond to published directories.
 
     Attributes:
         model_types: the values of `model_type` in `config.json` that it covers.

@@ -1,4 +1,4 @@
-"""What a decoder is made of: `DecoderConfig`, one frozen record for every family, and its rotary part.
+"""The settings of a decoder: `DecoderConfig`, one frozen record for all families, and its rotary part.
 
 The fields have NNX's names. `families` translates the `config.json` of a published model into them, and back.
 """
@@ -105,7 +105,7 @@ class DecoderConfig:
     hidden_features: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int = None  # type: ignore[assignment]  (an int once the record is made)
+    num_kv_heads: int = None  # type: ignore[assignment]  (an int after __post_init__)
     head_dim: int = None  # type: ignore[assignment]
     max_length: int
     activation: str = "silu"
@@ -168,6 +168,7 @@ class DecoderConfig:
     def period(self) -> int:
         """The length of the shortest pattern of layer types that repeats from the first layer to the last."""
         types = self.layer_types
+        # A pattern of length n repeats if the list agrees with itself moved by n.
         return next(n for n in range(1, len(types) + 1) if types[n:] == types[:-n])
 
     @property
@@ -190,5 +191,5 @@ FILE_ENTRIES = {
 
 
 def frozen_extra(fields: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Returns the entries of a `config.json` as a value that can be hashed."""
+    """Returns entries of a `config.json` as a hashable value."""
     return tuple((name, json.dumps(value)) for name, value in sorted(fields.items()))

@@ -105,7 +105,7 @@ class DecoderBlock(Module):
             **options,
         )
         if config.normalize_qk:
-            # Replaced rather than requested by `normalize_qk`, because of the epsilon and the offset.
+            # Set here because `normalize_qk=` takes neither the epsilon nor the offset.
             self.attention.query_ln = _norm(config, config.head_dim, options)
             self.attention.key_ln = _norm(config, config.head_dim, options)
         self.attention_post_norm = _norm(config, config.features, options) if config.post_norms else None
@@ -397,9 +397,10 @@ def _mlp(config: DecoderConfig, options: dict[str, Any]) -> GatedMLP | MLP | MoE
 
 
 def _constrained(x: jax.Array) -> jax.Array:
-    """Returns features between layers, split by the rules in force.
+    """Constrains the features between layers as the current rules say.
 
-    Left alone, the compiler splits them like the parameters of FSDP, by features, and sums instead of gathering.
+    Without a constraint, the compiler splits them by features, like the parameters of FSDP, and sums partial products
+    instead of gathering the parameters.
     """
     return with_logical_constraint(x, ("batch", "length", "embed"), fallback=RulesFallback.NO_CONSTRAINT)
 

@@ -1,9 +1,9 @@
 """The families of published decoders: how the `config.json` of each one translates to a `DecoderConfig`, and back.
 
-A `Family` is mostly data. *Keys* say which entry of the file is which field; *constants* are the fields that the file
-does not mention because every model of the family agrees on them; *defaults* are what an absent entry means; *only* are
-the entries for which one value alone is supported. Three things differ in more than a name and have functions: rotary
-embeddings (`rope`), windows (`_layer_types`) and the fields that two entries determine together.
+A `Family` is mostly data: which entry of the file sets which field, the fields that are the same in all models of the
+family, the meaning of absent entries, and the entries of which only one value is supported. Three things differ in more
+than a name and are read by functions: rotary embeddings (`files/rope_entries`), windows (`_windows`), and fields that
+follow from two entries.
 """
 
 import dataclasses
@@ -173,7 +173,7 @@ FAMILIES = {
                 "normalize_experts": False,
                 "sliding_window": 4096,
             },
-            # Some layers with a dense MLP: no published model has them.
+            # Dense MLPs in some layers; no published model has them.
             {"decoder_sparse_step": 1, "mlp_only_layers": []},
             sliding=_always,
             aliases={"num_local_experts": "num_experts"},
@@ -201,7 +201,8 @@ FAMILIES = {
             "gpt_oss",
             "GptOssForCausalLM",
             {
-                **{key: field for key, field in _COMMON.items() if key != "hidden_act"},  # its activation has no name
+                # The file does not name the activation.
+                **{key: field for key, field in _COMMON.items() if key != "hidden_act"},
                 **_BIASES,
                 "num_local_experts": "num_experts",
                 "num_experts_per_tok": "num_selected",
@@ -331,7 +332,7 @@ def config_to_dict(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _entry(family: Family, fields: Mapping[str, Any], key: str, field: str, where: str) -> Any:
-    """Returns the value of one field, checked as far as the file could be wrong about it."""
+    """Returns the value of one field, after checking the entry that sets it."""
     default = DecoderConfig.__dataclass_fields__[field].default
     required = default is dataclasses.MISSING and key not in _DERIVED
     value = fields.get(key)

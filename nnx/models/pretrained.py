@@ -70,7 +70,7 @@ NOT_ITS_CONFIG = (
 )
 ABSTRACT = "Cannot save a model without values: {path!r} is {value}."
 
-# The attributes of layers that the config decides and that change the output. (A norm's scale is a parameter, that of
+# The attributes of layers that the config sets and that change the output. (A norm's scale is a parameter, that of
 # attention a setting.)
 _SETTINGS = (
     *("activation", "gated_activation", "epsilon", "scale_offset", "sliding_window", "scale", "logits_soft_cap"),
@@ -108,7 +108,7 @@ def from_pretrained(
 
     Returns:
         The model, whose attribute `config` describes it: a `Decoder`, or the class that the guide lists for the
-        family. (A type checker takes it for anything; annotate the variable with the class you expect.)
+        family. (Type checkers see `Any`: annotate the variable with the class you expect.)
 
     Raises:
         FileNotFoundError: the directory, its config or its weights do not exist.
@@ -185,7 +185,7 @@ def save_pretrained(
         max_shard_size=max_shard_size,
         metadata=metadata,
     )
-    # Last, because it takes no time: only a process that is killed here leaves an old config next to new weights.
+    # Written last: it takes no time, so a killed process hardly ever leaves an old config next to new weights.
     dtype = str(next(values[path].dtype for path in architecture.dtype_paths if path in values))
     text = json.dumps({**fields, "torch_dtype": dtype, "dtype": dtype}, indent=2) + "\n"
     Exchange(f"nnx.models.save_pretrained({str(directory)!r})").together(lambda: _write(path / "config.json", text))
@@ -222,7 +222,7 @@ def _open(directory: Path, opened: contextlib.ExitStack) -> dict[str, TensorFile
 
 
 def _options(path: Path, architecture: Architecture, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those options that the architecture has; the others must be off."""
+    """Returns the options that the architecture has; any other must be off."""
     for option, value in options.items():
         if option not in architecture.options and value is not False:
             raise ValueError(NO_OPTION.format(where=path, option=option, got=value, family=config.model_type))
@@ -241,7 +241,7 @@ def abstract_model(architecture: Architecture, config: Any, param_dtype: Any, **
 
 
 def values_by_path(model: Module) -> dict[str, Any]:
-    """Returns the values that a checkpoint holds, by path: not those of losses, or of Variables that hold None."""
+    """Returns the values that a checkpoint holds, by path: all but losses and Variables that hold None."""
     state = Module.filter(model, Not(Loss))
     values = {path: getattr(leaf, "value", leaf) for path, leaf in state.items()}
     return {path: value for path, value in values.items() if value is not None}
@@ -294,7 +294,7 @@ def _check(
 
 
 def _fill(model: Module, known: list[Link], files: Mapping[str, AnyFile], place: Callable[..., jax.Array]) -> None:
-    """Puts the values of the files into an abstract model."""
+    """Fills an abstract model with the values in the files."""
     state, values = Module.get_state(model), values_by_path(model)
     locations, stacks = _located(known, files, values)
     # In the order of the files, so that reading is sequential.
@@ -376,7 +376,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _differences(model: Module, expected: Module) -> list[str]:
-    """Returns where a model differs from the one its config describes, in what matters for its output."""
+    """Lists the differences between a model and the one its config describes, as far as they affect the output."""
     ours, theirs = values_by_path(model), values_by_path(expected)
     lines = [f"{path} is missing" for path in theirs if path not in ours]
     for path, value in ours.items():

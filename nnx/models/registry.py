@@ -1,4 +1,4 @@
-"""The architectures that `from_pretrained` and `save_pretrained` know. Adding one is one more entry here."""
+"""The architectures that `from_pretrained` and `save_pretrained` know. To add one, list it in `_ALL`."""
 
 from collections.abc import Collection
 from typing import Any

@@ -104,7 +104,7 @@ def adaptive_max_pool(inputs: jax.Array, output_size: Sequence[int | None]) -> j
 
 
 class _AdaptivePool(Module):
-    """Adaptive pooling; a subclass says how a window is reduced."""
+    """Adaptive pooling; a subclass defines how a window is reduced."""
 
     _how: ClassVar[Reduction]
 
@@ -182,7 +182,7 @@ def global_max_pool(inputs: jax.Array, spatial_dims: int | None = None, *, keepd
 
 
 class _GlobalPool(Module):
-    """Global pooling; a subclass says how space is reduced."""
+    """Global pooling; a subclass defines how the spatial axes are reduced."""
 
     _how: ClassVar[Reduction]
 

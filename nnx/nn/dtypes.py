@@ -75,7 +75,7 @@ def set_dtypes(
 
 
 def _holders(module: Any) -> list[tuple[Any, bool]]:
-    """Returns the Modules that hold a layer's own Variables, each with whether BatchStats in it are its statistics.
+    """Returns the Modules that hold a layer's own Variables, and for each whether its BatchStats are the layer's.
 
     These are the layer itself and, if it has parameters of its own, the containers that it keeps them in, such as the
     scales of a `WeightNorm`. Other submodules are layers themselves.

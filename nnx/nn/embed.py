@@ -102,7 +102,7 @@ class Embed(Module):
         self.embedding = make_param(self, embedding_init, ctx, (num_embeddings, features), embedding_metadata)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Looks tokens up.
+        """Looks up tokens.
 
         Args:
             inputs: integers of any shape, within `0..num_embeddings - 1`. Negative ones count from the end; those

@@ -76,6 +76,7 @@ def _contract(
     if scale is None:
         x, kernel, bias = promote((x, kernel, bias), dtype=dtype)
     else:
+        # Integers would promote to a wider dtype than the weight had, so its scale takes part in the promotion instead.
         x, _, bias = promote((x, cast(scale, weight_dtype(scale, param_dtype)), bias), dtype=dtype)
         is_replaced = dot_general is not lax.dot_general
         is_plain = precision is None and out_sharding is None and not is_replaced

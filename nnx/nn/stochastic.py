@@ -1,7 +1,7 @@
 """Layers that add randomness in training and do nothing otherwise: `Dropout`, `DropPath`, `GaussianNoise`.
 
-Each takes its mode, `deterministic`, from the call, else the instance, else the Context's flag, and its random numbers
-from the Context passed to the call.
+The mode `deterministic` comes from the call, the instance or the Context's flag, in this order, and the random numbers
+come from the Context passed to the call.
 """
 
 from collections.abc import Sequence

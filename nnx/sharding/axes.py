@@ -71,7 +71,7 @@ def matching_axes(shape: Sequence[int], of: Sequence[int]) -> tuple[int | None, 
     ]
     if not shape or not fits:
         return None
-    # Each fit is one way to choose the axes. Transposed, that is all the candidates of each axis.
+    # Each fit is one way to choose the axes; transposed, they list the candidates for each axis.
     return tuple([axes[0] if len(set(axes)) == 1 else None for axes in zip(*fits, strict=True)])
 
 

@@ -1,8 +1,8 @@
 """Findings: what deserves a look before a model is split over a mesh.
 
-A *finding* is a sentence about something that has no effect although somebody wrote it (a rule, a mesh axis, the name
-in a constraint), about a large array that every device holds as a whole, or about layers that need more communication
-than they have to. An array that a rule leaves whole on purpose, `(name, None)`, is not a finding.
+A *finding* is a sentence about something somebody wrote that has no effect (a rule, a mesh axis, the name in a
+constraint), about a large array that every device holds as a whole, or about layers that communicate more than
+necessary. An array that a rule leaves whole on purpose, `(name, None)`, is not a finding.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""Meshes: which mesh the program is under at this point.
+"""Meshes: which mesh is current at this point of the program.
 
-It is that of `jax.set_mesh`. Without one, it is that of a `with mesh:` block, the older form, which JAX has deprecated;
-this is the order of `jax.lax.with_sharding_constraint`. Such a block leaves the types of arrays alone, so its axes are
-automatic, whatever type `jax.make_mesh` gave them.
+It is the one of `jax.set_mesh`, or else the one of a `with mesh:` block, the older form that JAX has deprecated;
+`jax.lax.with_sharding_constraint` looks in the same order. Such a block does not change the types of arrays, so its
+axes are automatic, even if `jax.make_mesh` made them explicit.
 """
 
 from typing import Any

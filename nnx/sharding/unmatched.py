@@ -53,7 +53,7 @@ class Unsettled(NamedTuple):
     calls: int
 
     def findings(self) -> list[str]:
-        """Returns what is still to be said about it."""
+        """Returns the findings that no warning has mentioned yet."""
         found = [*unmatched_rules(self.names, self.rules).values(), *idle_mesh_axes(self.mesh_shape, self.rules)]
         return [sentence for sentence in found if sentence not in self.told]
 
@@ -66,7 +66,7 @@ _warned: dict[object, None] = {}  # a dict, because it keeps the order in which 
 
 
 def note_names(names: Iterable[str]) -> None:
-    """Notes the names in a constraint, whatever the rules are."""
+    """Notes the names in a constraint, under any rules."""
     _seen_names.update(names)
 
 
@@ -95,7 +95,7 @@ def first_time(key: object) -> bool:
 
 
 def unmatched_rules(names: Iterable[str], rules: Rules) -> dict[Rule, str]:
-    """Returns the rules that split a name which nothing has, with the sentence that says so.
+    """Returns the rules that split a name which nothing has, each with a sentence about it.
 
     Args:
         names: the axis names in the model.

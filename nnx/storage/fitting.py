@@ -1,4 +1,4 @@
-"""Placing: whether a loaded value fits the place of another one, and how it is converted to take that place."""
+"""Fitting: whether a loaded value can replace another one, and how it is converted to do so."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -40,9 +40,9 @@ def describe_value(value: Any) -> Description | None:
 
 
 def fits(have: Described, want: Described, cast: bool) -> bool:
-    """Whether a loaded value can take the place of another one; with `cast`, dtypes may differ.
+    """Whether a loaded value can replace another one; with `cast`, dtypes may differ.
 
-    Nothing complex fits a real place, not even with `cast`: its imaginary part would be lost.
+    A complex value never replaces a real one, not even with `cast`: its imaginary part would be lost.
     """
     kinds = have.kind, want.kind
     if have.shape != want.shape or loses_imaginary_part(have, want):
@@ -63,7 +63,7 @@ def was_narrower(have: Described, want: Described, type_name: str) -> bool:
 
 
 def loses_imaginary_part(have: Described, want: Described) -> bool:
-    """Whether a complex value would take the place of a real one."""
+    """Whether a complex value would replace a real one."""
     numbers = {"array", "number"}
     return {have.kind, want.kind} <= numbers and _is_complex(have) and not _is_complex(want)
 
@@ -85,15 +85,15 @@ def _is_complex(described: Described) -> bool:
 
 
 def bound_sharding(old: Any) -> Any:
-    """Returns the sharding that a new value in the place of this one must have; None if JAX may choose."""
+    """Returns the sharding that the replacement of a value must have; None if JAX may choose."""
     is_bound = isinstance(old, jax.ShapeDtypeStruct) or (isinstance(old, jax.Array) and old.committed)
     return old.sharding if is_bound else None
 
 
 def converted(new: Any, old: Any) -> Any:
-    """Returns a value that fits as it is stored in the place of `old`: with its dtype, its devices, its kind of array.
+    """Converts a value that fits to what replaces `old`: with its dtype, its devices and its kind of array.
 
-    NumPy arrays are copied, so that later changes to them do not reach the place.
+    NumPy arrays are copied, so that later changes to them do not reach the Module.
     """
     if isinstance(new, jax.core.Tracer) or isinstance(old, jax.core.Tracer):
         return new if getattr(new, "dtype", None) == old.dtype else jnp.asarray(new, old.dtype)

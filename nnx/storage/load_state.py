@@ -103,7 +103,7 @@ def _flattened(mapping: Mapping[Any, Any], flat: Flat) -> dict[str, Any]:
 
 
 def _fitting(new: Any, leaf: Any, cast: bool) -> tuple[Any] | str:
-    """Returns the value to store, in a tuple, if what was given fits a leaf of the Module; else what was given."""
+    """Returns the value to store, in a tuple, if it fits a leaf of the Module; otherwise the text for the report."""
     if isinstance(new, Container) and isinstance(leaf, Container) and type(new) is not type(leaf):
         return short(new)
     new_leaves, new_tree = jax.tree.flatten(_raw(new))

@@ -1,7 +1,7 @@
 """Running as several processes: one decides, all agree, and errors name a process that has died.
 
 A program on several hosts runs as several processes that must do the same things in the same order. An *exchange* is
-one thing they do together (a save, say), in *rounds*. In a round every process contributes a value, or the error it
+something they do together, such as a save, in *rounds*. In a round every process contributes a value, or the error it
 ran into, and receives the contributions of all. So no process leaves a round before all have reached it, and a failure
 on one process is a failure on all of them. Exchanges use the key-value store of `jax.distributed`, not the devices, so
 they work in any thread and while a step is running.
@@ -48,7 +48,7 @@ def is_first() -> bool:
 
 
 class Exchange:
-    """One thing that all processes do together.
+    """Something that all processes do together.
 
     Every process must create its exchanges in the same order, in its main thread. The rounds of one exchange can run in
     any thread.

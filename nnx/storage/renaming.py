@@ -63,7 +63,7 @@ def _match(pattern: Sequence[str], segments: Sequence[str]) -> list[str] | None:
     if not pattern:
         return None if segments else []
     head, rest = pattern[0], pattern[1:]
-    if head == "**":
+    if head == "**":  # takes as many segments as possible
         for count in range(len(segments), -1, -1):
             captured = _match(rest, segments[count:])
             if captured is not None:

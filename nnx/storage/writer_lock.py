@@ -107,7 +107,7 @@ class WriterLock:
                 continue  # just released
             holder, touch = found
             now = time.monotonic()
-            if touch != touched:
+            if touch != touched:  # a heartbeat, or another holder: the watch begins again
                 touched, watched_since = touch, now
             if _has_ended(holder) or now - watched_since > self._stale_after:
                 _take_away(self.file, holder)
@@ -120,6 +120,7 @@ class WriterLock:
     def _create(self) -> bool:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         holder = Holder(unique_token(), _host(), os.getpid(), _status(os.getpid())[1], since)
+        # Looked up first, because a waiter comes here 50 times a second and would write a temporary file each time.
         if os.path.lexists(self.file) or not _create_whole(self.file, json.dumps(dataclasses.asdict(holder)).encode()):
             return False
         self._holder = holder
@@ -128,7 +129,7 @@ class WriterLock:
         return True
 
     def check(self) -> None:
-        """Raises if the lock is no longer ours; to be called before the step that cannot be undone.
+        """Raises if this process no longer holds the lock; call it before the step that cannot be undone.
 
         Raises:
             TimeoutError: another writer took it over.

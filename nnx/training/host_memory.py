@@ -1,7 +1,7 @@
 """Optimizer state in the memory of the host: on the device for an update, and back afterward.
 
 Moments are needed once per step, so they can wait in the memory of the host (`nnx.on_host`). JAX does not compute with
-arrays of different memories: an update first *fetches* the state, and its result is *returned* to where the old state
+arrays in different memories, so an update first *fetches* the state, and its result is put back where the old state
 was. For state on the device, nothing happens.
 """
 
@@ -18,14 +18,14 @@ def fetch(tree: Any) -> Any:
 
 
 def put_back(new: Any, old: Any, fetched: Any) -> Any:
-    """Returns the new values, each in the memory of the old one in its place.
+    """Returns the new values, each in the same memory space as the value it replaces.
 
     Args:
         new: a tree of new values.
         old: the tree that was fetched.
         fetched: what `fetch` returned for it.
     """
-    # A transformation may change the structure of its state. Then no value has a place to go back to.
+    # A transformation may change the structure of its state. Then it is unknown which value replaces which.
     if fetched is old or jax.tree.structure(new) != jax.tree.structure(old):
         return new
     return jax.tree.map(lambda x, was: jax.device_put(x, jax.memory.Space.Host) if is_on_host(was) else x, new, old)

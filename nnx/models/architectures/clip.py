@@ -188,6 +188,7 @@ class CLIPText(Module):
         for block in self.layers:
             x = block(x, mask=mask, is_causal=True)
         x = self.norm(x)
+        # The position of the first end token; or, for the first checkpoints, that of the token with the highest number.
         ends = tokens if config.end_token == 2 else tokens == config.end_token
         return EncoderOutput(x, x[jnp.arange(x.shape[0]), jnp.argmax(ends, axis=-1)])
 

@@ -1,4 +1,4 @@
-"""What encoders of text and images share: their block, and the record that they return."""
+"""What encoders of text and images share: their layer, and the record they return."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -110,7 +110,7 @@ class EncoderBlock(Module):
 
 
 def key_mask(model: str, mask: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns a mask of tokens as one of keys, `[batch, heads, query, key]`; others with four axes stay the same.
+    """Returns a mask of tokens as one of keys, `[batch, heads, query, key]`; a mask with four axes is one already.
 
     Args:
         model: the name of the model, for errors.

@@ -30,7 +30,7 @@ def checked_images(
         model: the name of the model, for errors.
         images: the images.
         channels: their number of channels.
-        dtype: the dtype to return them in; they do not decide it, because they come as float32.
+        dtype: the dtype of the computation. Images come as float32, which would otherwise decide it.
         size: their height and width; `None` if these may vary.
 
     Raises:

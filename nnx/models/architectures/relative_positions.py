@@ -28,7 +28,7 @@ class RelativePositionBias(Module):
 
     Args:
         num_buckets: the number of buckets, at least 4.
-        max_distance: the distance from which on all distances share a bucket.
+        max_distance: the distance from which all distances share a bucket.
         num_heads: the number of heads.
         bidirectional: whether keys after the query have their own half of the buckets. Otherwise they share the bucket
             of distance 0, which is for causal attention.
@@ -94,7 +94,7 @@ class RelativePositionBias(Module):
         ahead = key_positions - query_positions[..., None]
         size = self.num_buckets // 2 if self.bidirectional else self.num_buckets
         distance = jnp.abs(ahead) if self.bidirectional else jnp.maximum(-ahead, 0)
-        # The table is made by numpy: a logarithm that XLA rounds differently would put a distance into another bucket.
+        # NumPy makes the table: XLA may round the logarithm differently, and put a distance into another bucket.
         table = jnp.asarray(bucket_of_distances(size, self.max_distance))
         bucket = jnp.take(table, jnp.minimum(distance, self.max_distance), axis=0)
         return bucket + size * (ahead > 0) if self.bidirectional else bucket

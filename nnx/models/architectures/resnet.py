@@ -1,6 +1,6 @@
 """ResNet: a convolutional encoder of images, plain (`ResNet`) or as a classifier (`ResNetClassifier`).
 
-A network is a *stem*, then *stages* of *blocks*. A block adds its input to what its convolutions make of it; if their
+A network is a *stem* followed by *stages* of *blocks*. A block adds its input to the output of its convolutions; if the
 shapes differ, the input passes through a *shortcut*.
 """
 
@@ -117,7 +117,7 @@ class NormedConv(Module):
     ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "ctx": ctx}
         self.activation = activation
-        # An explicit padding, because "SAME" pads the image of a convolution with strides on one side more.
+        # Explicit, because "SAME" with strides pads one side more than the other.
         self.conv = Conv(in_features, out_features, (size, size), strides, padding=size // 2, use_bias=False, **options)
         self.norm = BatchNorm(out_features, momentum=0.9, epsilon=1e-5, **options)
 
@@ -241,7 +241,7 @@ class ResNet(Module):
         Args:
             images: floats of shape `[batch, height, width, channels]`, of any height and width.
             use_running_average: whether to normalize by the running averages. In training, pass False: batches are then
-                normalized by their own statistics, and the running averages follow them.
+                normalized by their own statistics, which update the running averages.
         """
         dtype = self.stem.conv.kernel.dtype if self.dtype is None else self.dtype
         mode: dict[str, Any] = {"use_running_average": use_running_average}

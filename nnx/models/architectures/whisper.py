@@ -148,7 +148,7 @@ class WhisperEncoder(Module):
             raise ValueError(NOT_FLOATS.format(got=sound.dtype))
         # Sound comes as float32 and does not decide the dtype of the computation.
         sound = sound.astype(self.conv.kernel.dtype if self.conv.dtype is None else self.conv.dtype)
-        activation = activation_of("gelu")  # of the convolutions, independently of the config
+        activation = activation_of("gelu")  # that of the convolutions does not depend on the config
         x = self.positions(activation(self.halving_conv(activation(self.conv(sound)))))
         for block in self.layers:
             x = block(x)
@@ -212,7 +212,7 @@ class WhisperDecoderBlock(Module):
 
 
 class Whisper(Module):
-    """A model that writes what is said: sound and the text so far in, logits of the next tokens out.
+    """A speech recognizer: sound and the text so far in, logits of the next tokens out.
 
     Args:
         config: the architecture.
@@ -357,7 +357,7 @@ class Whisper(Module):
 
 
 def _without_key_bias(attention: MultiHeadAttention, options: dict[str, Any]) -> None:
-    """Replaces the projection of keys; `use_bias` is about all three."""
+    """Replaces the projection of keys by one without bias; `use_bias=False` would affect all three."""
     heads = (attention.num_heads, attention.head_dim)
     attention.key = LinearGeneral(attention.in_kv_features, heads, use_bias=False, **options)
 

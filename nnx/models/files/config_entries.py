@@ -20,7 +20,7 @@ NO_LABELS = "{config}: expected labels to be a tuple of strings, one per class, 
 UNKNOWN_TASK = "{config}: expected task to be one of {known} or None, got {got!r}."
 UNKNOWN_CLASS = "{where}: the architecture {got!r} is not among the known ones of {family}: {known}."
 
-TWO_LABELS = ("LABEL_0", "LABEL_1")  # what `transformers` assumes if nothing is said
+TWO_LABELS = ("LABEL_0", "LABEL_1")  # what `transformers` assumes if the file lists none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ConfigEntries:
 
 
 def checked(value: Any, default: Any, key: str, where: str) -> Any:
-    """Returns the value of an entry, after checking that it is what its default is: a size, a number, a name, …."""
+    """Returns the value of an entry after checking it against the type of its default: a size, a number, a name, …."""
 
     def is_size(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= 0
@@ -108,7 +108,7 @@ def checked(value: Any, default: Any, key: str, where: str) -> Any:
 
 
 def check_config(config: Any, sizes: tuple[str, ...], tasks: tuple[str, ...] = ()) -> None:
-    """Raises `ValueError` if sizes, heads, labels or task of a config make no sense."""
+    """Raises `ValueError` if the sizes, heads, labels or task of a config are impossible."""
     name = type(config).__name__
     for field in sizes:
         values = getattr(config, field)

@@ -24,7 +24,7 @@ from nnx.storage.safetensors.header import Tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK = 32
-"""The numbers that share a scale."""
+"""How many numbers share a scale."""
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 _INFINITY, _NAN = 0x7F80, 0x7FC0  # the bits of these bfloat16s

@@ -1,6 +1,6 @@
-"""Checkpoints whose weights are stored in few bits: which ones can be read, and the files that decode them.
+"""Checkpoints whose weights are stored in a few bits: which formats can be read, and the files that decode them.
 
-`fp8` and `mxfp4` know one format each. The weights become ordinary parameters, and a reader sees ordinary tensors.
+`fp8` and `mxfp4` decode one format each. A reader sees ordinary tensors, and the weights become ordinary parameters.
 """
 
 import contextlib
@@ -41,5 +41,5 @@ def decoding(fields: Mapping[str, Any], where: str) -> Decoding:
 
 
 def reopened(file: AnyFile, opened: contextlib.ExitStack) -> AnyFile:
-    """Opens a file again."""
+    """Opens the same file again, for a reader that runs later."""
     return opened.enter_context(TensorFile(file.path)) if isinstance(file, TensorFile) else file.reopened(opened)

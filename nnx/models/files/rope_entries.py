@@ -24,7 +24,7 @@ _ORIGINAL = "original_max_position_embeddings"
 # For each kind, its class and the entry of the file for each field.
 _SCALINGS: dict[str, tuple[type[RotaryScaling], dict[str, str]]] = {
     "linear": (LinearScaling, {"factor": "factor"}),
-    # The length from which on it scales has no entry: it is the context length of the model.
+    # No entry for the length above which it scales, which is the model's context length.
     "dynamic": (DynamicNTKScaling, {"factor": "factor"}),
     "llama3": (
         Llama3Scaling,
@@ -58,7 +58,7 @@ _SCALINGS: dict[str, tuple[type[RotaryScaling], dict[str, str]]] = {
     ),
 }
 _OTHERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL}
-_DEFAULT_ORIGINAL = {"phi3": 4096}  # what the file of a family means that does not have the entry
+_DEFAULT_ORIGINAL = {"phi3": 4096}  # the meaning of an absent entry, by family
 
 
 def read_rope(fields: Mapping[str, Any], kind: str, default_base: float, max_length: int, where: str) -> RotaryConfig:
@@ -85,7 +85,7 @@ def write_rope(rotary: RotaryConfig, local: RotaryConfig | None, max_length: int
             name: value for name, value in full.items() if name not in ("rope_theta", "partial_rotary_factor")
         }
     if isinstance(rotary.scaling, LongRoPEScaling):
-        # As published: older versions of transformers refuse any other entry of a phi3.
+        # As published; older versions of transformers accept nothing else in a phi3.
         fields[_ORIGINAL] = fields["rope_scaling"].pop(_ORIGINAL)
         fields["rope_scaling"]["type"] = fields["rope_scaling"].pop("rope_type")
     if local is not None:
@@ -108,7 +108,7 @@ def _settings(fields: Mapping[str, Any], kind: str, where: str) -> dict[str, Any
         local = fields.get("rope_local_base_freq")
         return {} if local is None else {"rope_theta": local}
     original = fields.get(_ORIGINAL, _DEFAULT_ORIGINAL.get(fields["model_type"]))
-    # Outside of the rotary settings, as in every phi3, this entry takes precedence.
+    # At the top level of the file, as in every phi3, this entry takes precedence.
     return {**outer, **old, **new, **({} if original is None else {_ORIGINAL: original})}
 
 
@@ -119,7 +119,7 @@ def _scaling(name: Any, settings: Mapping[str, Any], max_length: int, where: str
         known = ", ".join(("default", *_SCALINGS))
         raise ValueError(UNKNOWN_ROPE.format(where=where, got=name, known=known))
     cls, keys = _SCALINGS[name]
-    # An option that would change the frequencies in a way the class does not know must not be passed over.
+    # Reject options that would change the frequencies but that this class does not implement.
     unknown = next(
         (key for key, value in settings.items() if key not in {*_OTHERS, *keys.values()} and value is not None), None
     )

@@ -33,7 +33,7 @@ class Layout:
             if the parameter is not a matrix.
         transposed: whether the tensor is `[outputs, inputs]`, as in PyTorch's `Linear`.
         flat: whether the tensor has one axis, however many the parameter has.
-        order: for convolutions, the axis of the parameter that each axis of the tensor is.
+        order: for convolutions, the parameter's axis for each axis of the tensor.
         leading: the number of axes of size one that the tensor has before those of the parameter.
         interleaved: the number of fused parameters that take turns along the tensor's last axis; 0 if they do not.
     """
@@ -66,7 +66,7 @@ class Layout:
         return 0 if self.inputs is None or self.transposed else 1
 
     def to_tensor(self, array: np.ndarray) -> np.ndarray:
-        """Arranges a parameter as in a checkpoint; a view where possible."""
+        """Arranges a parameter as in a checkpoint, as a view where possible."""
         if self.order is not None:
             return array.transpose(self.order)
         if not self.transposed:
@@ -280,7 +280,7 @@ def links(config: DecoderConfig, scanned: bool, present: Iterable[str], prefix: 
 def layer_places(config: DecoderConfig, scanned: bool) -> list[tuple[str, tuple[int, ...]]]:
     """Returns the start of the paths of each layer, and its index in the stack if it is in one."""
     period, length = config.period, config.num_layers // config.period
-    if not scanned or length < 2:
+    if not scanned or length < 2:  # a Decoder does not scan a single period either
         return [(f"layers/{i}/", ()) for i in range(config.num_layers)]
     stacked = [(f"layers/scan_module/layers/{i % period}/", (i // period,)) for i in range(period * length)]
     return [*stacked, *((f"tail/{i}/", ()) for i in range(config.num_layers - period * length))]

@@ -1,4 +1,4 @@
-"""`log_mel`: sound as the features that Whisper listens to.
+"""`log_mel`: the features of sound that Whisper takes.
 
 A *frame* is the power spectrum of 25 ms of sound, one every 10 ms. A *mel band* is a weighted sum of its frequencies;
 the bands are narrow for low frequencies and wide for high ones, as in hearing.
@@ -12,7 +12,7 @@ import numpy as np
 
 SAMPLE_RATE = 16_000
 WINDOW, HOP = 400, 160  # samples of a frame, and between the starts of two
-RANGE = 8.0  # everything quieter than the loudest by more than this is as quiet; a decade of power is 1
+RANGE = 8.0  # the dynamic range, in decades of power below the loudest; anything quieter is raised to its end
 
 NOT_SOUND = "log_mel: expected sound as floats [samples] or [batch, samples], got {got}."
 TOO_FEW = "log_mel: expected {name} to be a positive integer, got {got!r}."

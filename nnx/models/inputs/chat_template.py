@@ -1,6 +1,6 @@
 """Chat templates: the Jinja programs that turn a list of messages into the text a model was trained on.
 
-A template comes with the checkpoint, so it is code of somebody else. It runs in Jinja's immutable sandbox: it can read
+A template comes with the checkpoint, so it is somebody else's code. It runs in Jinja's immutable sandbox: it can read
 the values it is given and build a string, and can neither change them nor reach Python's objects behind them.
 """
 
@@ -44,7 +44,7 @@ def _environment() -> Any:
     extensions = require("jinja2.ext", "models", "A chat template")
 
     class Generation(extensions.Extension):
-        """`{% generation %}`, which marks what the model says for training code, and prints its content."""
+        """`{% generation %}`, which marks the model's turns for training code; here, it prints its content."""
 
         tags = {"generation"}
 
@@ -53,7 +53,7 @@ def _environment() -> Any:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     class Sandbox(sandbox.ImmutableSandboxedEnvironment):
-        """Raises at the first unsafe access. Jinja itself raises when the result is used, and prints it as nothing."""
+        """Raises at the first unsafe access. Jinja itself prints the result as nothing, and raises if it is used."""
 
         def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
             raise sandbox.SecurityError(f"it reads {attribute!r} of a {type(obj).__name__}.")
@@ -97,7 +97,7 @@ class ChatTemplate:
         """Returns the text of a chat.
 
         Args:
-            messages: dicts with a `role` and what the template reads besides, mostly `content`.
+            messages: dicts with a `role` and whatever else the template reads, usually `content`.
             **variables: anything else the template reads.
 
         Raises:
@@ -111,6 +111,6 @@ class ChatTemplate:
             raise ValueError(TEMPLATE_REFUSES.format(source=self.source, reason=error)) from error
         except self._errors.SecurityError as error:
             raise ValueError(TEMPLATE_ESCAPES.format(source=self.source, reason=error)) from error
-        except Exception as error:  # any other error of a program that is not ours: only its text can help
+        except Exception as error:  # a template can fail in any way, and all that helps is the text of the error
             kind = type(error).__name__
             raise ValueError(TEMPLATE_FAILS.format(source=self.source, kind=kind, reason=error)) from error

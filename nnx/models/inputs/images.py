@@ -1,4 +1,4 @@
-"""Images for published models: resizing, cropping and normalizing, as the `preprocessor_config.json` of a model says.
+"""Images for published models: resizing, cropping and normalizing, as set by a model's `preprocessor_config.json`.
 
 This runs on the host, in NumPy. Models were trained on images that Pillow resized, whose filters grow with the factor
 of reduction and round to 8 bits after each axis; `resize_image` does the same arithmetic, without Pillow.
@@ -15,7 +15,7 @@ import numpy as np
 
 from nnx.storage.files import local_path
 
-NO_FILE = "{path} contains no preprocessor_config.json, which says how its model wants its images."
+NO_FILE = "{path} contains no preprocessor_config.json, so it is unknown how images should be preprocessed."
 BAD_FILE = "{path} cannot be read as JSON: {reason}."
 UNKNOWN_TYPE = "{where}: the processor {got!r} is not among the known ones: {known}."
 BAD_ENTRY = "{where}: expected {key!r} to be {expected}, got {got!r}."
@@ -81,12 +81,12 @@ def _resized_axis(image: np.ndarray, axis: int, size: int, resample: str) -> np.
         return image
     factor = before / size
     if function is None:
-        # Pillow adds the steps up, and their rounding errors decide which of two equally near pixels is taken.
+        # Pillow adds up the steps, and their rounding errors decide which of two equally near pixels is taken.
         steps = np.full(size, factor)
         steps[0] = 0.5 * factor
         return image.take(np.cumsum(steps).astype(int), axis)
     centers = (np.arange(size) + 0.5) * factor
-    # When an image shrinks, the filter covers as many more pixels: without that, most of them would not count.
+    # When an image shrinks, the filter widens by the same factor; otherwise most pixels would be ignored.
     stretch = max(factor, 1.0)
     first = np.maximum((centers - reach * stretch + 0.5).astype(int), 0)
     last = np.minimum((centers + reach * stretch + 0.5).astype(int), before)
@@ -105,11 +105,11 @@ class ImageProcessor:
 
     Args:
         size: the height and width to resize to; or an int, the length of the shorter side, which keeps the proportions;
-            None to leave the size alone.
+            None to keep the size.
         crop: the height and width to cut out of the middle; None for all of it.
         resample: "nearest", "bilinear", "bicubic" or "lanczos".
         scale: the factor from bytes to numbers.
-        mean, std: the mean and standard deviation of every channel, to normalize by; None not to.
+        mean, std: the mean and standard deviation of every channel, to normalize by; None for no normalization.
 
     >>> prepare = nnx.models.ImageProcessor(size=(8, 8), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
     >>> images = [np.full((20, 30, 3), 255, np.uint8), np.zeros((9, 9, 3), np.uint8)]
@@ -161,7 +161,7 @@ class ImageProcessor:
         height, width, channels = image.shape
         if isinstance(self.size, int):
             short = min(height, width)
-            # The longer side is cut off, not rounded, as everywhere else.
+            # The longer side is truncated, not rounded, as in transformers.
             height, width = int(self.size * height / short), int(self.size * width / short)
         elif self.size is not None:
             height, width = self.size
@@ -231,7 +231,7 @@ def _clip_sizes(fields: Mapping[str, Any], where: str) -> tuple[Any, Any]:
 
 
 def _convnext_sizes(fields: Mapping[str, Any], where: str) -> tuple[Any, Any]:
-    """Small images are cut out of slightly larger ones; large ones are resized whole."""
+    """Sizes below 384 are cropped from a slightly larger image; from 384 up, the whole image is resized."""
     size, part = _shorter(fields, 384, where), fields.get("crop_pct") or 224 / 256
     if not isinstance(size, int) or not fields.get("do_resize", True):
         return size, None
@@ -239,7 +239,7 @@ def _convnext_sizes(fields: Mapping[str, Any], where: str) -> tuple[Any, Any]:
 
 
 def _shorter(fields: Mapping[str, Any], default: int, where: str) -> int | tuple[int, int]:
-    """Returns the length of the shorter side, or both sides where the file says so."""
+    """Returns the length of the shorter side, or both sides if the file lists both."""
     size = fields.get("size", default)
     short = size.get("shortest_edge") if isinstance(size, Mapping) else size
     if short is None:

@@ -1,4 +1,4 @@
-"""The checks of tokens that all models for text share."""
+"""Checks of tokens, for all models that take text."""
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +37,9 @@ def check_tokens(model: str, tokens: jax.Array, size: int) -> None:
 
 
 def without_negatives(tokens: jax.Array, size: int) -> jax.Array:
-    """Returns tokens for `Embed`, which counts negative numbers from the end.
+    """Moves negative tokens past the vocabulary, so that they become NaN like any other token outside of it.
 
-    A negative token is a mistake, so it becomes NaN like any other token outside the vocabulary.
+    `Embed` would count them from the end of the table.
     """
     return jnp.where(tokens < 0, size, tokens)
 

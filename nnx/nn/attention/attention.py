@@ -388,7 +388,7 @@ class MultiHeadAttention(Module):
     ) -> tuple[jax.Array, LayerCache]:
         """Appends tokens to a cache that the caller owns, and attends causally to all tokens so far.
 
-        Nothing on the layer changes, and there is no dropout.
+        The layer does not change, and nothing is dropped.
 
         Args:
             inputs: `[batch..., length, in_features]`, the next tokens.

@@ -74,7 +74,7 @@ def exchange(
         chosen = _rows_of_round(sorted_rows, number * capacity, capacity)  # [devices, capacity]
         sent = rows.at[chosen].get(mode="fill", fill_value=0, unique_indices=True)
         numbers = experts.at[chosen].get(mode="fill", fill_value=-1) % experts_per_device
-        numbers = jnp.where(chosen < num_rows, numbers, experts_per_device)
+        numbers = jnp.where(chosen < num_rows, numbers, experts_per_device)  # an empty place has no expert
         received = lax.all_to_all(sent, axis, 0, 0)
         out = run(received.reshape(-1, rows.shape[1]), lax.all_to_all(numbers, axis, 0, 0).reshape(-1))
         returned = lax.all_to_all(out.reshape(size, capacity, -1), axis, 0, 0)

@@ -120,6 +120,10 @@ def block_size(num_rows: int, num_groups: int) -> int:
 def make_blocks(groups: jax.Array, num_groups: int, implementation: Implementation = "xla") -> Blocks:
     """Arranges rows in blocks.
 
+    For example, rows of the groups `[1, 0, 1, 1]` in blocks of two: block 0 has row 1 and an empty place, block 1 has
+    rows 0 and 2, block 2 has row 3 and an empty place. The groups of the blocks are `[0, 1, 1]`, the places of the rows
+    `[2, 0, 3, 4]`, and the bounds `[0, 1, 3]`.
+
     Args:
         groups: int32 `[rows]`, the group of each row; `num_groups` for a row that belongs to none.
         num_groups: the number of groups.
@@ -141,11 +145,12 @@ def make_blocks(groups: jax.Array, num_groups: int, implementation: Implementati
     of_block = jnp.minimum(of_block, num_groups - 1)  # for blocks after the last one needed, which stay empty
     within = (block - first_blocks[of_block])[:, None] * size + jnp.arange(size, dtype=jnp.int32)
 
-    order = jnp.argsort(groups)
+    order = jnp.argsort(groups)  # rows of one group follow each other, in their own order
     sorted_row = jnp.minimum(first_rows[of_block][:, None] + within, num_rows - 1)
     beyond = num_rows + jnp.arange(num_blocks * size, dtype=jnp.int32).reshape(num_blocks, size)
     rows = jnp.where(within < counts[of_block][:, None], order[sorted_row].astype(jnp.int32), beyond)
 
+    # The other direction: the row at each position of this order is that many places into the blocks of its group.
     position = jnp.arange(num_rows, dtype=jnp.int32)
     group = groups[order]
     known = jnp.minimum(group, num_groups - 1)

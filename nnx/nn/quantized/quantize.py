@@ -323,7 +323,7 @@ def _scale_sharding(whole: NamedSharding, axes: list[int], sizes: list[int]) -> 
 
 
 def _run(fn: Any, arrays: tuple[Any, ...], settings: tuple[Any, ...], shardings: Any) -> Any:
-    """Runs a compiled function of arrays, or of their shapes if they are abstract."""
+    """Runs a compiled function on arrays, or only on their shapes if they are abstract."""
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays):
         shapes = jax.eval_shape(lambda *arrays: fn(*arrays, *settings), *arrays)
         if shardings is None:

@@ -50,8 +50,8 @@ def multiply(
     padded = max(SMALLEST_DOT, 1 << (rows - 1).bit_length())
     groups = 0 if scale.ndim == 1 else scale.shape[1 if transposed else 0]
     if transposed:
-        # The step is an axis of its own, because 4-bit integers are only loaded by whole bytes if the place on their
-        # last axis is known when the kernel is compiled.
+        # The step has its own axis, because Pallas loads 4-bit integers by whole bytes only if the index on their last
+        # axis is known when the kernel is compiled.
         integers = jnp.reshape(integers, (outputs, inputs // depth, depth))
         matrix = pl.BlockSpec((columns, inputs // depth, depth), lambda tile, split: (tile, 0, 0))
         grouped = pl.BlockSpec((columns, groups), lambda tile, split: (tile, 0))

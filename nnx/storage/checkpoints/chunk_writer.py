@@ -90,7 +90,7 @@ def _write(handle: int, data: Any, offset: int, room: "_Room") -> int:
 
 
 class _Room:
-    """Limits the bytes in flight; an item larger than the limit is let in when there is no other."""
+    """Limits the bytes in flight; an item larger than the limit is admitted alone."""
 
     def __init__(self, size: int):
         self._size, self._used = size, 0

@@ -94,6 +94,8 @@ def pieces_of(path: str, value: Any, elsewhere: bool = False) -> Iterator[Piece]
 
 def boxes(start: Sequence[int], shape: Sequence[int], itemsize: int) -> Iterator[Box]:
     """Divides a piece into boxes of at most CHUNK bytes, each contiguous in C order."""
+    # The first axis whose entries are no larger than a chunk. A chunk is a range of this axis and all of those after
+    # it, at one index of those before it, so its bytes follow each other in memory.
     axis = 0
     while axis < len(shape) and math.prod(shape[axis + 1 :]) * itemsize > CHUNK:
         axis += 1

@@ -161,6 +161,7 @@ class CheckpointManager:
         sign = 1 if self._best_mode == "min" else -1
         scored = [(step, self._metrics(step).get(self._best_metric)) for step in self._finished()]
         numbers = [(step, score) for step, score in scored if isinstance(score, (int, float))]
+        # NaN, which differs from itself, sorts last. Among equal scores, the latest step comes first.
         numbers.sort(key=lambda item: (item[1] != item[1], sign * item[1] if item[1] == item[1] else 0.0, -item[0]))
         return [step for step, _ in numbers]
 
@@ -270,6 +271,7 @@ class CheckpointManager:
             if step <= latest and not overwrite:
                 text = STEP_EXISTS if step in self._finished() else LOWER_STEP
                 raise ValueError(text.format(step=step, directory=self.directory, latest=latest))
+            # Damaged steps are not among the finished ones, but would be again if they came after the last step.
             if step < max([latest, *self._damaged]):
                 self._steps.intend_to_end_at(step, save)
         except BaseException:

@@ -101,6 +101,7 @@ class Saving:
         self._lock = WriterLock(self._path / LOCK_NAME, self._path)
         self._lock.acquire()
         before = read_manifest_or_none(self._path)
+        # A manifest that cannot be read may name any of the folders, so all of them stay.
         if before is not None or not (self._path / FILE_NAME).exists():
             remove_data(self._path, but=before.data if before else "")
         remove_leftovers(self._path)

@@ -36,6 +36,7 @@ class Steps:
             return []
         names = [path.name for path in self.directory.iterdir() if path.name.isascii() and path.name.isdecimal()]
         last = self._last()
+        # `str(int(name))` leaves out names such as "007", which no save writes.
         steps = sorted(int(name) for name in names if name == str(int(name)) and is_finished(self.directory / name))
         return [step for step in steps if last is None or step <= last]
 
