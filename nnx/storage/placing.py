@@ -3,7 +3,7 @@
 *Bounds* are a rectangular part of an array, as a range `(start, stop)` per axis.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 Bounds = tuple[tuple[int, int], ...]
 
 
-def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
+def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
     """Returns the bounds of an index, in the form in which JAX describes the part of an array on a device."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 

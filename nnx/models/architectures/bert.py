@@ -12,7 +12,7 @@ from nnx.core.context import Context
 from nnx.core.module.dict_sequence import Sequence
 from nnx.core.module.module import Module
 from nnx.models.activations_by_name import activation_of
-from nnx.models.architectures.encoder import EncoderBlock, EncoderOutput, key_mask
+from nnx.models.architectures.encoder import EncoderOutput, encoder_blocks, key_mask
 from nnx.models.files.config_entries import TWO_LABELS, check_config
 from nnx.models.inputs.tokens import check_tokens, too_long, without_negatives
 from nnx.nn.embed import Embed, LearnedPositionEmbed
@@ -138,18 +138,7 @@ class Bert(Module):
         self.positions = LearnedPositionEmbed(config.max_length, features, **options)
         self.segments = Embed(config.num_segments, features, **options)
         self.norm = LayerNorm(features, epsilon=config.norm_epsilon, **options)
-        self.layers = Sequence(
-            EncoderBlock(
-                features,
-                config.hidden_features,
-                config.num_heads,
-                activation=activation_of(config.activation),
-                epsilon=config.norm_epsilon,
-                post_norm=True,
-                **options,
-            )
-            for _ in range(config.num_layers)
-        )
+        self.layers = encoder_blocks(config, post_norm=True, **options)
         pooled = config.task in (None, "sequence_classification")
         self.pooler = Linear(features, features, **options) if pooled else None
 

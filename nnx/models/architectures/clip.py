@@ -11,8 +11,7 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.core.module.dict_sequence import Sequence
 from nnx.core.module.module import Module
-from nnx.models.activations_by_name import activation_of
-from nnx.models.architectures.encoder import EncoderBlock, EncoderOutput, key_mask
+from nnx.models.architectures.encoder import EncoderOutput, encoder_blocks, key_mask
 from nnx.models.architectures.patches import DOES_NOT_DIVIDE, PatchEmbed
 from nnx.models.files.config_entries import check_config
 from nnx.models.inputs.tokens import check_tokens, too_long, without_negatives
@@ -166,7 +165,7 @@ class CLIPText(Module):
         self.config = config
         self.embed = Embed(config.vocab_size, config.features, **options)
         self.positions = LearnedPositionEmbed(config.max_length, config.features, **options)
-        self.layers = _blocks(config, options)
+        self.layers = encoder_blocks(config, **options)
         self.norm = LayerNorm(config.features, epsilon=config.norm_epsilon, **options)
 
     def __call__(self, tokens: jax.Array, *, mask: jax.Array | None = None) -> EncoderOutput:
@@ -226,7 +225,7 @@ class CLIPVision(Module):
         self.config = config
         self.embed = PatchEmbed(*sizes, features, use_bias=False, **options)
         self.pre_norm = LayerNorm(features, epsilon=config.norm_epsilon, **options)
-        self.layers = _blocks(config, options)
+        self.layers = encoder_blocks(config, **options)
         self.norm = LayerNorm(features, epsilon=config.norm_epsilon, **options)
 
     def __call__(self, images: jax.Array) -> EncoderOutput:
@@ -313,20 +312,6 @@ class CLIP(Module):
         """Returns the embeddings of images `[batch, height, width, channels]`, vectors of length 1."""
         pooled: Any = self.vision(images).pooler_output
         return _unit(self.image_projection(pooled))
-
-
-def _blocks(config: CLIPTextConfig | CLIPVisionConfig, options: dict[str, Any]) -> Sequence:
-    return Sequence(
-        EncoderBlock(
-            config.features,
-            config.hidden_features,
-            config.num_heads,
-            activation=activation_of(config.activation),
-            epsilon=config.norm_epsilon,
-            **options,
-        )
-        for _ in range(config.num_layers)
-    )
 
 
 def _unit(x: jax.Array) -> jax.Array:

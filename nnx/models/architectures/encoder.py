@@ -1,14 +1,16 @@
 """What encoders of text and images share: their layer, and the record they return."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from nnx.core.context import Context
+from nnx.core.module.dict_sequence import Sequence
 from nnx.core.module.module import Module
+from nnx.models.activations_by_name import activation_of
 from nnx.nn.attention.attention import MultiHeadAttention
 from nnx.nn.mlp import MLP
 from nnx.nn.norms.norm import LayerNorm
@@ -107,6 +109,38 @@ class EncoderBlock(Module):
             return self.mlp_norm(x + self.mlp(x))
         x = x + self.attention(self.attention_norm(x), **options)
         return x + self.mlp(self.mlp_norm(x))
+
+
+class LayersConfig(Protocol):
+    """The fields that the configs of all encoders have."""
+
+    @property
+    def features(self) -> int: ...
+    @property
+    def hidden_features(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def activation(self) -> str: ...
+    @property
+    def norm_epsilon(self) -> float: ...
+
+
+def encoder_blocks(config: LayersConfig, **options: Any) -> Sequence:
+    """Returns the layers of an encoder; the options are those of `EncoderBlock` that the config does not have."""
+    return Sequence(
+        EncoderBlock(
+            config.features,
+            config.hidden_features,
+            config.num_heads,
+            activation=activation_of(config.activation),
+            epsilon=config.norm_epsilon,
+            **options,
+        )
+        for _ in range(config.num_layers)
+    )
 
 
 def key_mask(model: str, mask: jax.Array, tokens: jax.Array) -> jax.Array:

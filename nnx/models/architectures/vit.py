@@ -11,8 +11,7 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.core.module.dict_sequence import Sequence
 from nnx.core.module.module import Module
-from nnx.models.activations_by_name import activation_of
-from nnx.models.architectures.encoder import EncoderBlock, EncoderOutput
+from nnx.models.architectures.encoder import EncoderOutput, encoder_blocks
 from nnx.models.architectures.patches import DOES_NOT_DIVIDE, PatchEmbed
 from nnx.models.files.config_entries import TWO_LABELS, check_config
 from nnx.nn.linear import Linear
@@ -119,18 +118,7 @@ class ViT(Module):
         self.config = config
         self.param_dtype = as_dtype(param_dtype)
         self.embed = PatchEmbed(config.image_size, config.patch_size, config.channels, features, **options)
-        self.layers = Sequence(
-            EncoderBlock(
-                features,
-                config.hidden_features,
-                config.num_heads,
-                activation=activation_of(config.activation),
-                epsilon=config.norm_epsilon,
-                use_qkv_bias=config.use_qkv_bias,
-                **options,
-            )
-            for _ in range(config.num_layers)
-        )
+        self.layers = encoder_blocks(config, use_qkv_bias=config.use_qkv_bias, **options)
         self.norm = LayerNorm(features, epsilon=config.norm_epsilon, **options)
         self.pooler = Linear(features, features, **options) if config.task is None else None
 

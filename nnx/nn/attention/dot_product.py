@@ -163,17 +163,7 @@ def dot_product_attention(
         "window": window,
         "assume_seen": assume_seen,
     }
-    explicit = (
-        dropout
-        or precision is not None
-        or logits_soft_cap is not None
-        or sinks is not None
-        or module is not None
-        or value.shape[-1] != key.shape[-1]
-        or key.shape[-3] == 0
-        or (implementation == "xla" and query.dtype in (jnp.float16, jnp.float64))
-    )
-    if not explicit:
+    if not _needs_weights(query, key, value, features, implementation):
         return _delegated(*arrays, **visibility, implementation=implementation)
     out, weights = _explicit(
         *arrays,
@@ -200,6 +190,19 @@ def _chosen(implementation: Any, arrays: tuple[Any, ...], features: dict[str, An
     if obstacle is not None:
         raise ValueError(CANNOT_FUSE.format(obstacle=obstacle))
     return implementation
+
+
+def _needs_weights(
+    query: jax.Array, key: jax.Array, value: jax.Array, features: dict[str, Any], implementation: Implementation
+) -> bool:
+    """Whether a call has to compute the attention weights, because `jax.nn.dot_product_attention` cannot do it."""
+    options = ("dropout", "weights", "precision", "logits_soft_cap", "sinks")
+    return (
+        any(features[name] is not None and features[name] is not False for name in options)
+        or value.shape[-1] != key.shape[-1]
+        or key.shape[-3] == 0
+        or (implementation == "xla" and query.dtype in (jnp.float16, jnp.float64))
+    )
 
 
 def _check_lengths(name: str, lengths: jax.Array | None, batch: tuple[int, ...]) -> None:

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from nnx.core.repr import short
+from nnx.storage.placing import bounds_of
 
 CHUNK = 8 << 20
 """The maximum size of a chunk in bytes, unless a single element is larger."""
@@ -49,8 +50,8 @@ class Box(NamedTuple):
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """Returns the box of an index, in the form in which JAX describes the part of an array on a device."""
-    ranges = [part.indices(n) for part, n in zip(index, shape, strict=True)]
-    return Box(tuple([a for a, _, _ in ranges]), tuple([max(b - a, 0) for a, b, _ in ranges]))
+    bounds = bounds_of(index, shape)
+    return Box(tuple([start for start, _ in bounds]), tuple([max(stop - start, 0) for start, stop in bounds]))
 
 
 class Piece(NamedTuple):
