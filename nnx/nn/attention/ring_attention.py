@@ -94,8 +94,8 @@ def ring_attention(
     batch = checked_batch(query, key, value)
     check_broadcasts("mask", mask, (*batch, query.shape[-2], query.shape[-3], key.shape[-3]))
     names = (*["batch"][: len(batch)], *[None] * (len(batch) - 1), "length", "heads", None)
-    placement = _placement(names, query, key)
-    if placement is None:
+    text_split = _text_split(names, query, key)
+    if text_split is None:
         return dot_product_attention(
             query,
             key,
@@ -127,23 +127,23 @@ def ring_attention(
         raise ValueError(UNSUPPORTED.format(what=next(what for what, asked in wanted.items() if asked)))
     window = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    ring = Ring(placement.ring, is_causal, scale, window, logits_soft_cap, precision)
-    return _around_the_ring(placement, ring, query, key, value, mask, key_value_seq_lengths)
+    ring = Ring(text_split.ring, is_causal, scale, window, logits_soft_cap, precision)
+    return _around_the_ring(text_split, ring, query, key, value, mask, key_value_seq_lengths)
 
 
 def _around_the_ring(
-    placement: "Placement", ring: Ring, query: Any, key: Any, value: Any, mask: Any, lengths: Any
+    text_split: "TextSplit", ring: Ring, query: Any, key: Any, value: Any, mask: Any, lengths: Any
 ) -> jax.Array:
     """Splits the arrays, groups the query heads by key head, and attends."""
     kv_heads = key.shape[-2]
-    query, key, value = (placement.split(x, placement.text) for x in (query, key, value))
+    query, key, value = (text_split.split(x, text_split.text) for x in (query, key, value))
     grouped = query.reshape(*query.shape[:-2], kv_heads, query.shape[-2] // kv_heads, query.shape[-1])
     if mask is not None:
         mask = _grouped_mask(mask.astype(bool), query.ndim - 3, kv_heads)
-        mask = placement.split(mask, placement.of_mask(mask))
+        mask = text_split.split(mask, text_split.of_mask(mask))
     if lengths is not None:
-        lengths = placement.split(lengths, PartitionSpec(*placement.batch))
-    out: jax.Array = _attended(placement, ring, grouped, key, value, mask, lengths)
+        lengths = text_split.split(lengths, PartitionSpec(*text_split.batch))
+    out: jax.Array = _attended(text_split, ring, grouped, key, value, mask, lengths)
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
@@ -154,11 +154,11 @@ def _grouped_mask(mask: jax.Array, batch_axes: int, kv_heads: int) -> jax.Array:
     return mask.reshape(*mask.shape[:-3], *heads, *mask.shape[-2:])
 
 
-# Placement
+# How the arrays are split
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class TextSplit:
     """How the arrays are split.
 
     Attributes:
@@ -208,7 +208,7 @@ class Placement:
         )
 
 
-def _placement(names: tuple[Any, ...], query: jax.Array, key: jax.Array) -> Placement | None:
+def _text_split(names: tuple[Any, ...], query: jax.Array, key: jax.Array) -> TextSplit | None:
     """Returns how mesh and rules split the arrays; None if they leave the text whole."""
     rules, mesh = current_rules(), current_mesh()
     if mesh is None or not rules:
@@ -216,7 +216,7 @@ def _placement(names: tuple[Any, ...], query: jax.Array, key: jax.Array) -> Plac
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     ring = _axes(resolve(names, rules, None, mesh.shape).spec[-3])
     if ring and all(types[axis] is AxisType.Manual for axis in ring):
-        return Placement(None, (None,) * (len(names) - 3), ring, None)
+        return TextSplit(None, (None,) * (len(names) - 3), ring, None)
     specs = []
     for what, array in (("queries", query), ("keys", key)):
         resolution = resolve(names, rules, array.shape, mesh.shape)
@@ -228,7 +228,7 @@ def _placement(names: tuple[Any, ...], query: jax.Array, key: jax.Array) -> Plac
         raise ValueError(DIFFERENT_SPLITS.format(**lengths, query_axes=of_queries[-3], key_axes=ring))
     if math.prod(mesh.shape[axis] for axis in _axes(ring)) == 1:
         return None
-    return Placement(mesh, tuple(batch), _axes(ring), heads)
+    return TextSplit(mesh, tuple(batch), _axes(ring), heads)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
@@ -240,21 +240,23 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 # Its derivative is written by hand: automatic differentiation of the loop would keep every block that passed by.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attended(placement: Placement, ring: Ring, query: Any, key: Any, value: Any, mask: Any, lengths: Any) -> jax.Array:
-    return _attended_forward(placement, ring, query, key, value, mask, lengths)[0]
+def _attended(
+    text_split: TextSplit, ring: Ring, query: Any, key: Any, value: Any, mask: Any, lengths: Any
+) -> jax.Array:
+    return _attended_forward(text_split, ring, query, key, value, mask, lengths)[0]
 
 
 def _attended_forward(
-    placement: Placement, ring: Ring, query: Any, key: Any, value: Any, mask: Any, lengths: Any
+    text_split: TextSplit, ring: Ring, query: Any, key: Any, value: Any, mask: Any, lengths: Any
 ) -> Any:
-    run = placement.mapped(functools.partial(forward, ring), mask)
+    run = text_split.mapped(functools.partial(forward, ring), mask)
     (out,), rows, _ = run((query,), (), (key, value), mask, lengths)
     return out, (query, key, value, mask, lengths, out, rows)
 
 
-def _attended_backward(placement: Placement, ring: Ring, kept: Any, grad_out: jax.Array) -> Any:
+def _attended_backward(text_split: TextSplit, ring: Ring, kept: Any, grad_out: jax.Array) -> Any:
     query, key, value, mask, lengths, out, rows = kept
-    run = placement.mapped(functools.partial(backward, ring), mask)
+    run = text_split.mapped(functools.partial(backward, ring), mask)
     (grad_query,), _, (grad_key, grad_value) = run((query, out, grad_out), rows, (key, value), mask, lengths)
     return grad_query, grad_key, grad_value, None, None
 

@@ -6,7 +6,6 @@ such as running averages, is written back to it.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -29,10 +28,11 @@ from nnx.nn.support.settings import (
     as_dtype,
     as_optional_dtype,
     cast,
+    compiled_body,
     default_promote_dtype,
     infer_dtype,
-    promote_dtype,
     resolve_mode,
+    result_dtype,
     statistics_dtype,
 )
 
@@ -97,7 +97,7 @@ def _unit(x: Array, otherwise: Array, epsilon: float) -> Array:
     return jnp.where(norm > epsilon, x / jnp.where(norm > epsilon, norm, 1), otherwise)
 
 
-@partial(jax.jit, static_argnames=("n_steps", "epsilon", "dtype"))
+@compiled_body
 def _spectral(weight: Array, u: Array, *, n_steps: int, epsilon: float, dtype: Any) -> tuple[Array, Array, Array]:
     """Returns the weight divided by its largest singular value, the new `u`, and that value.
 
@@ -205,6 +205,7 @@ class SpectralNorm(Module):
         return _run_with(self.layer_instance, State(normalized), (x,), kwargs)
 
 
+@compiled_body
 def _weight_norm(
     weight: Array,
     scale: Array | None,
@@ -212,12 +213,9 @@ def _weight_norm(
     feature_axes: tuple[int, ...] | None,
     epsilon: float,
     dtype: Any,
-    promote: PromoteDtype = promote_dtype,
+    promote: PromoteDtype = default_promote_dtype,
 ) -> Array:
-    if promote is promote_dtype:
-        out_dtype = infer_dtype((weight, scale), dtype)
-    else:
-        out_dtype = promote((weight, scale), dtype=dtype)[0].dtype
+    out_dtype = result_dtype((weight, scale), dtype, promote)
     wide = cast(weight, statistics_dtype(weight.dtype))
     features = () if feature_axes is None else tuple(axis % weight.ndim for axis in feature_axes)
     axes = tuple(axis for axis in range(weight.ndim) if axis not in features)
@@ -227,9 +225,6 @@ def _weight_norm(
         layout = tuple(size if axis in features else 1 for axis, size in enumerate(weight.shape))
         normalized = normalized * jnp.reshape(scale, layout)
     return cast(normalized, out_dtype)
-
-
-_weight_norm_compiled = partial(jax.jit, static_argnames=("feature_axes", "epsilon", "dtype"))(_weight_norm)
 
 
 class WeightNorm(Module):
@@ -295,13 +290,10 @@ class WeightNorm(Module):
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         state = Module.get_state(self.layer_instance)
-        settings = {"feature_axes": self.feature_axes, "epsilon": self.epsilon, "dtype": self.dtype}
+        settings: Any = {"feature_axes": self.feature_axes, "epsilon": self.epsilon, "dtype": self.dtype}
         normalized = {}
         for path in self.paths:
             scale = self.scale[_key(path)] if self.use_scale else None
-            if self.promote_dtype is promote_dtype:
-                value = _weight_norm_compiled(state[path].value, scale, **settings)
-            else:
-                value = _weight_norm(state[path].value, scale, **settings, promote=self.promote_dtype)
+            value = _weight_norm(state[path].value, scale, **settings, promote=self.promote_dtype)
             normalized[path] = state[path].replace(value)
         return _run_with(self.layer_instance, State(normalized), (x, *args), kwargs)
