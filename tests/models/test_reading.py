@@ -20,7 +20,7 @@ from nnx.models.files.tables import (
     KERNEL_2D,
     LINEAR,
     SAME,
-    Layout,
+    TensorLayout,
 )
 from nnx.storage.safetensors import file as safetensors_file
 from nnx.storage.safetensors.file import TensorFile
@@ -36,7 +36,7 @@ CASES = {
     "conv1d to heads, fused": (CONV1D, (6, 4, 3), 5),
     "conv1d from heads": (CONV1D_FROM_HEADS, (4, 3, 6), 0),
     "kernel": (KERNEL_2D, (3, 2, 4, 5), 0),
-    "leading axes": (Layout(leading=2), (4, 3), 0),
+    "leading axes": (TensorLayout(leading=2), (4, 3), 0),
     "scalar": (SAME, (), 0),
 }
 

@@ -8,7 +8,7 @@ from nnx.models.architectures.vit import ViT, ViTClassifier, ViTConfig
 from nnx.models.families import NOT_SUPPORTED
 from nnx.models.files.config_entries import ConfigEntries
 from nnx.models.files.name_table import NameTable, attention, linear, norm
-from nnx.models.files.tables import KERNEL_2D, Layout, TableEntry
+from nnx.models.files.tables import KERNEL_2D, TableEntry, TensorLayout
 
 _ENTRIES = ConfigEntries(
     "vit",
@@ -32,8 +32,8 @@ _LAYER = "encoder.layer.{}"
 _PROJECTIONS = ("attention.query", "attention.key", "attention.value", "output.dense")
 _TABLE = NameTable(
     (
-        TableEntry("embeddings.cls_token", ("embed/class_token",), Layout(leading=2)),
-        TableEntry("embeddings.position_embeddings", ("embed/positions/embedding",), Layout(leading=1)),
+        TableEntry("embeddings.cls_token", ("embed/class_token",), TensorLayout(leading=2)),
+        TableEntry("embeddings.position_embeddings", ("embed/positions/embedding",), TensorLayout(leading=1)),
         *linear("embeddings.patch_embeddings.projection", "embed/patches", KERNEL_2D),
         *attention(f"{_LAYER}.attention", _PROJECTIONS, "layers/{}/attention"),
         *norm(f"{_LAYER}.layernorm_before", "layers/{}/attention_norm"),

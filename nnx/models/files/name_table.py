@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from nnx.models.files.tables import FLAT, FROM_HEADS, LINEAR, Layout, Link, Parameter, TableEntry
+from nnx.models.files.tables import FLAT, FROM_HEADS, LINEAR, Link, Parameter, TableEntry, TensorLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +67,8 @@ class NameTable:
 
 
 def _expanded(
-    entries: Iterable[tuple[str, tuple[str, ...], Layout]], paths: Collection[str]
-) -> Iterator[tuple[str, tuple[Parameter, ...], Layout]]:
+    entries: Iterable[tuple[str, tuple[str, ...], TensorLayout]], paths: Collection[str]
+) -> Iterator[tuple[str, tuple[Parameter, ...], TensorLayout]]:
     """Applies every entry to all numbers for which the model has its parameters."""
     for name, patterns, layout in entries:
         pattern = re.compile(re.escape(patterns[0]).replace(r"\{\}", r"(\d+)"))
@@ -80,7 +80,7 @@ def _expanded(
                     yield name.format(*match.groups()), tuple(map(Parameter, found)), layout
 
 
-def linear(name: str, path: str, layout: Layout = LINEAR) -> tuple[TableEntry, TableEntry]:
+def linear(name: str, path: str, layout: TensorLayout = LINEAR) -> tuple[TableEntry, TableEntry]:
     """Returns the entries of a linear layer (or a convolution): its kernel and its bias."""
     return TableEntry(f"{name}.weight", (f"{path}/kernel",), layout), TableEntry(
         f"{name}.bias", (f"{path}/bias",), FLAT

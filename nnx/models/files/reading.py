@@ -18,7 +18,7 @@ import numpy as np
 
 from nnx.models.files.mxfp4 import BLOCK, PackedFile, unpacked
 from nnx.models.files.quantized_files import AnyFile
-from nnx.models.files.tables import Layout, Shape
+from nnx.models.files.tables import Shape, TensorLayout
 from nnx.storage.aligned_memory import aligned_zeros, populate
 from nnx.storage.placing import Bounds, place_parts, whole
 from nnx.storage.safetensors.file import THREADS
@@ -45,7 +45,7 @@ class Location(NamedTuple):
 
     file: AnyFile
     name: str
-    layout: Layout
+    layout: TensorLayout
     shape: Shape
     offset: int
 

@@ -1,6 +1,6 @@
 """Which tensor of a checkpoint is which parameter of a `Decoder`: declarative tables that work in both directions.
 
-A `TableEntry` names a tensor, the parameters it holds, and their `Layout`. Several parameters in one tensor are
+A `TableEntry` names a tensor, the parameters it holds, and their `TensorLayout`. Several parameters in one tensor are
 *fused*: they follow each other along its output axis, or take turns along it (*interleaved*). A `Table` has the entries
 of one family: those of a layer are written once for all layers, and those of an expert once for all experts.
 
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How the axes of a parameter are arranged in a tensor.
 
     Attributes:
@@ -80,15 +80,15 @@ class Layout:
         return jnp.stack(tensors, axis=-1).reshape(*tensors[0].shape[:-1], -1)
 
 
-SAME = Layout()
-FLAT = Layout(flat=True)
-LINEAR = Layout(1, transposed=True)
-FROM_HEADS = Layout(2, transposed=True)
-KERNEL_2D = Layout(order=(3, 2, 0, 1))  # [outputs, inputs, height, width] and [height, width, inputs, outputs]
-KERNEL_1D = Layout(order=(2, 1, 0))  # [outputs, inputs, length] and [length, inputs, outputs]
-CONV1D = Layout(1)  # GPT-2 stores its products as [inputs, outputs]
-CONV1D_FROM_HEADS = Layout(2)
-IN_TURNS = Layout(interleaved=2)
+SAME = TensorLayout()
+FLAT = TensorLayout(flat=True)
+LINEAR = TensorLayout(1, transposed=True)
+FROM_HEADS = TensorLayout(2, transposed=True)
+KERNEL_2D = TensorLayout(order=(3, 2, 0, 1))  # [outputs, inputs, height, width] and [height, width, inputs, outputs]
+KERNEL_1D = TensorLayout(order=(2, 1, 0))  # [outputs, inputs, length] and [length, inputs, outputs]
+CONV1D = TensorLayout(1)  # GPT-2 stores its products as [inputs, outputs]
+CONV1D_FROM_HEADS = TensorLayout(2)
+IN_TURNS = TensorLayout(interleaved=2)
 
 
 class TableEntry(NamedTuple):
@@ -99,7 +99,7 @@ class TableEntry(NamedTuple):
 
     name: str
     paths: tuple[str, ...]
-    layout: Layout = SAME
+    layout: TensorLayout = SAME
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,14 +135,14 @@ class Link(NamedTuple):
 
     name: str
     parameters: tuple[Parameter, ...]
-    layout: Layout
+    layout: TensorLayout
 
 
 _QKV = ("attention/query", "attention/key", "attention/value")
 _OUTER = (TableEntry("embed_tokens.weight", ("embed/embedding",)), TableEntry("norm.weight", ("norm/scale",)))
 
 
-def _kernels_and_biases(name: str, paths: Iterable[str], layout: Layout) -> tuple[TableEntry, TableEntry]:
+def _kernels_and_biases(name: str, paths: Iterable[str], layout: TensorLayout) -> tuple[TableEntry, TableEntry]:
     paths = tuple(paths)
     return (
         TableEntry(f"{name}.weight", tuple(f"{path}/kernel" for path in paths), layout),

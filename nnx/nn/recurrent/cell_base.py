@@ -84,7 +84,7 @@ class RNNCellBase(Module):
         return 1
 
 
-class Cell(RNNCellBase):
+class BuiltInCell(RNNCellBase):
     """What the built-in cells share: settings, checks, and the first carry."""
 
     in_features: int
@@ -135,7 +135,7 @@ class Cell(RNNCellBase):
                 raise ValueError(WRONG_CARRY.format(layer=name, expected=expected, shape=inputs.shape, got=held.shape))
 
 
-class GatedCell(Cell):
+class GatedCell(BuiltInCell):
     """The constructor that GRU and LSTM cells share; each of them makes its own projections."""
 
     gate_fn: Activation

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.nn.conv import Conv
 from nnx.nn.linear import Linear
-from nnx.nn.recurrent.cell_base import Activation, Cell, GatedCell, default_recurrent_kernel_init
+from nnx.nn.recurrent.cell_base import Activation, BuiltInCell, GatedCell, default_recurrent_kernel_init
 from nnx.nn.support.checks import PaddingLike, check_last_axis, shape_of
 from nnx.nn.support.parameters import NO_METADATA, InitializerLike, default_bias_init, default_kernel_init
 from nnx.nn.support.settings import PromoteDtype, cast, default_promote_dtype
@@ -24,7 +24,7 @@ LSTMCarry = tuple[jax.Array, jax.Array]
 """The carry of an LSTM cell: memory and hidden state."""
 
 
-class SimpleCell(Cell):
+class SimpleCell(BuiltInCell):
     """The plain recurrent cell: `h' = act(x Wi + bi + h Wh)`, plus `h` inside when `residual`.
 
     Args:
@@ -318,7 +318,7 @@ class OptimizedLSTMCell(_LSTM):
         return _lstm_step(self, carry, *lax.split(gates, [self.hidden_features] * 4, axis=gates.ndim - 1))
 
 
-class ConvLSTMCell(Cell):
+class ConvLSTMCell(BuiltInCell):
     """An LSTM cell on images: the projections are convolutions, and the carry is a pair of images.
 
     The equations are those of `LSTMCell` with 1 added to the forget gate before its activation.
