@@ -102,6 +102,7 @@ class Reader:
 
     def _read(self, location: Location, bounds: Bounds, dtype: Any, into: np.ndarray | None) -> np.ndarray:
         inputs, everything = location.layout.inputs or 0, whole(location.shape)
+        # A part that is cut only along the first input and the first output axis is a rectangle of its tensor.
         others = (*range(1, inputs), *range(inputs + 1, len(bounds)))
         if isinstance(location.file, PackedFile) and location.file.is_packed(location.name):
             into = self._fresh(_sizes(bounds), dtype) if into is None else into
@@ -191,8 +192,9 @@ class Reader:
         shape, axis = location.shape, location.layout.inputs or 0
         inputs, others = shape[:axis], shape[axis + 1 :]
         step = math.prod(others)  # the rows per entry of the first output axis
-        start, stop = (location.offset + n * step for n in bounds[axis])
-        rows = self._read_rows(location, start, stop).reshape(-1, *others, *inputs)
+        start, stop = bounds[axis]
+        rows = self._read_rows(location, location.offset + start * step, location.offset + stop * step)
+        rows = rows.reshape(stop - start, *others, *inputs)
         outputs = rows.ndim - axis
         return rows.transpose(*range(outputs, rows.ndim), *range(outputs)), axis
 
@@ -216,7 +218,8 @@ class Reader:
             rows = rows[..., location.offset :: layout.interleaved]
         elif layout.output_axis == 1:
             rows = rows[:, location.offset : location.offset + math.prod(shape[inputs:])]
-        return rows.reshape(bounds[0][1] - bounds[0][0], *shape[1:]), 0
+        start, stop = bounds[0]
+        return rows.reshape(stop - start, *shape[1:]), 0
 
     def _small_view(self, location: Location, bounds: Bounds) -> np.ndarray:
         """Reads a whole tensor of a kind that is never large (a convolution, a scalar), and returns a part of it."""
