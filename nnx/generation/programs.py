@@ -185,7 +185,7 @@ class _Writer(NamedTuple):
     row_keys: jax.Array | None
     stop_tokens: Any
     pad_token: Any
-    logits_fn: Frozen | None
+    logits_fn: Keyed | None
 
     def step(self, progress: Progress, step: jax.Array) -> Progress:
         """Decodes the newest token of every row and chooses the next one."""
