@@ -1,8 +1,10 @@
 """Checks that tests of every room share: nothing has changed, nothing has leaked, and a refusal says why."""
 
+import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -36,6 +38,12 @@ def assert_unchanged(module: nnx.Module, before: Any) -> None:
 
 def assert_no_tracers(module: nnx.Module) -> None:
     assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(module.get_state()))
+
+
+def sealed(fields: Mapping[str, Any]) -> str:
+    """The text of a manifest with these fields: it begins with the checksum of everything behind its first line."""
+    rest = json.dumps(fields, indent=1).removeprefix("{\n")
+    return f'{{\n "crc32": "{zlib.crc32(rest.encode()):08x}",\n{rest}'
 
 
 def library_functions(call: Callable[[], Any]) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 
 import nnx
 from nnx.core import hints
+from tests.lineage.names import ALL_NAMES
 
 
 def linear(**options: Any) -> Any:
@@ -276,6 +277,11 @@ def test_no_hint_is_for_a_name_that_exists():
 @pytest.mark.parametrize("table", TABLES)
 def test_a_name_has_one_origin(table):
     assert len(entries(table)) == sum(map(len, TABLES[table].values()))
+
+
+def test_hints_of_earlier_versions_are_about_names_of_earlier_versions():
+    earlier = {name for origin, names in hints.PACKAGE.items() if origin.startswith("NNX ") for name in names}
+    assert earlier <= set(ALL_NAMES)
 
 
 def test_arguments_of_layers_that_have_a_hint_are_not_arguments_of_a_layer():

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import nnx
+from tests.checks import sealed
 
 ROOT = Path(__file__).parent.parent.parent
 X = jnp.arange(6.0).reshape(2, 3)
@@ -199,8 +200,6 @@ def test_damage_to_any_file_is_noticed(copy):
 
 
 def test_other_descriptions_are_refused(copy):
-    from nnx.storage.checkpoints.manifest import seal
-
     fields = json.loads((copy / "export.json").read_text())
     fields.pop("crc32")
     for change, message in [
@@ -213,6 +212,6 @@ def test_other_descriptions_are_refused(copy):
         ({"weights": {}}, "other inputs and outputs than export.json says"),
         ({"weights": {"a": "float99[]"}}, "cannot be read"),
     ]:
-        (copy / "export.json").write_text(seal({**fields, **change}))
+        (copy / "export.json").write_text(sealed({**fields, **change}))
         with pytest.raises(nnx.CheckpointError, match=message):
             nnx.load_exported(copy)

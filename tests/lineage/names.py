@@ -1,11 +1,11 @@
 """The public names of the earlier versions of NNX, and the table in docs/migrating.md that says what they are today.
 
-`python -m tests.lineage.names` writes the table. Its answers are the hints of `nnx.core.hints`.
+`python -m tests.lineage.names` writes the table. Its answers are those of the errors.
 """
 
 import pathlib
 
-from nnx.core import hints
+import nnx
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "migrating.md"
 BEGIN, END = "<!-- earlier names -->\n", "<!-- /earlier names -->\n"
@@ -73,9 +73,17 @@ ALL_NAMES: list[str] = sorted(
     {name for names in PUBLIC_NAMES.values() for name in names}, key=lambda name: (name.lower(), name)
 )
 
-HINTS: dict[str, str] = {
-    name: hint for origin, names in hints.PACKAGE.items() if origin.startswith("NNX ") for name, hint in names.items()
-}
+
+def hint_of(name: str) -> str | None:
+    """What to write instead, according to the error for `nnx.<name>`; None if the name is there."""
+    try:
+        getattr(nnx, name)
+    except AttributeError as error:
+        return str(error).partition(" Here: ")[2].removesuffix(".")
+    return None
+
+
+HINTS: dict[str, str] = {name: hint for name in ALL_NAMES if (hint := hint_of(name)) is not None}
 """What to write instead of names that are not here any more."""
 
 

@@ -5,7 +5,6 @@ import re
 import pytest
 
 import nnx
-from nnx.core import hints
 from tests.lineage.names import ALL_NAMES, BEGIN, END, HINTS, INITIALIZERS, PAGE, PUBLIC_NAMES, table, versions_of
 
 PAGE_TEXT = PAGE.read_text(encoding="utf-8")
@@ -30,15 +29,6 @@ def test_a_name_that_is_gone_says_which_versions_had_it_and_what_to_write(name):
     text = str(raised.value)
     assert re.search(rf"That name is from NNX {re.escape(versions_of(name))}(, and from Flax)?\. Here: ", text), text
     assert text.endswith(f"{HINTS[name]}.")
-
-
-def test_hints_of_earlier_versions_are_about_names_of_earlier_versions():
-    assert set(HINTS) <= set(ALL_NAMES)
-
-
-def test_a_name_of_an_earlier_version_is_never_said_to_be_from_elsewhere_only():
-    elsewhere = {name for origin, names in hints.PACKAGE.items() if "NNX" not in origin for name in names}
-    assert not elsewhere & set(ALL_NAMES)
 
 
 def test_the_page_shows_the_table():

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import nnx
-from nnx.models.families import config_from_dict
 
 GOLDEN = Path(__file__).parent / "golden"
 ALL_GOLDENS = {  # the model type of each one, by its name
@@ -25,7 +24,7 @@ ENCODERS = [
 
 @functools.cache
 def golden_config(name: str) -> nnx.models.DecoderConfig:
-    return config_from_dict(json.loads((GOLDEN / name / "config.json").read_text()))
+    return nnx.models.from_pretrained(GOLDEN / name, abstract=True).config
 
 
 @functools.cache

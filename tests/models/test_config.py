@@ -7,7 +7,7 @@ import pytest
 import nnx
 from nnx.models.families import FAMILIES, config_from_dict, config_to_dict
 from nnx.models.files.tables import TABLES
-from tests.models.published import GOLDEN, GOLDENS, golden_config
+from tests.models.published import GOLDEN, GOLDENS, golden_config, golden_model, tiny_config
 
 LLAMA = {
     "model_type": "llama",
@@ -37,6 +37,16 @@ def test_a_config_survives_being_written(name):
 
 def test_every_family_has_a_table():
     assert FAMILIES.keys() == TABLES.keys()
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_every_parameter_is_in_the_table_of_its_family_once(name):
+    model = golden_model(name)
+    table = TABLES[model.config.model_type]
+    relative = [path for entry in table.layers for path in entry.paths]
+    assert len(relative) == len(set(relative))
+    layers = {path.split("/", 2)[2] for path in model.filter(nnx.Param) if path.startswith("layers/")}
+    assert layers <= set(relative)
 
 
 def test_entries_that_follow_from_others_may_be_absent_or_null():
@@ -223,3 +233,71 @@ def test_the_end_of_a_text_can_be_one_token_or_several():
     assert read().stop_tokens == read(eos_token_id=None).stop_tokens == ()
     assert read(eos_token_id=7).stop_tokens == (7,)
     assert read(eos_token_id=[7, 9]).stop_tokens == (7, 9)
+
+
+def test_a_family_without_experts_cannot_express_them():
+    with pytest.raises(ValueError, match="A llama config.json cannot express num_experts=4"):
+        config_to_dict(tiny_config(num_experts=4, num_selected=2))
+
+
+def test_either_name_of_the_number_of_experts_is_read():
+    fields = json.loads((GOLDEN / "qwen3_moe" / "config.json").read_text())
+    count = fields.pop("num_local_experts", None) or fields.pop("num_experts")
+    found = [config_from_dict({**fields, key: count}) for key in ("num_experts", "num_local_experts")]
+    assert found[0] == found[1] and found[0].num_experts == 6
+    assert "num_local_experts" not in config_to_dict(found[1])
+
+
+class TestGptOss:
+    @staticmethod
+    def fields(**changes):
+        found = {**json.loads((GOLDEN / "gpt_oss" / "config.json").read_text()), **changes}
+        return {key: value for key, value in found.items() if value is not ...}
+
+    def test_a_file_that_mentions_no_rotary_scaling_means_that_of_the_published_models(self):
+        scaling = nnx.YaRNScaling(32.0, 4096, 32.0, 1.0, truncate=False)
+        for changes in ({"rope_theta": ...}, {"rope_theta": 150_000.0}, {"rope_parameters": None}):
+            config = config_from_dict(self.fields(rope_scaling=..., **{"rope_theta": ..., **changes}))
+            assert config.rotary == nnx.models.RotaryConfig(150_000.0, scaling)
+            assert config_from_dict(config_to_dict(config)) == config
+        plain = config_from_dict(
+            self.fields(rope_scaling=..., rope_parameters={"rope_type": "default", "rope_theta": 9.0})
+        )
+        assert plain.rotary == nnx.models.RotaryConfig(9.0)
+        assert config_from_dict(config_to_dict(plain)) == plain
+
+    def test_the_ramp_of_yarn_is_rounded_unless_told(self):
+        yarn = {"rope_type": "yarn", "factor": 4.0}
+        rounded, exact = (
+            config_from_dict(self.fields(rope_scaling={**yarn, **more})) for more in ({}, {"truncate": False})
+        )
+        assert rounded.rotary.scaling.truncate and not exact.rotary.scaling.truncate
+        assert "truncate" not in config_to_dict(rounded)["rope_scaling"]
+        assert config_to_dict(exact)["rope_scaling"]["truncate"] is False
+        with pytest.raises(ValueError, match="'truncate' in the rotary settings to be true or false, got 0"):
+            config_from_dict(self.fields(rope_scaling={**yarn, "truncate": 0}))
+
+    def test_absent_entries_have_the_values_of_the_published_models(self):
+        absent = ("attention_bias", "swiglu_limit", "swiglu_alpha", "sliding_window", "num_local_experts", "head_dim")
+        config = config_from_dict(self.fields(**dict.fromkeys(absent, ...)))
+        assert config.use_qkv_bias and config.use_out_bias and config.use_sinks and config.use_router_bias
+        assert (config.swiglu_limit, config.swiglu_alpha) == (7.0, 1.702)
+        assert (config.num_experts, config.head_dim, config.sliding_window) == (128, 64, 128)
+        assert config.layer_types == ("sliding", "full", "sliding")
+
+    def test_either_name_of_the_number_of_selected_experts_is_read(self):
+        config = config_from_dict(self.fields(num_experts_per_tok=..., experts_per_token=3))
+        assert config.num_selected == 3 and "experts_per_token" not in config_to_dict(config)
+        assert config_from_dict(self.fields(num_experts_per_tok=2, experts_per_token=3)).num_selected == 2
+
+    def test_other_families_cannot_express_sinks(self):
+        with pytest.raises(ValueError, match="A llama config.json cannot express use_sinks=True"):
+            config_to_dict(tiny_config(use_sinks=True))
+        with pytest.raises(ValueError, match="A gpt_oss config.json cannot express use_sinks=False"):
+            config_to_dict(golden_config("gpt_oss").replace(use_sinks=False))
+
+    def test_a_bound_of_gates_needs_gates(self):
+        with pytest.raises(ValueError, match="swiglu_limit=7.0 is about gates, which MLPs with gated=False"):
+            tiny_config(swiglu_limit=7.0, gated=False)
+        with pytest.raises(ValueError, match="GatedMLP: `gated_activation` replaces `activation`"):
+            nnx.models.Decoder(tiny_config(swiglu_limit=7.0, activation="relu"), ctx=nnx.context(0))

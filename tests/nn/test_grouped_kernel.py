@@ -11,7 +11,18 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 
 import nnx
 from nnx.nn.moe import grouped
-from nnx.nn.moe.grouped import block_dots, choose_implementation, from_blocks, make_blocks, tile_size, to_blocks
+from nnx.nn.moe.grouped import (
+    LARGE,
+    PADDING,
+    PADDING_OF_LARGE,
+    block_dots,
+    block_size,
+    choose_implementation,
+    from_blocks,
+    make_blocks,
+    tile_size,
+    to_blocks,
+)
 from nnx.nn.moe.grouped_kernel import block_products
 from tests.nn.arrays import numpy_normal
 
@@ -291,3 +302,33 @@ def test_a_layer_with_the_kernel_can_be_exported(monkeypatch, tmp_path):
     with use_abstract_mesh(AbstractMesh((1,), ("gpu",), abstract_device=h200)):
         nnx.export(tmp_path, layer, x, platforms=("cuda",))
     assert nnx.load_exported(tmp_path).platforms == ("cuda",)
+
+
+# Blocks
+
+
+@pytest.mark.parametrize("rows, groups", [(1, 1), (5, 64), (300, 4), (1000, 7), (5000, 3), (100_000, 8)])
+def test_blocks_waste_little(rows, groups):
+    size = block_size(rows, groups)
+    assert groups * (size - 1) <= (PADDING if size < LARGE else PADDING_OF_LARGE) * rows
+
+
+@pytest.mark.parametrize("num_rows, num_groups", [(1, 3), (40, 3), (500, 5)])
+def test_every_row_is_in_one_slot_of_a_block_of_its_group(num_rows, num_groups):
+    random = np.random.default_rng(num_rows)
+    groups = random.integers(0, num_groups + 1, num_rows)  # the last number means none
+    blocks = jax.tree.map(np.asarray, make_blocks(jnp.asarray(groups, jnp.int32), num_groups))
+    for row, group in enumerate(groups):
+        place = blocks.places[row]
+        if group == num_groups:
+            assert place >= blocks.rows.size
+        else:
+            block, within = divmod(place, blocks.rows.shape[1])
+            assert blocks.groups[block] == group and blocks.rows[block, within] == row
+    assert (blocks.rows < num_rows).sum() == (groups < num_groups).sum()
+    assert len({*blocks.rows.reshape(-1)}) == blocks.rows.size and len({*blocks.places}) == num_rows
+    assert (np.diff(blocks.groups) >= 0).all()
+    needed = np.unique(blocks.groups[np.any(blocks.rows < num_rows, axis=1)], return_counts=True)
+    counts = np.zeros(num_groups, int)
+    counts[needed[0]] = needed[1]
+    np.testing.assert_array_equal(blocks.bounds, [0, *np.cumsum(counts)])

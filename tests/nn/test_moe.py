@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.nn.moe.grouped import LARGE, PADDING, PADDING_OF_LARGE, block_size, make_blocks
 from tests.checks import AS_OUTSIDE_THE_TESTS
 
 EXPERTS, SELECTED = 6, 2
@@ -201,33 +200,6 @@ def test_a_ragged_product_would_compute_every_expert_on_a_cpu():
         pytest.skip("about CPUs")
     x, kernels, sizes = jnp.ones((64, 16)), jnp.ones((8, 16, 16)), jnp.full(8, 8)
     assert cost(jax.lax.ragged_dot, x, kernels, sizes) > 7 * 2 * 64 * 16 * 16  # if this fails, use it
-
-
-@pytest.mark.parametrize("rows, groups", [(1, 1), (5, 64), (300, 4), (1000, 7), (5000, 3), (100_000, 8)])
-def test_blocks_waste_little(rows, groups):
-    size = block_size(rows, groups)
-    assert groups * (size - 1) <= (PADDING if size < LARGE else PADDING_OF_LARGE) * rows
-
-
-@pytest.mark.parametrize("num_rows, num_groups", [(1, 3), (40, 3), (500, 5)])
-def test_every_row_is_in_one_slot_of_a_block_of_its_group(num_rows, num_groups):
-    random = np.random.default_rng(num_rows)
-    groups = random.integers(0, num_groups + 1, num_rows)  # the last number means none
-    blocks = jax.tree.map(np.asarray, make_blocks(jnp.asarray(groups, jnp.int32), num_groups))
-    for row, group in enumerate(groups):
-        place = blocks.places[row]
-        if group == num_groups:
-            assert place >= blocks.rows.size
-        else:
-            block, within = divmod(place, blocks.rows.shape[1])
-            assert blocks.groups[block] == group and blocks.rows[block, within] == row
-    assert (blocks.rows < num_rows).sum() == (groups < num_groups).sum()
-    assert len({*blocks.rows.reshape(-1)}) == blocks.rows.size and len({*blocks.places}) == num_rows
-    assert (np.diff(blocks.groups) >= 0).all()
-    needed = np.unique(blocks.groups[np.any(blocks.rows < num_rows, axis=1)], return_counts=True)
-    counts = np.zeros(num_groups, int)
-    counts[needed[0]] = needed[1]
-    np.testing.assert_array_equal(blocks.bounds, [0, *np.cumsum(counts)])
 
 
 # Losses

@@ -14,7 +14,7 @@ import pytest
 
 import nnx
 from nnx.storage.checkpoints import chunks, loading
-from nnx.storage.checkpoints.manifest import seal
+from tests.checks import sealed
 
 
 def make(value: float = 0.0):
@@ -149,7 +149,7 @@ def test_a_hostile_manifest_with_a_right_checksum_is_refused(saved, name):
     fields = json.loads(manifest.read_text())
     fields.pop("crc32")
     changed = HOSTILE[name](fields)
-    manifest.write_text(seal(changed) if isinstance(changed, dict) else json.dumps(changed))
+    manifest.write_text(sealed(changed) if isinstance(changed, dict) else json.dumps(changed))
     refused(saved)
 
 
@@ -196,7 +196,7 @@ def test_a_hostile_index_is_refused(saved, change):
     fields = json.loads(manifest.read_text())
     fields.pop("crc32")
     fields["files"]["0.json"] = {"size": len(text), "crc32": zlib.crc32(text.encode())}
-    manifest.write_text(seal(fields))
+    manifest.write_text(sealed(fields))
     refused(saved)
 
 

@@ -1,5 +1,6 @@
 """`Module.load_state`: a mapping of arrays goes into a Module completely, or the error lists all that does not fit."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -8,8 +9,6 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.storage.entry import Entry
-from nnx.storage.fitting import fits
 
 
 class Net(nnx.Module):
@@ -211,13 +210,26 @@ def test_the_trace_level_is_checked():
         jax.jit(lambda w: model.load_state({"w": w}))(jnp.ones(2))
 
 
-def test_checkpoints_and_mappings_agree_on_what_fits():
-    array, number = Entry("array", "float32", (2,)), Entry("number", "int", value=1)
-    assert fits(array, array, cast=False)
-    assert not fits(array, Entry("array", "float16", (2,)), cast=False)
-    assert fits(array, Entry("array", "float16", (2,)), cast=True)
-    assert fits(number, Entry("array", "int32", ()), cast=False)
-    assert not fits(number, Entry("array", "float32", ()), cast=False)
+FITS = {
+    "array": (jnp.ones(2), jnp.zeros(2), False, True),
+    "other dtype": (jnp.ones(2), jnp.zeros(2, jnp.float16), False, False),
+    "other dtype, cast": (jnp.ones(2), jnp.zeros(2, jnp.float16), True, True),
+    "number for its array": (1, jnp.zeros((), jnp.int32), False, True),
+    "number for another array": (1, jnp.zeros((), jnp.float32), False, False),
+}
+
+
+@pytest.mark.parametrize(("value", "place", "cast", "fit"), FITS.values(), ids=FITS)
+def test_checkpoints_and_mappings_agree_on_what_fits(value, place, cast, fit, tmp_path):
+    nnx.save(tmp_path / "saved", nnx.Dict(v=nnx.Variable(value)))
+    for load in (
+        lambda model: model.load_state({"v": value}, cast=cast),
+        lambda model: nnx.load(tmp_path / "saved", model, cast=cast),
+    ):
+        model = nnx.Dict(v=nnx.Variable(place))
+        with contextlib.nullcontext() if fit else pytest.raises(ValueError, match="'v'"):
+            load(model)
+        assert (model.v == place).all() != fit
 
 
 COMPLEX = {"number": 1 + 2j, "array": np.array([1 + 2j], np.complex64), "scalar": np.complex64(1 + 2j)}

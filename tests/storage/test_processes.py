@@ -1,5 +1,6 @@
 """Two processes with two devices each save and load as one program: equal steps, equal values, and no hanging."""
 
+import fcntl
 import json
 import os
 import signal
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.storage.writer_lock import WriterLock
 from tests.sharding.programs import finish, start
 
 PROGRAM = Path(__file__).with_name("processes_run.py")
@@ -49,7 +49,8 @@ def directory(tmp_path_factory):
 def found(directory):
     """What two pairs of processes found: one that went through all checks, and one that lost a process."""
     results, ended = directory / "results.json", 128 + signal.SIGTERM
-    with WriterLock(directory / ".lock", directory, wait=2 * LIMIT):
+    with open(directory / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not results.exists():
             checks, killed = start_pair("checks", directory, 2), start_pair("killed", directory, 2)
             seen = finish_pair(checks, (ended, ended)), finish_pair(killed, (0, -signal.SIGKILL))

@@ -27,6 +27,24 @@ def test_a_path_takes_the_first_rule_that_matches(path, rules, expected):
     assert {new for new, old in renamed([path, *others], rules).items() if old == path} == {expected}
 
 
+@pytest.mark.parametrize(
+    ("rename", "path", "new"),
+    [
+        ({"a/**": "b/**"}, "a/x/y", "b/x/y"),
+        ({"a/**": "**"}, "a/x/y", "x/y"),
+        ({"**": "m/**"}, "a", "m/a"),
+        ({"**/w": "**/kernel"}, "a/b/w", "a/b/kernel"),
+        ({"layer_*/w": "layers/*/kernel"}, "layer_12/w", "layers/12/kernel"),
+        ({"*/*": "x/*-*"}, "a/b", "x/a-b"),
+        ({"a": "b", "**": "c/**"}, "a", "b"),
+        ({"z/**": "y/**", "**": "c/**"}, "z/a", "y/a"),
+    ],
+)
+def test_wildcards_stand_for_what_they_matched(rename, path, new):
+    others = [pattern.replace("**", "q").replace("*", "q") for pattern in rename if pattern not in ("**",)] + ["r"]
+    assert renamed([path, *(other for other in others if other != path)], rename)[new] == path
+
+
 @pytest.mark.parametrize("rule", [("a/*", "b"), ("a", "b/**"), ("*/**", "**/*"), ("a", 3), (3, "a")])
 def test_a_rule_with_other_wildcards_is_refused(rule):
     with pytest.raises(ValueError, match="both sides must have the same wildcards, in the same order|is not a string"):
