@@ -120,7 +120,7 @@ def test_private_jax_is_used_in_one_file_only():
     assert {place.split(":")[0] for place in found_in(FILES, private_jax)} == {"nnx/core/trace.py"}
 
 
-def test_every_lint_finds_what_it_looks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_lint_finds_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
     file = tmp_path / "core" / "bad.py"
     file.parent.mkdir()

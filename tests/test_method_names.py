@@ -340,7 +340,7 @@ def test_a_frozen_dataclass_may_not_hide_them_either():
         Frozen(1)
 
 
-def test_a_standard_dataclass_that_takes_the_method_for_a_default_says_what_to_write():
+def test_standard_dataclass_with_a_method_as_default_raises_with_advice():
     @dataclasses.dataclass
     class Field(nnx.Module):
         train: bool

@@ -36,7 +36,7 @@ def test_parts_make_a_pure():
     assert nnx.PureContext.new(pure.keys, pure.contextdef) == pure and pure.contextdef is pure.ctxdef
 
 
-def test_a_moduledef_knows_its_class_and_says_where_the_rest_is():
+def test_moduledef_knows_its_class_and_explains_former_attributes():
     moduledef = nnx.Sequence([Scale()]).get_module_def()
     assert moduledef.type is nnx.Sequence
     assert [type(module) for module in dict(moduledef.merge().named_modules()).values()] == [nnx.Sequence, Scale]

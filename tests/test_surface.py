@@ -124,7 +124,7 @@ def test_the_mask_of_a_metric_is_a_keyword_so_that_values_are_not_taken_for_it()
 # Names on offer
 
 
-def test_a_star_import_shadows_neither_any_nor_sequence_and_brings_no_room():
+def test_star_import_shadows_no_common_name_and_no_subpackage():
     namespace: dict[str, object] = {}
     exec("from typing import Any\nfrom collections.abc import Sequence\nfrom nnx import *", namespace)
     assert namespace["Any"] is typing.Any

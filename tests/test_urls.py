@@ -77,6 +77,6 @@ def test_a_file_url_is_refused_with_the_path_to_write(url):
 
 
 @pytest.mark.parametrize("name", ["run:1", "a:b/c", "C:model", "10:30/model"])
-def test_a_colon_alone_is_no_url(name, tmp_path):
+def test_colon_alone_does_not_make_a_url(name, tmp_path):
     nnx.save(tmp_path / name, MODEL)
     assert nnx.load(str(tmp_path / name))["w"].shape == (2,)

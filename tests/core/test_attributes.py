@@ -100,12 +100,12 @@ def test_after_deletion_an_attribute_is_free_for_another_kind():
     assert type(m.variable("w")) is nnx.BatchStat
 
 
-def test_deleting_what_is_not_there_is_an_attribute_error():
+def test_deleting_a_missing_attribute_raises():
     with pytest.raises(AttributeError, match="nothing"):
         del Box().nothing
 
 
-def test_reading_what_is_not_there_is_an_attribute_error_naming_class_and_attribute():
+def test_reading_a_missing_attribute_raises_with_class_and_attribute():
     with pytest.raises(AttributeError, match="Box.*nothing|nothing.*Box"):
         Box().nothing  # noqa: B018
 
@@ -179,7 +179,7 @@ def test_a_static_attribute_may_become_a_node():
     assert list(m.get_state()) == ["x"]
 
 
-def test_a_new_value_in_a_node_is_no_structural_change():
+def test_new_value_of_a_node_is_not_a_structural_change():
     m = Box(x=jnp.zeros(2))
     before = m.get_module_def()
     m.x = jnp.ones(2)
@@ -374,7 +374,7 @@ def test_the_same_append_after_construction_is_an_error_naming_the_path(late):
     "value",
     [1, 1.5, True, "text", None, [1, 2], {"a": 1}, (1, "b"), {1, 2}, print, int, jnp.float32, jnp.dtype("int8")],
 )
-def test_anything_else_is_static(value):
+def test_other_values_are_static(value):
     m = Box(x=value)
     assert m.x is value
     assert len(m.get_state()) == 0
@@ -470,7 +470,7 @@ def test_a_subclass_may_override_a_method_in_its_class_body():
     assert Own().filter() == "mine"
 
 
-def test_what_enters_the_instance_dict_behind_setattr_is_no_part_of_the_module():
+def test_entries_written_directly_to_the_instance_dict_are_ignored():
     class Lazy(nnx.Module):
         def __init__(self):
             self.w = nnx.Param(jnp.ones(2))

@@ -215,7 +215,7 @@ def test_a_static_set_that_comes_to_hold_a_module_is_an_error_naming_the_path():
 
 
 @pytest.mark.parametrize("late", [Layer(), jnp.ones(1), nnx.Param(1.0)], ids=["module", "array", "container"])
-def test_data_hidden_in_a_static_container_are_named_with_the_cure(late):
+def test_data_hidden_in_a_static_container_raises_with_advice(late):
     m = Tree()
     m.enc.sizes.append(late)
     with pytest.raises(ValueError, match="'enc/sizes'") as error:

@@ -125,7 +125,7 @@ def test_names_of_the_api_are_items_reachable_by_brackets_only(name):
 
 
 @pytest.mark.parametrize("key", [0, 1.5, None, ("a",), "a/b", "/"])
-def test_a_key_that_is_no_string_or_contains_a_slash_is_a_clear_error(key):
+def test_key_that_is_not_a_string_or_contains_a_slash_raises(key):
     d = nnx.Dict(a=Scale())
     before = d.get_module_def()
     with pytest.raises((TypeError, ValueError)) as error:
@@ -298,7 +298,7 @@ def test_calling_a_sequence_runs_its_items_in_order():
     assert float(s(1.0)) == 9.0
 
 
-def test_calling_an_empty_sequence_with_one_argument_gives_it_back():
+def test_calling_an_empty_sequence_returns_its_argument():
     assert nnx.Sequence([])(3) == 3
 
 
@@ -386,7 +386,7 @@ def test_ctx_is_passed_on_to_callables_of_any_kind():
     assert float(s(1.0, ctx=ctx)) == abs(float(jnp.sin(13.0)))
 
 
-def test_a_failed_change_leaves_the_sequence_as_it_was():
+def test_failed_change_leaves_the_sequence_unchanged():
     first, second = Scale(1.0), Scale(2.0)
     s = nnx.Sequence([first, second, nnx.Param(3.0)])
     before = s.get_module_def()
@@ -408,7 +408,7 @@ def test_a_failed_change_leaves_the_sequence_as_it_was():
         assert s.get_module_def() == before
 
 
-def test_reading_an_item_whose_state_was_popped_says_so():
+def test_reading_an_item_whose_state_was_popped_raises():
     s = nnx.Sequence([nnx.Param(1.0), Scale()])
     popped = s.pop_state(lambda path, value: path == "0")
     for read in (lambda: s[0], lambda: s[:], lambda: list(s), lambda: s.reverse()):
@@ -418,7 +418,7 @@ def test_reading_an_item_whose_state_was_popped_says_so():
     assert s[0] == 1.0
 
 
-def test_a_failed_change_leaves_the_dict_as_it_was():
+def test_failed_change_leaves_the_dict_unchanged():
     first = Scale()
     d = nnx.Dict(a=first)
     before = d.get_module_def()

@@ -33,7 +33,7 @@ def test_the_first_argument_is_the_params_stream():
     assert draw(ctx) == draw(nnx.context(params=0))
 
 
-def test_a_context_is_a_context():
+def test_context_is_an_instance_of_context():
     assert isinstance(nnx.context(0), nnx.Context)
 
 
@@ -73,7 +73,7 @@ def test_streams_of_equal_int_seeds_are_independent():
     assert draw(nnx.context(0, dropout=0), "dropout", n=3) == keys[3:6]
 
 
-def test_a_key_is_taken_as_it_is():
+def test_key_is_used_unchanged():
     key = jax.random.key(0)
     assert draw(nnx.context(key)) == draw(nnx.context(dropout=key), "dropout") == [data(jax.random.fold_in(key, 0))]
 
@@ -122,7 +122,7 @@ def test_keys_of_a_legacy_stream_can_be_used():
     [1.5, "seed", [0], None, object(), jnp.ones(2), jnp.ones(3, jnp.uint32), jax.random.split(jax.random.key(0), 2)],
     ids=["float", "str", "list", "None", "object", "float array", "short key", "stacked keys"],
 )
-def test_anything_else_is_a_type_error_naming_the_stream(bad):
+def test_other_seeds_raise_a_type_error_with_the_stream(bad):
     with pytest.raises(TypeError, match="dropout"):
         nnx.context(0, dropout=bad)
 
@@ -263,7 +263,7 @@ def test_contextdefs_are_hashable_and_comparable():
     assert jax.tree.structure(nnx.context(0, dropout=1).partition()) != jax.tree.structure(nnx.context(0).partition())
 
 
-def test_keys_drawn_inside_a_transform_equal_those_drawn_outside():
+def test_keys_drawn_inside_a_transform_equal_keys_drawn_outside():
     pure = nnx.context(0).partition()
     inside = jax.jit(lambda p: jax.random.key_data(p.merge().make_rng("params")))(pure)
     assert data(inside) == draw(pure.merge())[0]
@@ -309,7 +309,7 @@ def test_rng_filters_select_streams(rng_filter, selected):
 
 
 @pytest.mark.parametrize("bad", [1, 1.5, object()], ids=["int", "float", "object"])
-def test_anything_else_as_an_rng_filter_is_a_type_error_that_shows_it(bad):
+def test_other_rng_filters_raise_a_type_error_that_shows_them(bad):
     with pytest.raises(TypeError) as error:
         three_streams().split(2, filter=bad)
     assert str(bad) in str(error.value) or type(bad).__name__ in str(error.value)
@@ -359,7 +359,7 @@ def test_the_keys_of_a_split_are_never_produced_again():
     assert len(set(drawn)) == len(drawn)
 
 
-def test_the_parent_of_a_split_goes_on_with_fresh_keys():
+def test_parent_of_a_split_draws_fresh_keys():
     ctx = nnx.context(0)
     before = draw(ctx, n=2)
     ctx.split(3)
@@ -368,7 +368,7 @@ def test_the_parent_of_a_split_goes_on_with_fresh_keys():
 
 
 @pytest.mark.parametrize("bad", [0.5, "3", -1])
-def test_a_split_into_nonsense_is_an_error(bad):
+def test_invalid_number_of_splits_raises(bad):
     with pytest.raises((TypeError, ValueError), match=str(bad)):
         nnx.context(0).split(bad)
 
@@ -387,7 +387,7 @@ MESSAGE = "Cannot use Context from a different trace level"
 @pytest.mark.parametrize(
     "use", [lambda c: c.make_rng("params"), lambda c: c.partition(), lambda c: c.fork(), lambda c: c.split(2)]
 )
-def test_use_at_another_trace_level_is_an_error_that_shows_the_way(transform, use):
+def test_use_at_another_trace_level_raises_with_advice(transform, use):
     ctx = nnx.context(0)
 
     def f(x):
@@ -400,7 +400,7 @@ def test_use_at_another_trace_level_is_an_error_that_shows_the_way(transform, us
     assert draw(ctx) == draw(nnx.context(0))
 
 
-def test_a_context_of_another_level_shows_the_way():
+def test_context_of_another_trace_level_raises_with_advice():
     ctx = nnx.context(0)
     with pytest.raises(nnx.TraceContextError, match="Cannot use Context from a different trace level") as error:
         jax.grad(lambda x: x * jax.random.normal(ctx.make_rng("params")))(1.0)
@@ -508,7 +508,7 @@ def test_threads_that_share_a_context_draw_different_keys(draw_once, busy_thread
     assert len(np.unique(numbers, axis=0)) == 900
 
 
-def test_a_call_that_has_to_be_traced_again_does_not_give_back_what_another_thread_has_passed():
+def test_retraced_call_never_returns_values_of_another_thread():
     ctx, drawn = nnx.context(0), []
 
     @nnx.jit

@@ -40,14 +40,14 @@ def test_fields_wrap_what_the_constructor_received():
     assert (m.mode, m.n) == ("fast", 3)
 
 
-def test_it_is_a_dataclass():
+def test_decorated_module_is_a_dataclass():
     assert dataclasses.is_dataclass(Linear)
     assert [f.name for f in dataclasses.fields(Linear)] == ["w", "b", "x", "mode", "n"]
     np.testing.assert_array_equal(linear()(jnp.ones((1, 2))), [[2, 2, 2]])
     assert Linear(jnp.ones((2, 3)), jnp.zeros(3), jnp.ones(1), "slow").mode == "slow"
 
 
-def test_an_equivalent_container_is_taken_as_it_is():
+def test_equivalent_container_is_used_unchanged():
     m = linear(w=nnx.Param(jnp.zeros((2, 3))), b=nnx.BatchStat(jnp.ones(3), ("out",)))
     np.testing.assert_array_equal(m.w, jnp.zeros((2, 3)))
     np.testing.assert_array_equal(m.b, [1, 1, 1])
@@ -267,7 +267,7 @@ class Standard(nnx.Module):
     tags: list = dataclasses.field(default_factory=list)
 
 
-def test_the_standard_decorator_works_as_well():
+def test_standard_dataclass_decorator_works():
     m = Standard(nnx.Param(jnp.ones(2)))
     assert isinstance(m.w, jax.Array)
     assert list(m.get_state()) == ["w"]
@@ -278,7 +278,7 @@ def test_the_standard_decorator_works_as_well():
     assert pickle.loads(pickle.dumps(m)).n == 3
 
 
-def test_under_the_standard_decorator_the_users_equality_stands_and_nnx_uses_identity():
+def test_standard_dataclass_keeps_its_equality_and_nnx_uses_identity():
     @dataclasses.dataclass
     class Same(nnx.Module):
         n: int = 0
@@ -298,7 +298,7 @@ def test_under_the_standard_decorator_the_users_equality_stands_and_nnx_uses_ide
     assert len(seen) == 2
 
 
-def test_an_equality_that_raises_is_never_asked():
+def test_equality_that_raises_is_never_called():
     class Rude(nnx.Module):
         def __init__(self):
             self.w = nnx.Param(1.0)
@@ -399,7 +399,7 @@ def test_a_field_can_name_a_collection():
     assert list(model.filter("sightings")) == ["seen"]
 
 
-def test_modules_are_compared_by_their_fields_if_asked():
+def test_eq_true_compares_modules_by_their_fields():
     @nnx.dataclass(eq=True)
     class Equal(nnx.Module):
         w: jax.Array = nnx.param_field()
@@ -425,7 +425,7 @@ def test_order_compares_fields():
         nnx.dataclass(order=True)(type("Unordered", (nnx.Module,), {}))
 
 
-def test_an_equality_of_the_class_stands():
+def test_equality_defined_by_the_class_is_kept():
     @nnx.dataclass(eq=True)
     class Own(nnx.Pytree):
         x: int

@@ -40,24 +40,24 @@ def last_of(m):
     return m
 
 
-def test_it_partitions(deep):
+def test_deep_model_partitions(deep):
     state, _ = deep.partition()
     assert list(state) == [PATH]
 
 
-def test_it_merges(deep):
+def test_deep_model_merges(deep):
     again = deep.partition().merge()
     np.testing.assert_array_equal(last_of(again).w, [1, 1])
 
 
-def test_it_clones(deep):
+def test_deep_model_clones(deep):
     twin = deep.clone()
     last_of(twin).w = jnp.zeros(2)
     np.testing.assert_array_equal(last_of(deep).w, [1, 1])
     assert twin.get_module_def() == deep.get_module_def()
 
 
-def test_it_hashes_and_compares(deep):
+def test_deep_moduledef_hashes_and_compares(deep):
     other = chain()
     assert hash(deep.get_module_def()) == hash(other.get_module_def())
     assert deep.get_module_def() == other.get_module_def()
@@ -65,7 +65,7 @@ def test_it_hashes_and_compares(deep):
     assert deep.get_module_def() != chain(DEPTH - 1).get_module_def()
 
 
-def test_it_updates_filters_and_pops():
+def test_deep_model_updates_filters_and_pops():
     m = chain(2_000)
     m.update_state(nnx.State({"next/" * 2_000 + "w": nnx.Param(jnp.zeros(2))}))
     np.testing.assert_array_equal(last_of(m).w, [0, 0])
@@ -74,7 +74,7 @@ def test_it_updates_filters_and_pops():
     assert len(m.pop_state(nnx.Param)) == 1
 
 
-def test_it_can_be_walked():
+def test_deep_model_can_be_walked():
     m = chain(2_000)
     assert len(list(m.modules())) == 2_001
     seen = []
@@ -83,7 +83,7 @@ def test_it_can_be_walked():
     assert m.get_path("next/" * 2_000 + "name") == "end"
 
 
-def test_it_can_be_freed(deep):
+def test_deep_model_can_be_freed(deep):
     m = chain()
     del m
 

@@ -50,7 +50,7 @@ def test_a_record_hashes_by_its_static_fields_and_can_be_a_static_argument():
         assert [f(Record(jnp.array(x)), 1.0).tolist() for x in (1.0, 2.0, 1.0)] == [2.0, 3.0, 2.0]
 
 
-def test_comparing_tracers_says_what_to_compare():
+def test_comparing_tracers_raises_with_advice():
     def equal(a, b):
         assert a == a and a != b.replace(name="there")  # the content is not needed
         return a == b

@@ -43,7 +43,7 @@ def matched(*filters):
     return list(Model().filter(filters[0]))
 
 
-def test_the_model_has_what_the_tests_think():
+def test_model_of_the_tests_has_the_expected_paths():
     assert sorted(ALL) == sorted([*KERNELS, *LORAS, *MEANS, "count", "table", "host", "node"])
 
 
@@ -101,7 +101,7 @@ def test_a_string_matches_the_collection_of_that_name_and_subclasses():
 
 
 @pytest.mark.parametrize("call", ["partition", "filter", "pop_state"])
-def test_a_misspelt_collection_is_an_error_that_names_it_and_changes_nothing(call):
+def test_misspelled_collection_raises_and_changes_nothing(call):
     m = Model()
     with pytest.raises(ValueError, match="'parms'") as error:
         getattr(m, call)("parms", ...)
@@ -122,7 +122,7 @@ def test_filters_nest():
     assert matched(((None, [Count]), nnx.All("batch_stats", nnx.PathMatches("head/*")))) == ["count", "head/mean"]
 
 
-def test_not_all_any_of_type():
+def test_not_all_any_and_of_type_combine_filters():
     assert sorted(matched(nnx.Not(nnx.Variable))) == ["host", "node", "table"]
     assert matched(nnx.Not(None)) == ALL
     assert matched(nnx.Not(...)) == []
@@ -196,7 +196,7 @@ def test_filters_are_comparable_so_that_they_may_be_static_values():
     "bad", [1, 1.5, {"params": 1}, jnp.ones(1), object(), b"params"], ids=lambda bad: type(bad).__name__
 )
 @pytest.mark.parametrize("call", ["partition", "filter", "pop_state"])
-def test_anything_else_is_a_type_error_that_shows_what_was_passed(call, bad):
+def test_other_arguments_raise_a_type_error_that_shows_them(call, bad):
     m = Model()
     with pytest.raises(TypeError) as error:
         getattr(m, call)(nnx.Param, bad)

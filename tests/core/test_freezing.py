@@ -107,7 +107,7 @@ def test_an_optimizer_trains_only_what_is_not_frozen():
     assert not any("encoder" in path for path in optimizer.filter("opt_state"))
 
 
-def test_an_optimizer_made_before_freezing_says_what_to_do():
+def test_optimizer_made_before_freezing_raises_with_advice():
     model = Net()
     optimizer = nnx.Optimizer(model, optax.sgd(0.1))
     model.freeze("encoder/0")

@@ -219,7 +219,7 @@ def test_the_error_names_the_right_call(use):
     assert names in str(raised.value)
 
 
-def test_there_are_many_of_them():
+def test_there_are_many_hints():
     assert len(WRONG) >= 40
 
 
@@ -259,7 +259,7 @@ def entries(table: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_hints_name_only_what_exists(table):
+def test_hints_name_only_existing_attributes(table):
     for name, hint in entries(table).items():
         for found in re.findall(r"(?<![.\w])nnx\.(\w+)", hint):
             assert hasattr(nnx, found), f"{name}: nnx.{found}"
@@ -324,7 +324,7 @@ def test_a_module_can_use_the_names_itself():
     assert Fields(2).children == 2 and Fields(2).half is False
 
 
-def test_what_a_mixin_after_module_defines_is_found():
+def test_attributes_of_a_mixin_after_module_are_found():
     class Invertible:
         def forward(self):
             return "forward"

@@ -177,7 +177,7 @@ def test_a_cycle_is_collected_by_the_garbage_collector():
     assert owner() is None
 
 
-def test_an_error_leaves_nothing_behind():
+def test_error_leaves_no_memory_in_use():
     model = Model()
     owner = weakref.ref(model)
     try:

@@ -25,7 +25,7 @@ def test_partition_is_a_pure_tuple_of_state_and_moduledef():
     assert state["enc/layers/0/w"].value is m.enc.layers[0].w
 
 
-def test_partition_with_one_filter_wants_every_node_to_match():
+def test_partition_with_one_filter_requires_every_node_to_match():
     state, _ = Linear().partition(nnx.Variable)
     assert isinstance(state, nnx.State)
     with pytest.raises(ValueError, match="Non-exhaustive filters, got a non-empty remainder") as error:
@@ -353,7 +353,7 @@ def test_variable_gives_the_container_behind_an_attribute():
     assert container.sharding == ("in", "out")
 
 
-def test_variable_of_what_is_no_variable_is_an_error_naming_it():
+def test_variable_of_another_attribute_raises_with_its_name():
     m = Linear()
     with pytest.raises((AttributeError, ValueError, KeyError, TypeError), match="dout"):
         m.variable("dout")

@@ -68,14 +68,14 @@ def test_different_structure_gives_different_defs():
     assert base != "Block"
 
 
-def test_values_and_shapes_are_no_part_of_it():
+def test_values_and_shapes_are_not_part_of_a_moduledef():
     changed = Block()
     changed.w = jnp.zeros((5, 5))
     assert changed.get_module_def() == Block().get_module_def()
     assert Block(width=7).get_module_def() == Block(width=2).get_module_def()
 
 
-def test_the_order_of_attributes_is_part_of_it():
+def test_order_of_attributes_is_part_of_a_moduledef():
     class Free(nnx.Module):
         pass
 
@@ -90,20 +90,20 @@ def test_the_order_of_attributes_is_part_of_it():
     assert paths == ["d", ""]  # what only one of them has is no matter of order
 
 
-def test_it_tells_shared_from_separate_submodules():
+def test_moduledef_distinguishes_shared_from_separate_submodules():
     shared, separate = Encoder(), Encoder()
     shared.layers[1] = shared.layers[0]
     assert shared.get_module_def() != separate.get_module_def()
 
 
-def test_it_is_a_pytree_without_leaves():
+def test_moduledef_is_a_pytree_without_leaves():
     moduledef = Model().get_module_def()
     assert jax.tree.leaves(moduledef) == []
     assert jax.tree.structure(moduledef) == jax.tree.structure(Model().get_module_def())
     assert jax.tree.map(lambda x: x, moduledef) == moduledef
 
 
-def test_it_can_be_a_dict_key_and_a_static_argument():
+def test_moduledef_can_be_a_dict_key_and_a_static_argument():
     moduledef = Model().get_module_def()
     assert {moduledef: 1}[Model().get_module_def()] == 1
     traces = []
@@ -267,7 +267,7 @@ def test_extra_variables_become_attributes():
     assert again.top == 1.0
 
 
-def test_a_missing_variable_is_absent_and_reading_it_says_that_no_state_was_given():
+def test_reading_a_variable_without_state_raises():
     m = Model()
     again = m.get_module_def().merge(m.filter(nnx.Param))
     np.testing.assert_array_equal(again.encoder.layers[0].w, [1, 1])
@@ -278,7 +278,7 @@ def test_a_missing_variable_is_absent_and_reading_it_says_that_no_state_was_give
     assert list(again.get_state()) == list(m.filter(nnx.Param))
 
 
-def test_a_variable_for_which_no_state_was_merged_says_so_with_the_cure():
+def test_reading_a_variable_that_was_not_merged_raises_with_advice():
     m = Tree()
     merged = m.get_module_def().merge(m.filter(nnx.Param))
     with pytest.raises(AttributeError, match="no state was given") as error:
@@ -321,7 +321,7 @@ def test_values_of_later_states_win_also_through_aliases():
     np.testing.assert_array_equal(moduledef.merge(canonical, alias).layers[0].w, [1, 1])
 
 
-def test_merge_of_something_else_is_an_error():
+def test_merge_of_other_arguments_raises():
     with pytest.raises((TypeError, ValueError)):
         Block().get_module_def().merge(3)
 

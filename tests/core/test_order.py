@@ -63,7 +63,7 @@ def test_a_shared_module_is_visited_at_its_canonical_path():
     assert [path for path, _ in model.named_modules()] == ["", "b", "a"]
 
 
-def test_what_is_printed_is_in_order():
+def test_repr_is_in_order():
     def labels(text: str) -> list[str]:
         lines = [line for line in text.splitlines() if line[:3].strip()]
         return [line.split(":")[0].strip() for line in lines if ":" in line and not line.startswith("   ")]
@@ -190,7 +190,7 @@ def test_a_dict_that_jax_cannot_take_apart_is_refused_with_advice(wrap: Any, val
     assert reason in str(caught.value) and advice in str(caught.value)
 
 
-def test_a_dict_without_arrays_is_static_whatever_its_keys():
+def test_dict_without_arrays_is_static_with_any_keys():
     model = nnx.Dict()
     model.d, model.e, model.f = {1: 2, "a": 3}, Table(a=1), {"axes": {nnx.Param: 0, nnx.Cache: 0}}
     assert [*model.clone().d] == [1, "a"] and type(model.clone().e) is Table and not model.get_state()

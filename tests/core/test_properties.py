@@ -455,7 +455,7 @@ def test_a_failed_update_changes_nothing(recipe, kind):
 
 
 @given(recipes())
-def test_what_was_popped_can_be_put_back(recipe):
+def test_popped_state_can_be_restored(recipe):
     m = build(recipe)
     before = snapshot(m)
     popped = m.pop_state(nnx.Variable)

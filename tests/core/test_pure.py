@@ -31,7 +31,7 @@ class Model(nnx.Module):
         self.named = {"k": Block()}
 
 
-def test_it_is_a_tuple_of_states_and_moduledef():
+def test_pure_is_a_tuple_of_states_and_moduledef():
     pure = Block().partition()
     assert isinstance(pure, nnx.Pure) and isinstance(pure, tuple)
     assert len(pure) == 2
@@ -42,7 +42,7 @@ def test_it_is_a_tuple_of_states_and_moduledef():
     assert [type(s) for s in several.states] == [nnx.State, nnx.State]
 
 
-def test_it_is_a_pytree():
+def test_pure_is_a_pytree():
     pure = Block().partition()
     leaves, treedef = jax.tree.flatten(pure)
     assert len(leaves) == 2
@@ -54,7 +54,7 @@ def test_it_is_a_pytree():
     np.testing.assert_array_equal(doubled.merge().w, [2, 2])
 
 
-def test_it_passes_through_jit_and_compiles_once_for_equal_models():
+def test_pure_passes_through_jit_and_compiles_once_for_equal_models():
     traces = []
 
     @jax.jit
@@ -117,7 +117,7 @@ def test_filter_gives_states():
     assert (list(stats), list(params)) == (["stat"], ["w"])
 
 
-def test_partition_divides_anew():
+def test_partition_of_a_pure_can_use_other_filters():
     pure = Block().partition()
     again = pure.partition(nnx.Param, ...)
     assert isinstance(again, nnx.Pure)

@@ -306,7 +306,7 @@ def test_a_custom_new_works():
     assert m.clone().w.shape == (3,)
 
 
-def test_an_init_that_raises_leaves_nothing_behind():
+def test_failing_init_keeps_nothing_alive():
     class Fails(nnx.Module):
         def __init__(self, fail):
             self.layers = []
@@ -379,7 +379,7 @@ def test_copy_makes_a_new_module_that_shares_submodules():
     assert not hasattr(m, "new")
 
 
-def test_a_shallow_copy_has_variables_of_its_own():
+def test_shallow_copy_has_separate_variables():
     layer = Layer()
     twin = copy.copy(layer)
     twin.w = jnp.zeros(2)

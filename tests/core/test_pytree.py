@@ -77,7 +77,7 @@ def test_a_pytree_is_a_node_by_itself():
     assert len(jax.tree.leaves(Outer(Record(1, jnp.ones(1))))) == 2
 
 
-def test_it_travels_through_jit():
+def test_pytree_passes_through_jit():
     record = jax.jit(lambda r: r.replace(y=r.y * 2))(Record(1, jnp.ones(2)))
     assert type(record) is Record
     np.testing.assert_array_equal(record.y, [2, 2])
@@ -140,7 +140,7 @@ def test_mutability_is_inherited():
     assert record.x == 2
 
 
-def test_it_works_with_nnx_dataclass():
+def test_pytree_works_with_nnx_dataclass():
     @nnx.dataclass
     class Data(nnx.Pytree):
         x: int = nnx.node_field()
@@ -157,7 +157,7 @@ def test_it_works_with_nnx_dataclass():
     assert jax.tree.map(lambda x: x, record).n == 3
 
 
-def test_it_works_with_inheritance():
+def test_pytree_works_with_inheritance():
     class Derived(Record):
         def __init__(self, x, y, z):
             super().__init__(x, y)
@@ -170,7 +170,7 @@ def test_it_works_with_inheritance():
         record.z = 1
 
 
-def test_it_works_with_generics():
+def test_pytree_works_with_generics():
     class Box(nnx.Pytree, Generic[T]):
         def __init__(self, x: T):
             self.x = nnx.Node(x)
@@ -180,7 +180,7 @@ def test_it_works_with_generics():
     assert jax.tree.leaves(record) == [3]
 
 
-def test_it_works_with_a_custom_new():
+def test_pytree_works_with_a_custom_new():
     class Custom(nnx.Pytree):
         def __new__(cls, x):
             self = super().__new__(cls)
@@ -357,7 +357,7 @@ def test_a_static_field_that_holds_a_module_is_an_error_that_names_the_field():
         jax.tree.leaves(record)
 
 
-def test_a_namespace_of_arrays_is_no_node_unless_registered():
+def test_namespace_of_arrays_is_a_node_only_if_registered():
     assert not nnx.is_node(types.SimpleNamespace(x=jnp.ones(1)))
 
 

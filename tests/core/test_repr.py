@@ -21,7 +21,7 @@ class Model(nnx.Module):
         self.host = np.full((4,), 7.25)
 
 
-def test_it_is_an_indented_tree():
+def test_repr_is_an_indented_tree():
     lines = repr(Model()).splitlines()
     assert lines[0].startswith("Model(")
     first = next(line for line in lines if "first" in line)
@@ -60,7 +60,7 @@ def test_flags_functions_and_dtypes_are_left_out_where_the_constructor_has_them_
     assert "bias: 1" in repr(changed)
 
 
-def test_a_layer_prints_what_tells_it_from_others():
+def test_repr_of_a_layer_shows_its_distinguishing_settings():
     text = repr(nnx.Linear(2, 3, ctx=nnx.context(0)))
     assert text == (
         "Linear(\n  in_features: 2\n  out_features: 3\n  kernel: Param(float32[2,3])\n  bias: Param(float32[3])\n)"

@@ -29,7 +29,7 @@ def test_sown_values_can_be_sown_again_after_popping():
 
 
 @pytest.mark.parametrize("value", [jnp.ones(1), "text", 3], ids=["node", "static", "number"])
-def test_sowing_into_an_attribute_that_is_no_variable_is_an_error(value):
+def test_sowing_into_an_attribute_that_is_not_a_variable_raises(value):
     m = nnx.Module()
     m.x = value
     with pytest.raises(ValueError, match="to be a Variable, got") as error:

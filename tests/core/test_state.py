@@ -30,7 +30,7 @@ def small() -> nnx.State:
 # a mapping
 
 
-def test_it_is_an_immutable_mapping():
+def test_state_is_an_immutable_mapping():
     state = small()
     assert isinstance(state, Mapping)
     assert not isinstance(state, MutableMapping)
@@ -108,7 +108,7 @@ def test_a_leaf_is_a_variable_a_node_or_a_bare_array():
 # canonical paths
 
 
-def test_what_is_shared_has_one_entry_whose_path_has_the_fewest_segments():
+def test_shared_value_has_one_entry_under_its_shortest_path():
     m = nnx.Module()
     block = Block()
     m.a = [[block]]
@@ -233,7 +233,7 @@ def test_from_nested_keeps_dict_valued_nodes_of_containers_whole():
 # a pytree
 
 
-def test_it_is_a_pytree_with_readable_key_paths():
+def test_state_is_a_pytree_with_readable_key_paths():
     flat, _ = jax.tree_util.tree_flatten_with_path(Model(1).get_state())
     text = [jax.tree_util.keystr(path) for path, _ in flat]
     assert len(text) == 3
@@ -263,7 +263,7 @@ def test_mapping_over_two_states():
     np.testing.assert_array_equal(total["table"], [0, 2])
 
 
-def test_it_travels_through_jit_grad_and_vmap():
+def test_state_passes_through_jit_grad_and_vmap():
     params = Model(1).filter(nnx.Param)
     assert jax.jit(lambda s: s)(params) == params
     grads = jax.grad(lambda s: (s["layers/0/w"].value ** 2).sum())(params)
@@ -274,7 +274,7 @@ def test_it_travels_through_jit_grad_and_vmap():
 
 
 @pytest.mark.parametrize("leaf", [None, object(), "text", 0, jax.ShapeDtypeStruct((), jnp.float32), True])
-def test_it_tolerates_any_leaf_jax_puts_into_it(leaf):
+def test_state_may_hold_any_leaf_that_jax_puts_into_it(leaf):
     structure = jax.tree.structure(Model(1).get_state())
     state = jax.tree.unflatten(structure, [leaf] * structure.num_leaves)
     assert isinstance(state, nnx.State)
@@ -283,7 +283,7 @@ def test_it_tolerates_any_leaf_jax_puts_into_it(leaf):
     assert list(state.filter(nnx.Param)) == ["layers/0/w"]
 
 
-def test_it_survives_transposition_and_eval_shape():
+def test_state_survives_transposition_and_eval_shape():
     state = Model(1).get_state()
     shapes = jax.eval_shape(lambda s: s, state)
     assert shapes["layers/0/w"].value.shape == (2,)
@@ -345,7 +345,7 @@ def test_map_passes_the_leaves_of_other_states():
     assert stepped["layers/0/w"].sharding == ("a",)
 
 
-def test_map_refuses_states_with_other_paths_and_says_which():
+def test_map_refuses_states_with_other_paths_and_names_them():
     state = small()
     with pytest.raises(ValueError, match=r"the other one has no 'c'; only the other one has 'd'"):
         state.map(lambda path, a, b: a, state.filter(nnx.Variable) | nnx.State({"d": jnp.ones(1)}))

@@ -45,7 +45,7 @@ def test_a_static_container_mutated_in_place_is_noticed(value, change):
 
 
 @pytest.mark.parametrize("fields", [1, 2, 5, 32, 33, 100])
-def test_every_kind_of_change_to_a_config_is_noticed_whatever_its_size(fields):
+def test_every_kind_of_change_to_a_config_of_any_size_is_noticed(fields):
     def rename(config, name):
         config[f"{name}_"] = config.pop(name)
 

@@ -364,7 +364,7 @@ def plus_one(x):
     return x + 1
 
 
-def test_functions_are_equal_by_code_and_what_they_close_over():
+def test_functions_are_equal_by_code_and_closure():
     assert same(plus_one, plus_one)
     assert same(adder(1), adder(1))
     assert not same(adder(1), adder(2))

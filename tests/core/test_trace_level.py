@@ -165,14 +165,14 @@ def test_set_delete_and_pop_are_errors_under_the_named_transforms(name, mutate):
     run_and_expect_error(RAW_TRANSFORMS[name], mutate)
 
 
-def test_the_message_says_which_attribute_of_which_class_and_what_to_do():
+def test_message_names_attribute_and_class_and_gives_advice():
     text = run_and_expect_error(jax.jit, set_variable)
     assert "Layer" in text
     assert "w" in text.replace("nnx", "").split("Layer", 1)[1] or "'w'" in text
     assert "nnx." in text or "argument" in text
 
 
-def test_the_message_of_pop_says_what_to_do_too():
+def test_message_of_pop_gives_advice():
     text = run_and_expect_error(jax.jit, pop)
     assert "Model" in text or "Layer" in text
 

@@ -220,7 +220,7 @@ def test_container_metadata_is_a_value_and_its_metadata():
     assert carried.metadata == {"unit": "m"}
 
 
-def test_an_initialiser_with_metadata_gives_them_to_the_variable():
+def test_metadata_of_an_initializer_reach_the_variable():
     initializer = nnx.with_metadata(zeros, sharding=("a", "b"), unit="m")
     result = initializer(jax.random.key(0), (2, 3))
     assert isinstance(result, nnx.ContainerMetadata)
@@ -315,7 +315,7 @@ def test_another_type_of_a_built_in_name_does_not_take_the_name_over():
     assert m.collections() == {"params"}
 
 
-def test_a_name_stays_known_while_one_of_its_types_lives():
+def test_name_stays_registered_while_one_of_its_types_is_alive():
     first = type("Transient", (nnx.Variable,), {})
     second = type("Transient", (nnx.Variable,), {})
     m = Box(a=first(1))

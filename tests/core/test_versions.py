@@ -22,7 +22,7 @@ def bookkeeping(module: nnx.Module) -> tuple[Any, ...]:
     return info.flat, info.joint, info.flats, info.order, info.restructured
 
 
-def test_the_steps_of_a_change_do_what_noting_it_does():
+def test_steps_of_a_change_have_the_effect_of_noting_it():
     noted, replayed = nnx.Dict(x=jnp.ones(1)), nnx.Dict(x=jnp.ones(1))
     flats = [flat_of(noted), flat_of(replayed)]
     assert all(flat.is_valid() and flat.may_come_back() for flat in flats)
@@ -90,7 +90,7 @@ def test_additions_in_another_order_lead_elsewhere_and_removals_in_any_order_lea
     assert flat_of(model) is both and list(model.get_state()) == ["w", "x", "y"]
 
 
-def test_a_variable_removed_and_set_again_is_behind_the_others():
+def test_variable_removed_and_set_again_comes_last():
     model = nnx.Dict(v=nnx.Variable(1.0), w=nnx.Param(jnp.ones(1)))
     before = flat_of(model)
     for _ in range(3):

@@ -105,7 +105,7 @@ def test_repr_shows_the_attributes_of_the_view(model):
 # Changes of structure
 
 
-def test_what_the_model_gains_is_there_in_the_view(model):
+def test_view_has_attributes_added_to_the_model(model):
     view = model.view(**MODES)
     model.extra = nnx.Param(jnp.ones(2))
     model.head = nnx.Dropout(0.9)
@@ -124,7 +124,7 @@ def test_a_replaced_submodule_is_replaced_in_the_view(model):
     assert old() is None
 
 
-def test_what_is_set_through_the_view_is_set_in_the_model(model):
+def test_setting_through_the_view_sets_in_the_model(model):
     view = model.view(**MODES)
     view.extra = nnx.Param(jnp.ones(2))
     view[0].scale = 3.0
@@ -367,7 +367,7 @@ def test_an_optimizer_of_a_view_trains_the_model(model):
     np.testing.assert_allclose(ema.averaged(model)[0].linear.bias, before - 0.5)
 
 
-def test_a_view_keeps_no_model_alive_after_it_is_gone(model):
+def test_deleted_view_does_not_keep_its_model_alive(model):
     view = model.view(**MODES)
     nnx.jit(lambda m: m(X))(view)
     gone = weakref.ref(view)

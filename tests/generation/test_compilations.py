@@ -150,7 +150,7 @@ def test_steps_beyond_the_last_token_do_no_harm_at_the_end_of_the_context():
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_rows_that_are_computed_but_not_asked_for_change_nothing():
+def test_surplus_rows_do_not_change_the_result():
     model, prompts = decoder(), random_prompts(2, 5)
     received = []
     expected = nnx.generate(model, prompts, max_new_tokens=4, ctx=nnx.context(sample=0))

@@ -99,7 +99,7 @@ def test_samples_of_one_prompt_are_independent():
     assert is_drawn_from(pairs, np.outer(P, P).ravel())
 
 
-def test_temperature_zero_takes_the_most_likely_token_whatever_the_thresholds():
+def test_temperature_zero_takes_the_most_likely_token_with_any_thresholds():
     options = {"top_k": 3, "top_p": 0.5, "min_p": 0.1}
     assert nnx.generate(drawing(P), [[1]], max_new_tokens=3, temperature=0, **options).tolist() == [[0, 0, 0]]
 

@@ -148,7 +148,7 @@ def test_outputs_of_a_dict_that_is_called_leave_its_items_alone():
     close(out, chain(X))
 
 
-def test_a_container_that_is_changed_after_it_was_returned_is_captured_as_it_was():
+def test_container_is_captured_as_it_was_when_returned():
     class Dicts(nnx.Module):
         def __call__(self, x):
             return {"x": x}
@@ -482,7 +482,7 @@ def test_a_selector_that_selects_nothing_is_an_error_that_lists_the_paths(twice)
         nnx.capture(twice, where="blocks/*")(X)
 
 
-def test_what_is_no_selector_is_an_error(twice):
+def test_invalid_selector_raises(twice):
     with raises("nnx.capture: 3 does not select Modules", "a glob over paths", error=TypeError):
         nnx.capture(twice, where=3)(X)
 

@@ -63,7 +63,7 @@ def test_outside_of_a_notebook_the_tree_is_printed(capsys):
     assert "sharding=('rows', None)" in text and "float32(2, 3)" in text
 
 
-def test_what_is_shared_is_shown_once(capsys):
+def test_shared_values_are_shown_once(capsys):
     text = text_of(model(), capsys)
     assert "tied=Linear(...)  # the same as .blocks[0].linear" in text
     assert text.count("TinyNet(") == 1

@@ -32,7 +32,7 @@ def test_the_layer_and_the_step_of_the_scan_are_named(poisoned):
     assert str(found) == f"The output of '{BLOCK}/mlp' (Linear) at step 1 is not finite; its inputs are finite."
 
 
-def test_it_looks_inside_jit_and_derivatives(poisoned):
+def test_nans_are_found_inside_jit_and_derivatives(poisoned):
     step = nnx.jit(lambda model, tokens: nnx.grad(lambda model: model(tokens).sum())(model))
     found = nnx.find_nans(step)(poisoned, TOKENS)
     assert found is not None and (found.path, found.index) == (f"{BLOCK}/mlp", (1,))
@@ -62,7 +62,7 @@ def test_the_number_of_the_call_is_named():
     assert "in call 1" in str(found)
 
 
-def test_what_goes_wrong_between_submodules_shows_as_inputs_that_are_not_finite():
+def test_nan_between_submodules_shows_as_a_bad_input():
     def forward(layer, x):
         return layer(jnp.log(x))
 

@@ -98,7 +98,7 @@ def test_other_methods_can_be_intercepted(gpt):
     assert not out.any()
 
 
-def test_a_hook_may_change_the_module_it_gets():
+def test_hook_may_change_its_module():
     class Counted(nnx.Module):
         def __init__(self):
             self.count = nnx.Variable(jnp.array(0))
@@ -150,7 +150,7 @@ def test_another_hook_or_another_value_that_it_reads_is_traced(twice):
     close(forward(twice, X), twice.layer(X))
 
 
-def test_a_hook_that_reads_what_can_change_is_never_out_of_date(twice):
+def test_hook_that_reads_mutable_values_is_never_stale(twice):
     forward = nnx.jit(lambda model, x: model.encode(x))
     scales = [2.0]
     hook = lambda path, module, call, x: scales[0] * call(x)  # noqa: E731

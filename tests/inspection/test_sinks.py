@@ -61,7 +61,7 @@ def test_a_sink_that_fails_is_one_warning_and_is_called_again(tmp_path):
     assert len(caught) == 1 and steps == [0, 1] and len(nnx.read_metrics(tmp_path)) == 2
 
 
-def test_what_cannot_be_called_is_not_a_sink():
+def test_sink_that_cannot_be_called_raises():
     with pytest.raises(TypeError, match="A sink is a function of a step and a dict of values.*got 'runs'"):
         quiet().add_sink("runs")
 

@@ -65,7 +65,7 @@ def test_the_text_is_a_table_with_totals_per_collection():
     )
 
 
-def test_every_module_has_a_row_with_what_it_holds_and_gives_out():
+def test_every_module_has_a_row_with_its_contents_and_output():
     summary = nnx.summary(TwoHeads(ctx=nnx.context(0)), jnp.ones((5, 4)), ctx=running_context())
     rows = rows_of(summary)
     assert list(rows)[:3] == ["", "blocks", "blocks/0"]
@@ -78,7 +78,7 @@ def test_every_module_has_a_row_with_what_it_holds_and_gives_out():
     assert rows["blocks"].output is None and rows["blocks"].flops is None  # never called itself
 
 
-def test_collections_are_totalled_apart():
+def test_each_collection_has_its_own_total():
     summary = nnx.summary(TwoHeads(ctx=nnx.context(0)))
     assert summary.collections["params"] == (12, 56 + 10 + 5, 4 * 71)
     assert summary.collections["batch_stats"] == (4, 16, 64)
@@ -313,7 +313,7 @@ def test_frozen_dataclass_modules_can_be_looked_at():
     assert nnx.summary(Scale(jnp.ones(3)), jnp.ones(3)).rows[0].output == "float32[3]"
 
 
-def test_what_is_no_module_is_an_error():
+def test_argument_that_is_not_a_module_raises():
     with pytest.raises(TypeError, match="nnx.summary takes a Module, got float32\\[2\\] of type ArrayImpl"):
         nnx.summary(jnp.ones(2))  # pyright: ignore[reportArgumentType]
 
@@ -361,12 +361,12 @@ def test_several_threads_may_look_at_once():
 # Showing it
 
 
-def test_a_depth_leaves_out_what_lies_deeper():
+def test_depth_limits_the_rows_shown():
     text = nnx.summary(TwoHeads(ctx=nnx.context(0))).table(depth=1)
     assert "heads" in text and "heads/mean" not in text
 
 
-def test_it_prints_and_shows_in_a_notebook(capsys):
+def test_summary_prints_and_displays_in_a_notebook(capsys):
     summary = nnx.summary(linear(), jnp.ones((2, 3)))
     summary.print()
     assert "Linear" in capsys.readouterr().out

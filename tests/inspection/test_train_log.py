@@ -53,7 +53,7 @@ def test_numbers_that_json_does_not_know_are_words(tmp_path):
     assert math.isnan(read["loss"]) and read["other"] == math.inf
 
 
-def test_what_is_no_number_is_an_error_that_names_the_metric():
+def test_metric_that_is_not_a_number_raises_with_its_name():
     log = quiet()
     with pytest.raises(TypeError, match=r"The metric 'loss' of step 7 is float32\[3\].*loss=loss.mean\(\)"):
         log(7, loss=jnp.ones(3))
@@ -178,7 +178,7 @@ def test_an_error_in_the_loop_is_the_one_that_is_seen_and_nothing_is_lost(tmp_pa
     assert lines_of(tmp_path)[0]["loss"] == 1.0
 
 
-def test_it_works_without_with(tmp_path):
+def test_log_works_without_a_with_block(tmp_path):
     log = quiet(path=tmp_path, plot=False)
     log(0, loss=1.0)
     log.close()

@@ -50,7 +50,7 @@ def test_a_name_cannot_move_the_cursor_or_end_the_line(stream, tmp_path):
     assert lines_of(tmp_path)[0]["a\nb\x1b[2J\rc loss"] == 1.0
 
 
-def test_a_stream_that_is_ascii_gets_what_it_can_show():
+def test_ascii_stream_gets_ascii_characters():
     buffer = io.BytesIO()
     with nnx.TrainLog(file=io.TextIOWrapper(buffer, encoding="ascii"), interval=0) as log:
         log(0, β=1.0)
@@ -75,7 +75,7 @@ def test_names_are_no_formulas_in_the_plot(tmp_path, name):
 
 
 @pytest.mark.parametrize("value", [1j, jnp.complex64(1), np.str_("x"), np.datetime64("2020-01-01"), None, [1.0]])
-def test_what_is_not_a_real_number_is_refused_at_the_call(value):
+def test_value_that_is_not_a_real_number_is_refused_at_the_call(value):
     with pytest.raises(TypeError, match="The metric 'loss' of step 0 is .*, and a metric is one number"):
         nnx.TrainLog(file=io.StringIO())(0, loss=value)
 
@@ -250,7 +250,7 @@ def test_several_programs_append_whole_lines(tmp_path):
         assert sum(f"metric of program {k}" in record for record in read) == 30
 
 
-def test_a_bar_of_somebody_else_is_no_obstacle(tmp_path, monkeypatch):
+def test_progress_bar_of_another_library_does_not_interfere(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     outer, inner = Terminal(), Terminal()
     with nnx.TrainLog(total=1, file=outer) as first, nnx.TrainLog(total=1, file=inner) as second:

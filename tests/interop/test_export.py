@@ -116,7 +116,7 @@ def test_inputs_can_have_any_symbolic_axes(tmp_path):
 # Mistakes
 
 
-def test_calls_that_do_not_fit_say_what_was_exported(directory, tmp_path):
+def test_call_with_other_arguments_raises_with_the_exported_ones(directory, tmp_path):
     program = nnx.load_exported(directory)
     for error, args, kwargs, message in [
         (TypeError, (), {}, "Net takes 1 positional arguments and none by name; got 0 and none"),
@@ -137,7 +137,7 @@ def test_calls_that_do_not_fit_say_what_was_exported(directory, tmp_path):
         program({"a": X}, (X, X))
 
 
-def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path):
+def test_export_refuses_unsupported_models_before_writing(tmp_path):
     path = tmp_path / "never"
     model = Net()
     for error, call, message in [

@@ -132,7 +132,7 @@ def test_a_gru_without_hidden_bias_takes_only_weights_that_it_can_represent():
     assert not np.allclose(model(inputs[0]), expected)
 
 
-def test_layers_that_pytorch_code_kept_apart_load_by_their_own_names():
+def test_layers_named_separately_in_pytorch_load_by_their_own_names():
     state, inputs, expected = golden("gru_deep")
     apart = {f"{'01'['_l1' in name]}.{name.replace('_l1', '_l0')}": value for name, value in state.items()}
     model = nnx.Sequence([gru(3, 2), gru(2, 2)])
@@ -186,7 +186,7 @@ def test_everything_that_does_not_fit_is_in_one_error_and_nothing_changes():
     assert "'blocks/1/2/kernel' is float32[4, 4, 1] ('blocks.1.2.weight')" in text
 
 
-def test_without_strict_what_fits_is_loaded_and_the_rest_reported():
+def test_without_strict_fitting_entries_are_loaded_and_the_rest_reported():
     state, _, _ = golden("classifier")
     complete = Classifier()
     nnx.load_torch_state_dict(complete, state)

@@ -23,7 +23,7 @@ def test_versions_are_listed_as_a_reader_would_say_them():
 
 
 @pytest.mark.parametrize("name", HINTS)
-def test_a_name_that_is_gone_says_which_versions_had_it_and_what_to_write(name):
+def test_removed_name_raises_with_its_versions_and_replacement(name):
     with pytest.raises(AttributeError) as raised:
         getattr(nnx, name)
     text = str(raised.value)

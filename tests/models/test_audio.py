@@ -33,7 +33,7 @@ def test_silence_is_finite():
     assert (nnx.models.log_mel(np.zeros(100), num_frames=3) == -1.5).all()
 
 
-def test_every_band_hears_something():
+def test_every_band_responds_to_noise():
     noise = np.random.default_rng(0).standard_normal(16000)
     loudest = nnx.models.log_mel(noise, num_frames=100).max(axis=0)
     assert loudest.shape == (80,) and (loudest > loudest.max() - 1).all()  # silence would be 2 below the loudest band
@@ -48,6 +48,6 @@ def test_every_band_hears_something():
         (np.zeros(5), {"num_frames": 2.5}, "expected num_frames to be a positive integer, got 2.5"),
     ],
 )
-def test_what_is_not_sound_is_refused(sound, options, message):
+def test_input_that_is_not_sound_is_refused(sound, options, message):
     with pytest.raises(ValueError, match=message):
         nnx.models.log_mel(sound, **options)

@@ -266,7 +266,7 @@ class TestGptOss:
         assert plain.rotary == nnx.models.RotaryConfig(9.0)
         assert config_from_dict(config_to_dict(plain)) == plain
 
-    def test_the_ramp_of_yarn_is_rounded_unless_told(self):
+    def test_yarn_ramp_is_rounded_by_default(self):
         yarn = {"rope_type": "yarn", "factor": 4.0}
         rounded, exact = (
             config_from_dict(self.fields(rope_scaling={**yarn, **more})) for more in ({}, {"truncate": False})

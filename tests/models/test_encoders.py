@@ -29,7 +29,7 @@ def test_outputs_agree(name):
 
 
 @goldens
-def test_what_is_saved_has_the_published_names_shapes_and_config(name, tmp_path):
+def test_saved_model_has_the_published_names_shapes_and_config(name, tmp_path):
     model = golden_model(name)
     made = randomized(model.clone())
     nnx.models.save_pretrained(made, tmp_path)

@@ -81,7 +81,7 @@ def test_inside_a_compiled_function_and_abstractly(directory):
     assert abstract.get_state() == nnx.models.from_pretrained(GOLDEN / "qwen3", abstract=True).get_state()
 
 
-def test_what_is_saved_again_is_not_quantized(directory, tmp_path):
+def test_model_saved_again_is_not_quantized(directory, tmp_path):
     model = nnx.models.from_pretrained(directory)
     nnx.models.save_pretrained(model, tmp_path / "again")
     assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())

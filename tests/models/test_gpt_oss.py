@@ -16,7 +16,7 @@ def fields(**changes):
     return {key: value for key, value in found.items() if value is not ...}
 
 
-def test_generate_writes_what_transformers_does_and_the_uncached_model_too():
+def test_generated_text_is_that_of_transformers_and_of_the_uncached_model():
     with np.load(GOLDEN / "gpt_oss" / "golden.npz") as golden:
         tokens, greedy = golden["tokens"], golden["greedy"]
     model = golden_model("gpt_oss")

@@ -100,7 +100,7 @@ def test_inside_a_compiled_function_and_abstractly(directory):
     assert abstract.layers[0].mlp.gate.shape == (3, 64, 96) and abstract.layers[0].mlp.gate.dtype == jnp.bfloat16
 
 
-def test_what_is_saved_again_is_not_quantized(directory, tmp_path):
+def test_model_saved_again_is_not_quantized(directory, tmp_path):
     model = nnx.models.from_pretrained(directory)
     nnx.models.save_pretrained(model, tmp_path / "again")
     assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())

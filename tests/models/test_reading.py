@@ -72,7 +72,7 @@ def test_every_part_of_every_layout_is_found(case, dtype, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (3, 5, 4)])
-def test_parameters_that_take_turns_are_told_apart(shape, tmp_path):
+def test_interleaved_parameters_are_separated(shape, tmp_path):
     parameters = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
     tensor = np.asarray(IN_TURNS.joined(jnp.asarray(parameters)))
     assert tensor.shape == (*shape[:-1], 2 * shape[-1])

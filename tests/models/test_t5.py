@@ -105,7 +105,7 @@ class TestFiles:
         edited(tmp_path / name, **changes)
         return nnx.models.from_pretrained(tmp_path / name)
 
-    def test_an_output_layer_in_the_files_is_used_even_if_the_config_says_tied(self, tmp_path):
+    def test_output_layer_in_the_files_is_used_despite_a_tied_config(self, tmp_path):
         # As newer versions of transformers save version 1.1.
         model = self.copied(tmp_path, "t5_v1_1", {"tie_word_embeddings": True, "scale_decoder_outputs": False})
         assert model.config == golden_model("t5_v1_1").config

@@ -80,12 +80,12 @@ def test_tokens_that_are_no_list_of_ids_are_refused(tokens):
 
 
 @pytest.mark.parametrize("text", [["a"], b"a", None], ids=repr)
-def test_a_text_that_is_no_str_is_refused(text):
+def test_text_that_is_not_a_string_is_refused(text):
     with pytest.raises(TypeError, match=NOT_TEXT.split("{got}")[0]):
         Tokenizer(byte_tokenizer()).encode(text)
 
 
-def test_a_text_is_neither_cut_nor_padded_as_the_file_asks(tmp_path):
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)
@@ -212,7 +212,7 @@ def test_a_template_of_another_type_is_named(tmp_path, template):
     assert str(error.value) == BAD_FILE.format(file=tmp_path / "tokenizer_config.json", reason=BAD_TEMPLATES)
 
 
-def test_a_chat_without_a_template_says_what_to_do(tmp_path):
+def test_chat_without_a_template_raises_with_advice(tmp_path):
     with pytest.raises(ValueError) as error:
         Tokenizer.from_pretrained(write(tmp_path)).chat(HELLO)
     assert str(error.value) == NO_TEMPLATE.format(source=tmp_path)
@@ -252,7 +252,7 @@ def test_a_template_that_fails_is_blamed(template):
     assert str(error.value).startswith(TEMPLATE_FAILS.split("{kind}")[0].format(source="this tokenizer"))
 
 
-def test_a_template_that_is_no_jinja_names_its_line():
+def test_template_with_a_syntax_error_raises_with_its_line():
     with pytest.raises(ValueError) as error:
         chat_text("hello\n{% if %}")
     assert str(error.value).startswith(message_of(TEMPLATE_SYNTAX, source="this tokenizer", line=2))

@@ -56,7 +56,7 @@ def test_texts_longer_than_the_positions_are_refused(conditioned):
         (jnp.zeros((1, 32, 10), jnp.int32), "expected sound as floating-point numbers, got dtype int32"),
     ],
 )
-def test_what_is_not_sound_is_refused(sound, message):
+def test_input_that_is_not_sound_is_refused(sound, message):
     with pytest.raises(ValueError, match=message):
         golden_model("whisper").encode(sound)
 

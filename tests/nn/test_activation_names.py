@@ -68,7 +68,7 @@ def test_the_same_names_share_a_trace(capsys):
 
 
 @pytest.mark.parametrize("policy", [3, (), ("mlp_hidden", 3)])
-def test_what_is_not_a_policy_is_refused(policy):
+def test_argument_that_is_not_a_policy_is_refused(policy):
     with pytest.raises(TypeError, match=r"policy is the name of an activation.*got "):
         nnx.remat(lambda block, x: block(x), policy=policy)
 

@@ -167,7 +167,7 @@ class TestFunction:
         assert not np.array_equal(own[0], own[1])
         assert not np.array_equal(own[:, :, 0], own[:, :, 1])
 
-    def test_dropout_without_key_says_what_to_pass(self):
+    def test_dropout_without_key_raises_with_advice(self):
         with pytest.raises(ValueError, match=r"dropout_rng=ctx.make_rng\('dropout'\)"):
             nnx.dot_product_attention(QUERY, KEY, VALUE, dropout_rate=0.5)
 
@@ -232,7 +232,7 @@ class TestImplementation:
         expected = "cudnn" if jax.default_backend() == "gpu" else "xla"
         assert self.choice(platform=None, capability=None) == expected
 
-    def test_what_the_kernel_cannot_do_falls_back(self):
+    def test_unsupported_options_of_the_kernel_fall_back(self):
         assert self.choice(dtype=jnp.float32) == "xla"
         assert self.choice(capability="7.5") == "xla"
         assert self.choice(capability="gfx942") == "xla"
@@ -256,7 +256,7 @@ class TestImplementation:
         assert self.choice(bias=struct(12, 128, 128), mask=struct(8, 1, 128, 128, dtype=bool)) == "xla"
 
     @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the fused kernel exists here")
-    def test_asking_for_what_cannot_be_says_why(self):
+    def test_impossible_request_raises_with_reason(self):
         with pytest.raises(ValueError, match="implementation='cudnn' is not possible here: it needs an NVIDIA GPU"):
             nnx.dot_product_attention(QUERY, KEY, VALUE, implementation="cudnn")
 
@@ -310,7 +310,7 @@ class TestMultiHeadAttention:
             "value/kernel": (16, 2, 4),
         }
 
-    def test_it_is_projection_attention_projection(self):
+    def test_layer_is_projection_attention_projection(self):
         layer = attention(4, 16, num_kv_heads=2, qkv_features=32, out_features=6)
         x = numpy_normal(2, 5, 16)
         attended = by_hand(layer.query(x), layer.key(x), layer.value(x))
@@ -430,7 +430,7 @@ class TestMultiHeadAttention:
         with pytest.raises(ValueError, match="(?s)MultiHeadAttention.*call.*instance.*Context"):
             attention(dropout_rate=0.5)(numpy_normal(2, 5, 16), ctx=nnx.context(dropout=0))
 
-    def test_dropout_without_a_context_says_what_to_pass(self):
+    def test_dropout_without_a_context_raises_with_advice(self):
         with pytest.raises(ValueError, match="call the layer with ctx=ctx, or with deterministic=True"):
             attention(dropout_rate=0.5)(numpy_normal(2, 5, 16), deterministic=False)
 

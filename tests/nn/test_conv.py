@@ -46,7 +46,7 @@ def test_paddings_give_their_sizes(padding, size):
 
 
 @pytest.mark.parametrize("padding", ["WRAP", (1, 2, 3), ((1, 2, 3), 1), ("a", "b")], ids=str)
-def test_unknown_padding_is_an_error_that_lists_what_there_is(padding):
+def test_unknown_padding_raises_with_the_alternatives(padding):
     with pytest.raises(ValueError, match="unknown padding.*'SAME'.*'CIRCULAR'"):
         conv(3, 4, (3, 3), padding=padding)
 
@@ -97,7 +97,7 @@ def test_input_dilation_is_a_convolution_of_the_spread_input(padding):
     np.testing.assert_allclose(layer(x), plain(spread), rtol=1e-4, atol=1e-5)
 
 
-def test_depthwise_convolution_keeps_features_apart():
+def test_depthwise_convolution_does_not_mix_features():
     layer = conv(4, 4, (3,), feature_group_count=4)
     assert layer.kernel.shape == (3, 1, 4)
     x = normal(6, 4)
@@ -148,7 +148,7 @@ def test_conv_calls_a_convolution_of_the_user():
     assert calls == [2]
 
 
-def test_wrong_inputs_say_what_was_expected():
+def test_wrong_inputs_raise_with_what_was_expected():
     with pytest.raises(ValueError, match=r"Conv expected an input of shape \(\.\.\., d0, d1, 3\), got shape \(6, 3\)"):
         conv(3, 4, (3, 3))(jnp.ones((6, 3)))
     with pytest.raises(ValueError, match="Conv expected 3 features on the last axis, got 1"):

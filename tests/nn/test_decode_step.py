@@ -150,7 +150,7 @@ class TestOverflow:
 
 
 class TestDecoderCache:
-    def test_it_is_a_pytree_of_one_key_and_value_per_layer_and_the_lengths(self):
+    def test_cache_is_a_pytree_of_keys_values_and_lengths(self):
         cache = nnx.DecoderCache.empty(2, 4, [(1, 2), (3, 5)], dtype=jnp.bfloat16)
         shapes = [leaf.shape for leaf in jax.tree.leaves(cache)]
         assert shapes == [(2, 4, 1, 2)] * 2 + [(2, 4, 3, 5)] * 2 + [(2,)]

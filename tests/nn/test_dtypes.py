@@ -90,7 +90,7 @@ def test_abstract_models_can_be_changed():
     assert isinstance(net[0].kernel, jax.ShapeDtypeStruct) and net[0].kernel.dtype == jnp.bfloat16
 
 
-def test_it_can_be_undone_so_a_compiled_function_is_used_again():
+def test_undoing_set_dtypes_reuses_a_compiled_function():
     net = model()
     step = nnx.jit(lambda m, x: m[0](x))
     assert step(net, jnp.ones(2)).dtype == jnp.float32

@@ -38,7 +38,7 @@ def test_attend_gives_a_logit_per_token():
     assert layer.attend(query[0, 0]).shape == (7,)
 
 
-def test_attend_says_which_features_it_expected():
+def test_attend_with_wrong_features_raises_with_the_expected_ones():
     with pytest.raises(ValueError, match="Embed expected 4 features.*got 5"):
         embed().attend(jnp.ones((2, 5)))
 

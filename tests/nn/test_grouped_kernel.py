@@ -121,7 +121,7 @@ def test_blocks_that_are_not_needed_are_zero():
 
 
 @pytest.mark.parametrize("batched", [(0, 0, 0), (0, 0, None), (None, None, 0)], ids=str)
-def test_it_can_be_mapped(batched):
+def test_grouped_product_can_be_mapped(batched):
     examples = [arrays(300, 4, 16, 32), [array[::-1] for array in arrays(300, 4, 16, 32)]]
     inputs = [pair[0] if axis is None else jnp.stack(pair) for pair, axis in zip(zip(*examples), batched)]
     ours, expected = (
@@ -130,7 +130,7 @@ def test_it_can_be_mapped(batched):
     close(ours, expected, rtol=1e-5)
 
 
-def test_it_can_be_recomputed_and_scanned():
+def test_grouped_product_can_be_recomputed_and_scanned():
     groups, x, kernel = arrays(300, 4, 16, 16)
 
     def loss(implementation, x, kernels):
@@ -244,7 +244,7 @@ def pretend(monkeypatch, backend: str, devices: int, capability: str) -> None:
         ("cpu", 1, "9.0", False),
     ],
 )
-def test_it_needs_one_gpu_with_enough_shared_memory(monkeypatch, backend, devices, capability, expected):
+def test_kernel_needs_one_gpu_with_enough_shared_memory(monkeypatch, backend, devices, capability, expected):
     pretend(monkeypatch, backend, devices, capability)
     assert (chosen() == "triton") == expected
 

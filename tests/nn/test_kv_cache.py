@@ -123,7 +123,7 @@ class TestDecoding:
         agree(np.concatenate([first, second], axis=1), full)
         assert stack.scan_module.attention.cache.index.tolist() == [[6, 6]] * 3
 
-    def test_a_mask_speaks_of_slots(self):
+    def test_mask_covers_cache_slots(self):
         layer, x = attention(), numpy_normal(2, 6, FEATURES)
         layer(x[:, :3], decode=True)
         hide_first = (np.arange(MAX_LENGTH) > 0)[None, None, None]
@@ -156,7 +156,7 @@ class TestDecoding:
         assert set(layer.filter(nnx.Cache)) == {"cache/key", "cache/value", "cache/index"}
         assert layer.collections() == {"params", "cache"}
 
-    def test_without_a_cache_it_says_how_to_make_one(self):
+    def test_decoding_without_a_cache_raises_with_advice(self):
         layer = nnx.MultiHeadAttention(4, FEATURES, ctx=nnx.context(0), decode=True)
         with pytest.raises(ValueError, match=r"layer.init_cache\(\(batch, max_length, features\)\)"):
             layer(numpy_normal(2, 1, FEATURES))
@@ -303,7 +303,7 @@ class TestIndexBelowZero:
             nnx.LayerCache.empty(2, 8, 1, 2).append(tokens(1), tokens(1), jnp.array([1, -1]))
 
     @pytest.mark.parametrize("window", [None, 2], ids=["all", "window"])
-    def test_while_tracing_it_poisons_the_row_and_overwrites_no_token(self, window):
+    def test_while_tracing_the_row_becomes_nan_and_no_token_is_overwritten(self, window):
         layer = attention(sliding_window=window)
         decoded(layer, numpy_normal(2, 6, FEATURES), [6])
         before = np.asarray(layer.cache.value[:, :6])

@@ -40,7 +40,7 @@ def test_linear_traces_one_product_and_one_sum_and_no_casts():
     assert "convert_element_type" not in names
 
 
-def test_linear_casts_only_what_has_another_dtype():
+def test_linear_casts_only_arrays_of_another_dtype():
     layer = nnx.Linear(3, 4, dtype=jnp.bfloat16, ctx=nnx.context(0))
     assert primitives(layer, jnp.ones((2, 3), jnp.bfloat16)).count("convert_element_type") == 2
     layer = nnx.Linear(3, 4, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, ctx=nnx.context(0))

@@ -178,7 +178,7 @@ def test_stacks_of_stacks_are_adapted():
     assert members.vmap_module.scan_module.linear.lora.lora_b.shape == (2, 3, 2, 4)
 
 
-def test_a_scan_that_does_not_slice_the_adaptations_is_told_so():
+def test_scan_that_does_not_slice_the_adaptations_raises():
     layers = stack({nnx.Param: 0})
     nnx.add_lora(layers, 2, ctx=nnx.context(1))
     with pytest.raises(ValueError, match=r"\(3, 4, 2\), expected \(4, 2\).*nnx.LoRAParam: 0"):

@@ -71,7 +71,7 @@ CASES = [("default", (3,)), ("default", (400,)), *((name, (7, 13)) for name in O
 
 
 @pytest.mark.parametrize("name, tokens", CASES)
-def test_it_computes_what_a_loop_over_the_experts_does(name, tokens):
+def test_moe_equals_a_loop_over_the_experts(name, tokens):
     close(*both(make(**OPTIONS[name]), inputs(*tokens)))
 
 

@@ -106,7 +106,7 @@ def test_second_derivatives_of_a_norm_are_those_of_its_formula():
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "InstanceNorm"])
-def test_a_differentiated_norm_returns_what_it_returns_otherwise(name):
+def test_differentiating_a_norm_does_not_change_its_output(name):
     # The two are computed in different forms, see `_fused` in norm_base.
     norm, x = NORMS[name][0](), 3 + numpy_normal(4, 6, 8).astype(np.float32)
     y, pullback = jax.vjp(norm, x)

@@ -121,7 +121,7 @@ def test_group_norm_with_one_group_is_layer_norm_over_everything_but_the_batch()
     )
 
 
-def test_group_norm_with_a_mask_ignores_what_is_masked():
+def test_group_norm_ignores_masked_entries():
     x, mask = normal(2, 6, 4), jnp.arange(6)[None, :, None] < 4
     layer = nnx.GroupNorm(4, num_groups=2)
     np.testing.assert_allclose(layer(x, mask=mask)[:, :4], layer(x[:, :4]), rtol=1e-4, atol=1e-5)
@@ -220,7 +220,7 @@ def test_spectral_norm_changes_its_estimate_only_when_told_to():
     assert layer.get_state() != before
 
 
-def test_spectral_norm_can_refuse_what_is_no_matrix():
+def test_spectral_norm_can_refuse_arrays_that_are_not_matrices():
     ctx = nnx.context(0)
     with pytest.raises(ValueError, match=r"'kernel' has shape \(3, 2, 3\)"):
         nnx.SpectralNorm(nnx.Conv(2, 3, (3,), ctx=ctx), error_on_non_matrix=True, ctx=ctx)

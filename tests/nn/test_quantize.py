@@ -349,7 +349,7 @@ def test_every_layer_of_a_stack_is_quantized_like_a_layer_alone():
     np.testing.assert_allclose(layers(x, None)[0], found, rtol=1e-4, atol=1e-4)
 
 
-def test_a_scan_that_does_not_slice_quantized_weights_is_told_so():
+def test_scan_that_does_not_slice_quantized_weights_raises():
     layers = stack({nnx.Param: 0})
     nnx.quantize(layers, 8)
     with pytest.raises(ValueError, match=r"\(3, 64, 64\).*\(3, 64\).*nnx.QuantizedParam: 0"):

@@ -134,7 +134,7 @@ def test_a_scale_that_does_not_fit_is_an_error():
 
 
 @forms
-def test_it_is_differentiated_in_both_modes(bits, group_size, transposed):
+def test_product_is_differentiated_in_both_modes(bits, group_size, transposed):
     integers, scale = quantized(128, 64, bits, group_size, transposed)
     x, direction = normal(3, 128), normal(3, 128, seed=1)
 

@@ -119,7 +119,7 @@ class TestCells:
         x = numpy_normal(2, 6, 3)
         assert jax.eval_shape(cell, cell.initialize_carry(x.shape), x)[1].shape == (2, 3, 4)
 
-    def test_a_cell_without_a_step_says_what_to_define(self):
+    def test_cell_without_a_step_raises_with_advice(self):
         with pytest.raises(TypeError, match="define `__call__"):
             nnx.RNNCellBase()(None, jnp.ones(3))
         with pytest.raises(TypeError, match="define `initialize_carry"):
@@ -128,7 +128,7 @@ class TestCells:
 
 class TestRNN:
     @cells
-    def test_it_is_the_loop_over_time(self, cell_type):
+    def test_rnn_equals_a_loop_over_time(self, cell_type):
         cell = cell_type(3, 4, ctx=nnx.context(0))
         x = numpy_normal(2, 5, 3)
         out = nnx.RNN(cell, return_carry=True)(x)

@@ -58,7 +58,7 @@ def test_every_public_layer_is_in_the_registry():
 
 
 @every_layer
-def test_output_has_the_shape_it_should(entry):
+def test_output_has_the_expected_shape(entry):
     out = entry.run(entry.build(), *entry.sample())
     assert out.shape == entry.output
     assert np.all(np.isfinite(out))
@@ -111,7 +111,7 @@ def test_tracing_leaks_no_tracers(entry):
 
 
 @every_layer
-def test_jit_gives_the_output_and_state_an_eager_call_gives(entry):
+def test_jitted_call_has_the_output_and_state_of_an_eager_call(entry):
     inputs = entry.sample()
     eager, jitted = entry.build(), entry.build()
     expected = entry.run(eager, *inputs)
@@ -182,7 +182,7 @@ def test_layers_built_by_the_same_code_have_equal_definitions(entry):
 
 
 @every_layer
-def test_a_call_changes_no_state_unless_it_is_said_to(entry):
+def test_call_changes_no_state_unless_told_to(entry):
     layer = entry.build()
     before = layer.get_state()
     entry.run(layer, *entry.sample())
@@ -255,7 +255,7 @@ LAYERS_WITH_A_MODE = {"BatchNorm", "Dropout", "DropPath", "GaussianNoise", "MoE"
 @pytest.mark.parametrize(
     "entry", [e for e in LAYERS if e.layer_name in LAYERS_WITH_A_MODE], ids=lambda entry: entry.name
 )
-def test_train_reaches_it_as_well(entry):
+def test_train_switches_the_layer(entry):
     layer, inputs = entry.build(), entry.sample()
     used, before = run_in_its_own_mode(entry, layer.eval(), inputs)
     trained, after = run_in_its_own_mode(entry, layer.train(), inputs)

@@ -59,7 +59,7 @@ def test_a_causal_window_shortens_the_ring(seen):
         "two lengths": ("lengths 4 and 16 are split over None and sequence", "Pad them"),
     }.items(),
 )
-def test_what_a_ring_cannot_do_is_an_error_that_says_so(seen, call, fragments):
+def test_unsupported_options_of_a_ring_raise(seen, call, fragments):
     for fragment in fragments:
         assert fragment in seen["refusals"][call]
 

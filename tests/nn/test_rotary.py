@@ -181,7 +181,7 @@ def test_the_length_of_a_text_is_that_of_its_last_position_unless_given():
     np.testing.assert_allclose(rows[1, :4], nnx.apply_rotary(x[1, :4]), atol=1e-6)
 
 
-def test_it_has_no_state_and_equal_settings_make_equal_definitions():
+def test_rotary_has_no_state_and_equal_settings_make_equal_definitions():
     one, two = (nnx.RotaryEmbedding(HEAD_DIM, scaling=nnx.NTKScaling(2.0)) for _ in range(2))
     assert len(one.get_state()) == 0
     assert one.get_module_def() == two.get_module_def()
@@ -196,7 +196,7 @@ def test_odd_rotary_dim_is_refused():
         nnx.RotaryEmbedding(HEAD_DIM, rotary_dim=3)
 
 
-def test_wrong_head_dim_says_expected_and_got():
+def test_wrong_head_dim_raises_with_expected_and_given():
     with pytest.raises(ValueError, match=r"RotaryEmbedding: expected .* head_dim=16\], got \(3, 2, 8\)"):
         nnx.RotaryEmbedding(HEAD_DIM)(jnp.ones((3, 2, 8)))
 

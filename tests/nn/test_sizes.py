@@ -34,12 +34,12 @@ def build(layer, **changes):
     return layer(**{**arguments, **changes}, **({"ctx": nnx.context(0)} if takes_ctx else {}))
 
 
-def test_there_are_layers_to_test():
+def test_layers_to_test_are_found():
     assert {nnx.Linear, nnx.Conv, nnx.LayerNorm, nnx.LSTMCell, nnx.MoE} <= set(LAYERS)
 
 
 @pytest.mark.parametrize("layer, argument", CASES, ids=[f"{layer.__name__}-{name}" for layer, name in CASES])
-def test_what_is_no_size_is_an_error_that_names_it(layer, argument):
+def test_invalid_size_raises_with_its_argument(layer, argument):
     for got, error in ((None, TypeError), ("3", TypeError), (2.5, TypeError), (True, TypeError), (-1, ValueError)):
         with pytest.raises(error) as info:
             build(layer, **{argument: got})
@@ -47,7 +47,7 @@ def test_what_is_no_size_is_an_error_that_names_it(layer, argument):
         assert str(info.value).startswith(start)
 
 
-def test_a_size_left_to_be_inferred_shows_what_to_write():
+def test_size_left_to_be_inferred_raises_with_advice():
     with pytest.raises(TypeError, match=r"not inferred from the first input.* such as `in_features=x\.shape\[-1\]`\.$"):
         nnx.Linear(None, 4, ctx=nnx.context(0))
     with pytest.raises(TypeError, match=r"Write the size\.$"):

@@ -119,7 +119,7 @@ def test_the_variable_has_the_names():
     assert variable.sharding == ("embed", "mlp") and isinstance(variable, nnx.Param)
 
 
-def test_without_a_mesh_the_value_is_what_was_assigned():
+def test_without_a_mesh_the_assigned_value_is_kept():
     layer, value = Layer(ctx=nnx.context(0)), jnp.zeros((4, 6))
     with nnx.logical_axis_rules(RULES):
         layer.kernel = value
@@ -140,7 +140,7 @@ def test_the_constraint_is_applied_when_the_module_is_rebuilt(mesh):
     assert not is_constrained(lambda pure: pure.merge().kernel, pure)
 
 
-def test_the_constraint_may_bring_mesh_and_rules_of_its_own(mesh):
+def test_constraint_may_be_given_its_own_mesh_and_rules(mesh):
     layer = Layer(ctx=nnx.context(0), mesh=mesh, rules=RULES)
     assert spec_of(layer.kernel) == P("data", None)
 

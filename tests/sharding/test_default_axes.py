@@ -46,7 +46,7 @@ def test_an_outer_class_knows_better_and_metadata_best():
     }
 
 
-def test_a_layer_says_nothing_until_it_is_asked():
+def test_default_names_are_shown_only_on_request():
     assert set(names(Block()).values()) == {None, ("mlp", None)}
     assert nnx.get_partition_spec(Block())["up/kernel"] == P("embed", "mlp")
     assert nnx.get_partition_spec(Block().partition()).states["up/kernel"] == P("embed", "mlp")
@@ -73,7 +73,7 @@ def test_names_may_depend_on_the_instance():
     assert names(nnx.name_axes(Either(True)))["kernel"] == ("out", "in")
 
 
-def test_names_speak_of_the_last_axes_so_that_stacked_layers_keep_them():
+def test_names_apply_to_the_last_axes_so_stacked_layers_keep_them():
     def stack(key):
         return jax.vmap(lambda _: Dense().partition())(jnp.arange(5))
 

@@ -89,7 +89,7 @@ def test_fsdp_gathers_one_layer_of_the_stack_at_a_time(seen):
     assert max(gathers(seen, "fsdp")) == WIDEST
 
 
-def test_fsdp_with_tensor_parallelism_gathers_only_the_part_of_its_heads_and_hidden_units(seen):
+def test_fsdp_with_tensor_parallelism_gathers_only_its_share_of_heads_and_hidden_units(seen):
     activation = HIDDEN // 2  # the batch has two parts
     parameters = [size for size in gathers(seen, "fsdp and tensor parallel") if size != activation]
     assert max(parameters) == WIDEST // 4
@@ -121,7 +121,7 @@ def test_a_variable_with_a_constraint_is_split_when_rebuilt_and_when_assigned(se
     assert seen["constraints"][kind] == [[8, 4], [2, 2], [2, 2]]
 
 
-def test_what_does_not_divide_is_an_error_that_names_path_and_rule(seen):
+def test_indivisible_axis_raises_with_path_and_rule(seen):
     placed, built = seen["errors"]
     assert placed.startswith("layer/bias: axis 0, 'out', of size 6 cannot be divided by mesh axis 'data' of size 4")
     assert "('out', 'data')" in placed and "('out', None)" in placed
@@ -184,7 +184,7 @@ def test_a_mesh_axis_of_one_device_does_not_compile_the_step_again(seen):
     assert found["compilations"] == [1, 0, 0] and found["traces"] == 1
 
 
-def test_a_model_that_was_moved_stays_where_it_was_put(seen):
+def test_moved_model_stays_where_it_was_moved(seen):
     assert seen["moved"] == {"parts": [[8], [1], [8]], "values": [64.0] * 8, "traces": 2}
 
 

@@ -44,7 +44,7 @@ def test_another_mesh_axis_can_split_the_experts_themselves(seen):
     assert seen["with_tensor_parallelism"]["part"] == [4, 8, 6]
 
 
-def test_it_works_inside_of_shard_map(seen):
+def test_experts_work_inside_shard_map(seen):
     assert seen["inside_shard_map"] < 1e-5
 
 

@@ -58,14 +58,14 @@ def test_tokens_are_looked_up_and_scored_in_a_split_table(mesh):
 
 
 @pytest.mark.parametrize("broadcast_dims", [(), (1,)])
-def test_dropout_leaves_the_split_and_drops_what_it_drops_on_one_device(mesh, broadcast_dims):
+def test_dropout_keeps_the_sharding_and_the_mask_of_one_device(mesh, broadcast_dims):
     layer, x = nnx.Dropout(0.5, broadcast_dims, deterministic=False), jnp.ones((2, 3, 8))
     y = layer(split(x, mesh, "data"), ctx=nnx.context(dropout=0))
     assert str(jax.typeof(y)) == "float32[2@data,3,8]"
     assert (jax.device_get(y) == layer(x, ctx=nnx.context(dropout=0))).all()
 
 
-def test_what_a_call_asks_for_counts_more(mesh):
+def test_out_sharding_of_a_call_overrides_the_rules(mesh):
     layer = nnx.shard(nnx.Linear(8, 4, ctx=nnx.context(0)), mesh, RULES)
     y = layer(split(jnp.ones((2, 8)), mesh, "data"), NamedSharding(mesh, P("data", None)))
     assert str(jax.typeof(y)) == "float32[2@data,4]"
@@ -77,7 +77,7 @@ def test_an_axis_split_over_two_mesh_axes_keeps_those_that_are_free(mesh):
     assert str(jax.typeof(layer(split(jnp.ones((2, 8)), mesh, "data")))) == "float32[2@data,4@model]"
 
 
-def test_what_only_the_user_can_decide_is_an_error_that_names_out_sharding(mesh):
+def test_ambiguous_sharding_raises_with_out_sharding(mesh):
     scores = split(jnp.ones((2, 6)), mesh, "data", "model")
     with pytest.raises(Exception, match="out_sharding"), jax.set_mesh(mesh):
         jnp.take_along_axis(scores, split(jnp.zeros((2, 1), int), mesh, "data"), -1)

@@ -65,7 +65,7 @@ def test_the_state_of_a_record_is_selected_by_path():
     assert record.opt_state[0].count.sharding.memory_kind == "device"
 
 
-def test_what_a_compiled_function_writes_back_goes_to_the_memory_it_came_from():
+def test_results_return_to_the_memory_of_the_values_they_replace():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
     model = nnx.shard(nnx.Dict(w=nnx.Param(jnp.ones(4))), mesh, [nnx.on_host(nnx.Param)])
 
@@ -102,7 +102,7 @@ def test_bad_rules_are_errors():
         nnx.shard(nnx.Dict(w=nnx.Param(jnp.ones(2))), MESH, [nnx.on_host(nnx.Param, "nowhere")])
 
 
-def test_a_policy_says_in_which_memory_an_activation_is_kept():
+def test_policy_chooses_the_memory_of_an_activation():
     model = nnx.MLP(4, 8, 4, ctx=nnx.context(0))
 
     def gradient(policy):

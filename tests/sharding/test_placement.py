@@ -108,7 +108,7 @@ def build(ctx):
     return Mlp(ctx=ctx)
 
 
-def test_init_sharded_gives_the_numbers_of_the_constructor(mesh):
+def test_init_sharded_has_the_numbers_of_the_constructor(mesh):
     model = nnx.init_sharded(build, mesh, RULES, nnx.context(0))
     assert isinstance(model, Mlp) and model.kernel.sharding == NamedSharding(mesh, P("data", "model"))
     assert model.variable("bias").sharding == ("mlp",)
@@ -133,7 +133,7 @@ def test_a_sharded_constructor_draws_no_key_that_another_thread_draws_meanwhile(
     assert len({tuple(np.asarray(key).tolist()) for key in keys}) == len(keys)
 
 
-def test_the_context_goes_on_as_after_the_constructor(mesh):
+def test_context_continues_as_after_the_constructor(mesh):
     ctx, plain = nnx.context(0, noise=1), nnx.context(0, noise=1)
     plain.make_rng("params"), ctx.make_rng("params")
     for _ in range(2):

@@ -72,7 +72,7 @@ def test_the_text_is_a_table():
     assert any(line.startswith("* odd: axis 0") for line in lines)
 
 
-def test_the_text_speaks_of_one_device_in_the_singular():
+def test_text_uses_the_singular_for_one_device():
     text = str(nnx.sharding_report(Model(), AbstractMesh((1,), ("data",)), nnx.fsdp_rules()))
     assert "on 1 device (data=1)" in text
 
@@ -114,7 +114,7 @@ def test_large_arrays_that_no_rule_leaves_whole_on_purpose_are_findings():
     assert found["new"].endswith("no rule decides 'rows'.") and "no rule fits its sizes (4098, 2048)" in found["odd"]
 
 
-def test_the_memory_of_a_device_says_what_fits():
+def test_report_compares_the_model_with_the_memory_of_a_device():
     huge = nnx.Dict(
         split=nnx.Param(jax.ShapeDtypeStruct((2**13, 2**15), jnp.float32), ("mlp", "embed")),
         whole=nnx.Param(jax.ShapeDtypeStruct((2**13, 2**15), jnp.float32), ("norm", "norm2")),
@@ -131,7 +131,7 @@ def test_the_memory_of_a_device_says_what_fits():
     assert nnx.sharding_report(huge, MESH, rules).free_per_device is None
 
 
-def test_it_works_on_abstract_models_of_any_size():
+def test_report_works_on_abstract_models_of_any_size():
     huge = nnx.Dict(w=nnx.Param(jax.ShapeDtypeStruct((2**17, 2**15), jnp.bfloat16), ("mlp", "embed")))
     report = nnx.sharding_report(huge, MESH, RULES)
     assert report.bytes == 2**33 and report.bytes_per_device == 2**30
@@ -150,7 +150,7 @@ def test_the_model_is_left_as_it_is():
     assert model.get_module_def() == moduledef
 
 
-def test_mesh_and_rules_are_taken_from_around_and_without_a_mesh_it_says_so():
+def test_mesh_and_rules_come_from_the_surrounding_blocks_or_it_raises():
     mesh = jax.make_mesh((1, 1), ("data", "model"))
     with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
         assert rows(nnx.sharding_report(Model()))["odd"].mesh_axes == P("data", "model")

@@ -79,7 +79,7 @@ def test_rules_belong_to_their_thread():
 
 
 @pytest.mark.parametrize("rules", [["embed"], [("embed",)], [("embed", 3)], [(3, "model")], "embed", 7])
-def test_what_is_no_rule_is_an_error_that_shows_it(rules):
+def test_invalid_rule_raises_and_is_shown(rules):
     with pytest.raises(TypeError, match=r'\("embed", "model"\)') as error:
         nnx.logical_to_mesh_axes(("embed",), rules)
     assert repr(rules[0] if isinstance(rules, list) else rules) in str(error.value)
@@ -93,7 +93,7 @@ def test_rules_that_were_not_called_or_not_listed_are_errors_that_say_so():
 
 
 @pytest.mark.parametrize("names", ["embed", 3, ("embed", 1)])
-def test_what_are_no_names_is_an_error_that_shows_it(names):
+def test_invalid_names_raise_and_are_shown(names):
     with pytest.raises(TypeError, match="names? is a|a tuple of axis names"):
         nnx.logical_to_mesh_axes(names, RULES)
 

@@ -161,7 +161,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_an_error_that_says_which_path_and_which_rule(case):
+def test_bad_input_raises_with_path_and_rule(case):
     variable, rules, fragments = BAD[case]
     model = nnx.Dict(encoder=nnx.Dict(kernel=variable))
     with pytest.raises(ValueError, match="^encoder/kernel: ") as error:

@@ -121,7 +121,7 @@ def test_a_dict_of_all_there_is_comes_back_in_place(tmp_path):
     assert new["ctx"].get_flag("deterministic") is False
 
 
-def test_what_is_shared_is_stored_once(tmp_path):
+def test_shared_values_are_stored_once(tmp_path):
     things = everything(0)
     nnx.save(tmp_path / "c", things)
     manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
@@ -244,7 +244,7 @@ def test_an_abstract_model_is_filled(tmp_path):
     loaded(jnp.ones((1, 3)))
 
 
-def test_the_manifest_says_what_there_is(tmp_path):
+def test_manifest_describes_the_checkpoint(tmp_path):
     nnx.save(tmp_path / "c", {"model": make_net()})
     manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
     assert manifest["entries"]["model/half"] == {
@@ -276,7 +276,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):
     check_refused(tmp_path / "c", other, r"Nothing was loaded.(.|\n)*strict=False")
 
 
-def test_without_strict_what_fits_is_loaded_and_the_rest_reported(tmp_path):
+def test_without_strict_fitting_entries_are_loaded_and_the_rest_reported(tmp_path):
     nnx.save(tmp_path / "c", make_net(0))
     report = nnx.LoadReport()
     target = make_net(1, width=5)
@@ -315,7 +315,7 @@ def test_a_key_of_another_kind_is_refused(tmp_path):
         nnx.load(tmp_path / "c", {"key": jax.random.PRNGKey(0)})
 
 
-def test_what_cannot_be_saved_is_named(tmp_path):
+def test_values_that_cannot_be_saved_are_named(tmp_path):
     with pytest.raises(TypeError, match="Cannot save 'f': .* is not data"):
         nnx.save(tmp_path / "c", {"f": lambda x: x})
     with pytest.raises(ValueError, match="Cannot save 'x': .* has no values"):
@@ -334,7 +334,7 @@ def test_what_cannot_be_saved_is_named(tmp_path):
 # Bad files and disks
 
 
-def test_nothing_there_a_file_and_a_folder_of_steps_are_told_apart(tmp_path):
+def test_missing_path_file_and_folder_of_steps_have_different_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match="no checkpoint at .*the path does not exist"):
         nnx.load(tmp_path / "c", make_net())
     (tmp_path / "file").write_text("")

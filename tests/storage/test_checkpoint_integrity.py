@@ -221,7 +221,7 @@ def test_large_arrays_are_cut_into_chunks_that_follow_each_other(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(6, 5), (64, 3), (1, 50), (4, 4, 4)])
-def test_what_was_saved_in_chunks_comes_back(tmp_path, monkeypatch, shape):
+def test_arrays_saved_in_chunks_are_loaded(tmp_path, monkeypatch, shape):
     monkeypatch.setattr(chunks, "CHUNK", 40)
     monkeypatch.setattr(loading, "SMALL", 1)
     x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)

@@ -49,7 +49,7 @@ def test_the_best_are_kept_beside_the_last(tmp_path):
         manager.save(7, make_model(), metrics={"accuracy": 1.0})
 
 
-def test_what_is_saved_is_what_it_was_when_save_was_called(tmp_path):
+def test_later_changes_do_not_reach_a_running_save(tmp_path):
     manager = nnx.CheckpointManager(tmp_path, keep_last=None)
     donate = jax.jit(lambda x: x + 1, donate_argnums=0)
     x, counts = jnp.zeros((1000, 100)), np.zeros(100_000)
@@ -117,7 +117,7 @@ def test_steps_that_are_not_there_or_there_already_are_named(tmp_path):
         nnx.CheckpointManager(tmp_path, keep_last=0)
 
 
-def test_an_unfinished_step_is_no_step(tmp_path):
+def test_unfinished_step_does_not_count(tmp_path):
     manager = nnx.CheckpointManager(tmp_path)
     manager.save(0, make_model(1.0))
     manager.wait()
@@ -191,7 +191,7 @@ def test_a_lower_step_is_refused_and_what_was_just_saved_is_kept(tmp_path):
     assert manager.steps() == [5, 6]
 
 
-def test_overwriting_a_step_gives_up_the_later_ones(tmp_path):
+def test_overwriting_a_step_removes_the_later_ones(tmp_path):
     manager = nnx.CheckpointManager(tmp_path, keep_last=None, asynchronous=False)
     for step in range(5):
         manager.save(step, make_model(step))

@@ -146,7 +146,7 @@ def test_an_added_clipping_is_reported_and_the_state_that_fits_is_loaded(tmp_pat
     assert after.opt_state["1"]["0"]["count"] == 3 and after.step == 3
 
 
-def test_counts_that_cannot_be_told_apart_are_not_mixed_up(tmp_path):
+def test_ambiguous_counts_are_not_mixed_up(tmp_path):
     schedule = optax.linear_schedule(0.1, 0.0, 10)
     nnx.save(tmp_path / "c", trained(optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(schedule)), steps=5))
     after = trained(optax.chain(optax.clip(1.0), optax.scale_by_adam(), optax.scale_by_schedule(schedule)), steps=1)

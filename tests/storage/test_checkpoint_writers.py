@@ -91,7 +91,7 @@ def test_a_writer_that_lost_its_lock_does_not_replace_the_checkpoint(tmp_path, m
     assert nnx.load(tmp_path / "c") == {"epoch": 3}
 
 
-def test_what_killed_saves_left_is_removed_by_the_next_one(tmp_path):
+def test_next_save_removes_leftovers_of_killed_ones(tmp_path):
     nnx.save(tmp_path / "c", make(1))
     for name in ("nnx-data-0123456789abcdef", "nnx-data-7.orbax-checkpoint-tmp-3"):
         (tmp_path / "c" / name).mkdir()
@@ -181,7 +181,7 @@ def test_a_disk_that_the_processes_do_not_share_is_a_clear_error(tmp_path, monke
         nnx.save(tmp_path / "c", {"epoch": 1})
 
 
-def test_processes_that_read_different_checkpoints_load_neither(tmp_path, monkeypatch):
+def test_processes_that_read_different_checkpoints_load_nothing(tmp_path, monkeypatch):
     class OtherProcess:
         def __init__(self, label):
             pass

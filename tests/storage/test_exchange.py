@@ -79,7 +79,7 @@ def test_every_process_gets_the_results_of_all(store):
     assert both(store, work) == [([10, 11], "from 0", None)] * 2
 
 
-def test_what_fails_on_one_process_fails_on_all(store):
+def test_failure_on_one_process_fails_on_all(store):
     def work(process):
         return Exchange("a save").together(lambda: 1 // (1 - process))
 
@@ -88,7 +88,7 @@ def test_what_fails_on_one_process_fails_on_all(store):
     assert isinstance(first, ProcessError) and "a save failed on process 1: ZeroDivisionError" in str(first)
 
 
-def test_processes_that_do_different_things_are_told_so(store):
+def test_processes_that_do_different_things_raise(store):
     for error in both(store, lambda process: Exchange(f"step {process}").meet()):
         assert "out of step: process 0 is at step 0, process 1 is at step 1" in str(error)
 
@@ -122,7 +122,7 @@ def test_a_store_that_cannot_be_reached_is_a_clear_error(store):
         Exchange("a save").meet()
 
 
-def test_processes_that_were_not_connected_are_told_how(monkeypatch):
+def test_unconnected_processes_raise_with_advice(monkeypatch):
     monkeypatch.setattr(processes.jax, "process_count", lambda: 2)
     with pytest.raises(ProcessError, match=r"a save runs in one of 2 processes.*jax.distributed.initialize\(\)"):
         Exchange("a save")

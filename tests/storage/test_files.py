@@ -27,7 +27,7 @@ def test_a_block_that_raises_leaves_the_old_file_and_nothing_else(tmp_path):
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["notes"]
 
 
-def test_a_planted_link_is_neither_followed_nor_overwritten(tmp_path, monkeypatch):
+def test_symbolic_link_in_the_way_is_not_followed_or_overwritten(tmp_path, monkeypatch):
     victim, path = tmp_path / "victim", tmp_path / "notes"
     victim.write_bytes(b"precious")
     monkeypatch.setattr(files, "unique_token", lambda: "0" * 16)  # an attacker who guesses it

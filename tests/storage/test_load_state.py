@@ -119,7 +119,7 @@ def test_devices_and_shardings_of_the_model_are_kept():
     assert not model.b.committed
 
 
-def test_it_works_inside_jit():
+def test_load_state_works_inside_jit():
     model = nnx.Linear(2, 3, ctx=nnx.context(0))
 
     @nnx.jit
@@ -158,7 +158,7 @@ def test_one_error_lists_everything_and_nothing_is_changed():
     assert model.get_state() == before
 
 
-def test_without_strict_what_fits_is_loaded_and_the_rest_reported():
+def test_without_strict_fitting_entries_are_loaded_and_the_rest_reported():
     model = Net()
     before, values = model.get_state(), wrong(model)
     report = model.load_state(values, strict=False)
@@ -192,7 +192,7 @@ def test_values_without_data_do_not_fit():
             model.load_state({"w": value})
 
 
-def test_what_is_not_a_mapping_is_refused():
+def test_argument_that_is_not_a_mapping_is_refused():
     model = nnx.Dict(w=nnx.Param(jnp.zeros(2)))
     with pytest.raises(TypeError, match=r"got a Module; pass its get_state\(\)"):
         model.load_state(model)

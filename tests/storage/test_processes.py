@@ -70,7 +70,7 @@ def test_each_process_holds_its_own_part(found):
     assert [process["shards"] for process in found[0]] == [["0", "2"], ["4", "6"]]
 
 
-def test_what_is_local_to_a_process_is_written_once_and_loaded_by_all(found):
+def test_data_local_to_a_process_is_written_once_and_loaded_by_all(found):
     first, second = (process["loop"] for process in found[0])
     assert first == second
     assert first["local"] == [[10.0] * 3, 10] and first["order"] == [[10, 11, 12], 10]
@@ -85,7 +85,7 @@ def test_both_processes_see_the_same_steps_and_resume_from_the_same_one(found):
     assert first["refused"] and first["after going back"] == [3]
 
 
-def test_what_fails_on_one_process_fails_on_both_before_anything_changes(found):
+def test_failure_on_one_process_fails_on_both_before_any_change(found):
     for process in found[0]:
         failing = process["failing"]
         assert failing["bad dtype"] and failing["different objects"] and failing["still there"] == 1

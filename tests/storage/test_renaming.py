@@ -40,7 +40,7 @@ def test_a_path_takes_the_first_rule_that_matches(path, rules, expected):
         ({"z/**": "y/**", "**": "c/**"}, "z/a", "y/a"),
     ],
 )
-def test_wildcards_stand_for_what_they_matched(rename, path, new):
+def test_wildcards_are_replaced_by_their_matches(rename, path, new):
     others = [pattern.replace("**", "q").replace("*", "q") for pattern in rename if pattern not in ("**",)] + ["r"]
     assert renamed([path, *(other for other in others if other != path)], rename)[new] == path
 

@@ -40,7 +40,7 @@ def test_a_state_comes_back_with_types_and_metadata(path):
     assert isinstance(state["inner/mask"], np.ndarray)
 
 
-def test_a_module_may_stand_for_its_state_and_is_not_changed(path):
+def test_module_may_be_passed_for_its_state_and_is_unchanged(path):
     net, other = Mixed(1.0), Mixed(2.0)
     nnx.save_safetensors(path, net)
     state = nnx.load_safetensors(path, other)
@@ -105,7 +105,7 @@ def make_tied():
     return nnx.Dict(embed=nnx.Dict(table=ref), out=nnx.Dict(table=ref))
 
 
-def test_what_is_shared_is_written_once_and_read_by_any_name(path):
+def test_shared_value_is_written_once_and_read_by_any_name(path):
     nnx.save_safetensors(path, make_tied())
     assert list(safetensors.numpy.load_file(path)) == ["embed/table"]
     untied = nnx.Dict(embed=nnx.Dict(table=nnx.Param(jnp.zeros(3))), out=nnx.Dict(table=nnx.Param(jnp.zeros(3))))
@@ -163,7 +163,7 @@ def test_a_shard_size_that_is_none_is_refused(path, size):
         nnx.save_safetensors(path, big_state(), max_shard_size=size)
 
 
-def test_what_does_not_fit_is_listed(path):
+def test_entries_that_do_not_fit_are_listed(path):
     nnx.save_safetensors(path, Mixed())
     target = nnx.State(
         {"kernel": nnx.Param(jnp.zeros((3, 3))), "half": nnx.Param(jnp.zeros(3)), "new": nnx.Param(jnp.zeros(1))}
@@ -342,7 +342,7 @@ def test_dtypes_the_format_does_not_have_are_refused_with_the_path(path, dtype):
     assert not path.exists()
 
 
-def test_what_the_format_cannot_name_is_refused(path):
+def test_names_the_format_cannot_express_are_refused(path):
     for state, text in (
         (nnx.State({"__metadata__": np.zeros(1)}), "reserves that name for its metadata"),
         (nnx.State({"a\ud800": np.zeros(1)}), "a path must be text that UTF-8 can encode"),

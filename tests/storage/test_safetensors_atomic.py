@@ -27,7 +27,7 @@ def test_ten_kills_leave_the_old_model_or_the_new_one(tmp_path):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 0), (1, 1, 1, 1), (2, 1, 2, 1), (0, 2, 2, 0, 0, 1)])
-def test_every_form_replaces_every_other_and_leaves_nothing_behind(path, order):
+def test_every_format_replaces_every_other_without_leftovers(path, order):
     for step, form in enumerate(order):
         export(path, 3 * step + form)
         assert found(path) == 3 * step + form
@@ -152,7 +152,7 @@ def found_in_one_load(path: Path) -> None:
     assert len({float(x) for array in state.values() for x in np.unique(array)}) == 1
 
 
-def test_a_writer_that_is_refused_is_told_who_writes(path, monkeypatch):
+def test_refused_writer_learns_who_is_writing(path, monkeypatch):
     export(path, 1)
     monkeypatch.setattr(writer_lock, "WAIT", 0.0)
     with writer_lock.WriterLock(path.with_name(".model.safetensors.lock"), path):

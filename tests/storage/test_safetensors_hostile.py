@@ -97,7 +97,7 @@ def test_a_malformed_header_is_refused_by_name(tmp_path, header):
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**20, 2**63, 2**64 - 1, 100_000_001])
-def test_a_header_size_that_lies_is_refused(tmp_path, length):
+def test_wrong_header_size_is_refused(tmp_path, length):
     path = tmp_path / "stranger.safetensors"
     path.write_bytes(pack(f"{{{W}}}", length=length))
     with pytest.raises(nnx.CheckpointError, match="stranger.safetensors is not a valid safetensors file"):
@@ -159,7 +159,7 @@ def test_ten_thousand_mutated_headers_load_as_the_reference_package_loads_them_o
     assert 100 < accepted < 5000  # renamed tensors and the like: the mutations are not all hopeless
 
 
-def test_what_we_write_the_reference_package_reads(tmp_path):
+def test_reference_package_reads_our_files(tmp_path):
     draw = np.random.default_rng(0)
     state = nnx.State(
         {f"t/{i}/{name}": draw.integers(0, 2, (i, 3)).astype(name) for i in range(3) for name in DTYPES.values()}
@@ -215,7 +215,7 @@ def test_a_malformed_index_is_refused_by_name(index, text):
         nnx.load_safetensors(index)
 
 
-def test_an_index_that_is_no_text_or_does_not_agree_with_its_shards_is_refused(index):
+def test_index_that_is_not_text_or_contradicts_its_shards_is_refused(index):
     fields = json.loads(index.read_text())
     first, second = fields["weight_map"].values()
     index.write_bytes(b"\xff\xfe{}")

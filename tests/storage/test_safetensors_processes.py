@@ -18,12 +18,12 @@ def outputs(tmp_path_factory):
     return [json.loads(output.splitlines()[-1]) for output in finish(processes, 200)]
 
 
-def test_what_both_processes_hold_is_written_once_and_read_by_both(outputs):
+def test_data_of_both_processes_is_written_once_and_read_by_both(outputs):
     for output in outputs:
         assert output["equal"] == [True] * 5 and output["shardings"] == [True] * 5
 
 
-def test_what_process_0_cannot_write_fails_on_both(outputs):
+def test_write_error_of_process_0_fails_on_both(outputs):
     first, second = (output["refused"] for output in outputs)
     assert first.startswith("Could not save to") and "FileExistsError" in first
     assert second.startswith("Could not save to") and "failed on process 0: FileExistsError" in second

@@ -16,7 +16,7 @@ def run(*arguments: str, devices: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_eight_devices_saved_is_loaded_by_four_and_by_one(tmp_path):
+def test_save_of_eight_devices_is_loaded_by_four_and_by_one(tmp_path):
     run("save", str(tmp_path / "c"), devices=8)
     run("load", str(tmp_path / "c"), devices=4)
     spec = importlib.util.spec_from_file_location("sharded_run", SCRIPT)

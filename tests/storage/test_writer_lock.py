@@ -19,7 +19,7 @@ def file(tmp_path):
     return tmp_path / ".lock"
 
 
-def test_a_second_writer_is_refused_and_told_who_holds_the_lock(file):
+def test_second_writer_is_refused_with_the_name_of_the_lock_holder(file):
     with WriterLock(file, "run/last"):
         with pytest.raises(TimeoutError, match=rf"run/last is being written by .*process {os.getpid()} on host"):
             WriterLock(file, "run/last", wait=0).acquire()

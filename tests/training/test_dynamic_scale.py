@@ -89,7 +89,7 @@ def test_auxiliary_outputs_and_filters_work_as_in_value_and_grad():
     assert scale.finite_steps == 1
 
 
-def test_it_is_saved_with_a_run(tmp_path):
+def test_dynamic_scale_is_saved_with_a_run(tmp_path):
     scale = nnx.DynamicScale()
     scale.unscale(nnx.State({"w": nnx.Param(jnp.array(jnp.nan))}))
     nnx.save(tmp_path / "run", {"scale": scale})

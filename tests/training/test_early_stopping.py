@@ -10,7 +10,7 @@ def stops_after(stop, values):
     return next((i for i, value in enumerate(values) if stop(value)), None)
 
 
-def test_it_waits_for_patience_evaluations_without_improvement():
+def test_stops_after_patience_evaluations_without_improvement():
     stop = nnx.EarlyStopping(patience=3)
     assert stops_after(stop, [1.0, 0.9, 0.95, 0.93, 0.8, 0.9, 0.9, 0.8]) == 7
     assert stop.best == 0.8 and stop.stale == 3 and stop.should_stop
@@ -27,7 +27,7 @@ def test_larger_can_be_better():
     assert stop.best == pytest.approx(0.7)
 
 
-def test_nan_is_no_improvement():
+def test_nan_does_not_count_as_an_improvement():
     stop = nnx.EarlyStopping(patience=2)
     assert not stop(float("nan")) and stop.best is None and not stop.improved
     assert not stop(3.0) and stop.improved

@@ -14,7 +14,7 @@ def make_model(value: float = 0.0, dtype=jnp.float32):
     )
 
 
-def test_it_follows_the_formula():
+def test_average_follows_the_formula():
     model = make_model()
     ema = nnx.EMA(model, 0.9)
     expected = np.zeros(2)
@@ -38,7 +38,7 @@ def test_the_model_is_not_changed_and_the_copy_keeps_its_types():
     assert list(ema.averages(model)) == ["layer/w"]
 
 
-def test_it_runs_inside_jit_and_is_traced_once():
+def test_update_in_jit_is_traced_once():
     @nnx.jit
     def step(model, ema):
         model.layer.w += 1

@@ -126,7 +126,7 @@ def test_accuracy_with_a_mask_and_with_a_threshold():
     assert binary.compute() == 0.5
 
 
-def test_accuracy_says_which_shapes_it_wants():
+def test_accuracy_of_wrong_shapes_raises_with_the_expected_ones():
     with pytest.raises(ValueError, match="one axis more than labels, got logits of shape .4, 6, 3. and labels"):
         nnx.Accuracy().update(logits=LOGITS, labels=LABELS[0])
     with pytest.raises(ValueError, match="logits and labels of one shape"):
@@ -148,7 +148,7 @@ def test_welford_gives_mean_and_spread_even_far_from_zero():
     assert np.isnan(metric.compute().mean)
 
 
-def test_a_batch_that_is_masked_wholly_changes_nothing():
+def test_fully_masked_batch_changes_nothing():
     metric = nnx.Welford()
     metric.update(values=jnp.array([1.0, 3.0]))
     metric.update(values=jnp.array([9.0, 9.0]), mask=jnp.zeros(2, bool))

@@ -58,7 +58,7 @@ def test_each_mode_is_compiled_once():
     assert run.trace_count == 2
 
 
-def test_an_attribute_that_is_no_mode_is_left_alone():
+def test_attribute_that_is_not_a_mode_is_unchanged():
     class Odd(nnx.Module):
         def __init__(self):
             self.deterministic = "always"

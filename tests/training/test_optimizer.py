@@ -67,7 +67,7 @@ TRANSFORMATIONS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_it_equals_optax_by_hand_bit_by_bit(name):
+def test_optimizer_equals_optax_by_hand_bit_by_bit(name):
     model = make_net()
     params = raw_params(model)
     optimizer, tx = nnx.Optimizer(model, TRANSFORMATIONS[name]()), TRANSFORMATIONS[name]()
@@ -92,7 +92,7 @@ def test_it_equals_optax_by_hand_bit_by_bit(name):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_step_is_traced_once_also_for_a_model_built_anew():
+def test_rebuilding_the_model_does_not_retrace_the_step():
     @nnx.jit
     def step(model, optimizer):
         optimizer.update(nnx.grad(loss_fn)(model))
@@ -395,7 +395,7 @@ def test_random_keys_in_the_optimizer_state_are_kept_when_an_update_is_skipped()
     assert optimizer.opt_state.get_state() != before
 
 
-def test_without_being_asked_an_optimizer_skips_nothing():
+def test_optimizer_skips_nothing_by_default():
     optimizer = pair(optax.sgd(0.1))
     optimizer.update(pair_grads(jnp.nan))
     assert np.isnan(optimizer.model.a).any() and not hasattr(optimizer, "skipped")
@@ -405,7 +405,7 @@ def test_without_being_asked_an_optimizer_skips_nothing():
 
 
 @pytest.mark.parametrize("holder", [lambda x: x, lambda x: nnx.Dict(inner=[x])], ids=["alone", "in a Module"])
-def test_pickling_an_optimizer_says_what_to_do_instead(holder):
+def test_pickling_an_optimizer_raises_with_advice(holder):
     held = holder(nnx.Optimizer(nnx.Dict(w=nnx.Param(jnp.ones(2))), optax.adam(1e-3)))
     with pytest.raises(TypeError, match="This nnx.Optimizer cannot be pickled.*local object") as error:
         pickle.dumps(held)

@@ -23,7 +23,7 @@ def test_batches_arrive_in_order_as_jax_arrays():
     assert list(nnx.prefetch([])) == []
 
 
-def test_it_reads_as_far_ahead_as_size_says():
+def test_prefetch_reads_size_batches_ahead():
     log: list[int] = []
     stream = nnx.prefetch(batches(10, log), size=3)
     assert log == []

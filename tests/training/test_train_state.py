@@ -35,7 +35,7 @@ def loss_fn(params, state):
     return jnp.mean(y**2), pure.filter(nnx.BatchStat)
 
 
-def test_it_has_the_fields_of_the_contract_and_those_given():
+def test_train_state_has_standard_and_given_fields():
     state = make_state(note="a", scale=jnp.ones(2))
     assert isinstance(state, nnx.Pytree)
     assert state.step == 0 and state.note == "a" and state.scale.shape == (2,)
@@ -94,7 +94,7 @@ def test_replacements_must_be_fields():
         state.apply_gradients(state.params, momentum=1)
 
 
-def test_it_cannot_be_assigned_to():
+def test_train_state_is_immutable():
     with pytest.raises(AttributeError, match="is immutable, trying to update field 'step'"):
         make_state().step = 3
 

@@ -49,7 +49,7 @@ def test_an_assigned_array_warns_with_both_paths_and_the_ref_to_write(use):
 
 
 @each
-def test_it_warns_once_for_a_model(use):
+def test_untied_weights_warn_once_per_model(use):
     model = Tied(by_assignment, ctx=nnx.context(0))
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
@@ -64,7 +64,7 @@ def test_a_real_tie_does_not_warn(use, tie):
 
 
 @each
-def test_what_the_warning_shows_works(use):
+def test_advice_of_the_warning_works(use):
     model = Tied(by_assignment, ctx=nnx.context(0))
     ref = nnx.Ref(model.blocks[0].variable("kernel"))
     model.blocks[0].kernel = model.embed.embedding = ref

@@ -47,7 +47,7 @@ def test_vjp_gives_the_output_and_cotangents_as_states():
     assert_trees_close((state, x_bar), expected_pullback(cotangent))
 
 
-def test_state_changes_in_the_forward_pass_of_vjp_stand():
+def test_state_changes_in_the_forward_pass_of_vjp_are_kept():
     model = Affine()
     _, pullback = nnx.vjp(apply, model, X)
     assert model.count == 1
@@ -336,7 +336,7 @@ def test_a_module_in_the_output_is_the_callers_own():
 
 
 @pytest.mark.parametrize("name", ["vjp", "jvp", "linearize", "jacfwd", "jacrev", "hessian"])
-def test_a_wrt_that_matches_nothing_is_an_error_that_lists_what_there_is(name):
+def test_wrt_that_matches_nothing_raises_with_the_candidates(name):
     model = Affine()
     calls = {
         "vjp": lambda: nnx.vjp(lambda m: m(X), model, wrt=nnx.Cache),

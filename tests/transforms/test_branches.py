@@ -44,7 +44,7 @@ def jitted(f, *args):
 
 @pytest.mark.parametrize("run", [eagerly, jitted])
 @pytest.mark.parametrize("pred, value, expected", [(True, 6.0, (1, 0)), (False, 4.0, (0, 10))])
-def test_the_changes_of_the_branch_that_ran_stand(run, pred, value, expected):
+def test_changes_of_the_branch_that_ran_are_kept(run, pred, value, expected):
     model = net()
     kernel = model.inner.kernel
     y = run(lambda pred, m, x: nnx.cond(pred, go_left, go_right, m, x), pred, model, 5.0)
@@ -158,7 +158,7 @@ def test_stateful_false_discards_the_changes():
     assert counts(model) == (0, 0)
 
 
-def test_in_place_changes_of_a_pytree_node_stand():
+def test_in_place_changes_of_a_pytree_node_are_kept():
     def f(m):
         m.cache["n"] = m.cache["n"] + 1
 
@@ -261,7 +261,7 @@ def test_branches_that_return_different_modules_are_an_error():
         (1.0, "float32[]"),
     ],
 )
-def test_branches_that_leave_different_types_are_told_both(other, shown):
+def test_branches_with_different_types_raise_with_both(other, shown):
     model = nnx.Dict(v=nnx.Variable(jnp.ones(2)))
     branches = [lambda model, value=value: setattr(model, "v", value) for value in (jnp.ones(2), other)]
     with pytest.raises(

@@ -405,7 +405,7 @@ def test_any_number_of_weights_is_found():
     assert step.trace_count == 1
 
 
-def test_two_weights_that_were_one_array_are_told_apart_later():
+def test_weights_that_stop_being_one_array_are_distinguished():
     online = Scale(2.0)
     target = Scale(online.w)
     step = nnx.jit(lambda x: target(x) + 0 * online.w)
@@ -428,7 +428,7 @@ def test_an_array_that_is_also_in_a_captured_module_keeps_its_own_value():
     assert step.trace_count == 2
 
 
-def test_a_constant_that_another_module_happens_to_hold_is_no_weight_of_it():
+def test_constant_that_another_module_also_holds_is_not_its_weight():
     hidden = iter([jnp.ones(())])
     held = [next(hidden)]
     constant = type("Hidden", (), {"__slots__": (), "__call__": lambda self, get=held.__getitem__: get(0)})()
@@ -454,7 +454,7 @@ def test_a_module_that_is_an_argument_and_captured_is_read_as_it_was_before_the_
     assert [float(step(model)) for _ in range(3)] == [1.0, 2.0, 3.0]
 
 
-def test_a_captured_weight_is_no_constant_of_the_program():
+def test_captured_weight_is_not_a_constant_of_the_program():
     teacher = Scale(jnp.arange(1000.0))
     step = nnx.jit(lambda m, x: m(x) + teacher(x).sum())
     student, x = Scale(), jnp.array(1.0)

@@ -26,7 +26,7 @@ X = jnp.ones((1, 2))
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_what_a_class_form_builds_is_an_instance_of_it(name):
+def test_class_form_builds_an_instance_of_itself(name):
     form, _, options = FORMS[name]
     others = {other for other, *_ in FORMS.values()} - {form}
     model = form(Block, **options)(ctx=nnx.context(0))

@@ -45,7 +45,7 @@ def test_custom_vjp_backward_returns_a_state():
     assert by_x == 7.0
 
 
-def test_state_changes_in_the_custom_forward_pass_stand():
+def test_state_changes_in_the_custom_forward_pass_are_kept():
     model, scaled = Affine(), make_custom_vjp()
     nnx.grad(scaled)(model, 2.0)
     assert model.count == 1
@@ -141,7 +141,7 @@ def test_custom_jvp_runs_as_the_function_itself():
     assert f(model, 2.0) == 6.0 and model.count == 1
 
 
-def test_custom_jvp_takes_and_gives_tangents_of_states():
+def test_custom_jvp_takes_and_returns_tangents_of_states():
     model, f = Affine(), make_custom_jvp()
     model.bias = jnp.array([1.0, 2.0])
     tangent = jax.tree.map(jnp.ones_like, model.filter(nnx.Param))

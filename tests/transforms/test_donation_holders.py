@@ -66,7 +66,7 @@ HOLDERS = {
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 @pytest.mark.parametrize("times", [0, 2], ids=["first call", "later call"])
-def test_what_somebody_holds_survives_a_donated_step(hold, times):
+def test_arrays_held_elsewhere_survive_a_donated_step(hold, times):
     model = stepped(times)
     held = hold(model)
     before = [np.array(leaf) for leaf in arrays(held)]

@@ -178,7 +178,7 @@ CAN_CHANGE = {
 
 @each_transform
 @pytest.mark.parametrize("held", CAN_CHANGE.values(), ids=CAN_CHANGE)
-def test_what_can_change_in_place_is_never_stale(lift, runs, held):
+def test_values_that_change_in_place_are_never_stale(lift, runs, held):
     held = copy.deepcopy(held)
 
     def body(*args):
@@ -258,7 +258,7 @@ def test_a_submodule_of_a_captured_module_that_is_replaced_is_read_from_then_on(
     assert float(m.n) == 111.0
 
 
-def test_two_captured_weights_that_were_one_array_are_told_apart_later():
+def test_captured_weights_that_stop_being_one_array_are_distinguished():
     first = nnx.Dict(n=nnx.Variable(jnp.ones(())))
     second = nnx.Dict(n=nnx.Variable(first.n))
     run, m = nnx.remat(lambda m: add((m,), second.n + 0 * first.n)), counter()
@@ -345,7 +345,7 @@ def test_the_number_of_traces_is_bounded():
 
 
 @each_transform
-def test_an_error_of_the_body_is_raised_as_it_is_and_the_body_runs_once(lift, runs):
+def test_error_of_the_body_is_raised_unchanged_and_the_body_runs_once(lift, runs):
     ran = types.SimpleNamespace(times=0)
 
     def note():
@@ -379,7 +379,7 @@ def test_the_function_works_again_after_an_error(lift, runs):
     assert float(m.n) == runs
 
 
-def test_a_broadcast_argument_that_is_no_array_stays_what_it_is():
+def test_broadcast_argument_other_than_an_array_is_unchanged():
     @nnx.scan(length=2)
     def run(m, carry, _, flag, name):
         if flag and name == "plus":

@@ -281,7 +281,7 @@ def lengths(values):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("option", [{}, {"donate_argnums": 0}], ids=["plain", "donated"])
-def test_a_lifted_function_leaves_what_the_eager_one_leaves(option):
+def test_lifted_function_has_the_effects_of_the_eager_one(option):
     @QUICK
     @given(plans, programs, results, st.permutations([2, 3, 2, 3]))
     def check(plan, program, result, order):
@@ -304,7 +304,7 @@ def test_a_lifted_function_leaves_what_the_eager_one_leaves(option):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_nested_lifted_functions_leave_what_the_eager_ones_leave():
+def test_nested_lifted_functions_have_the_effects_of_the_eager_ones():
     @settings(QUICK, max_examples=8)
     @given(plans, programs, programs, results)
     def check(plan, first, second, result):
@@ -434,7 +434,7 @@ def eager_nested(first, second, model, x, turn):
     ],
     ids=["cond", "switch", "scan", "fori_loop", "while_loop", "scan of remat of cond"],
 )
-def test_lifted_control_flow_leaves_what_python_control_flow_leaves(lifted_form, eager_form):
+def test_lifted_control_flow_has_the_effects_of_python_control_flow(lifted_form, eager_form):
     @settings(QUICK, max_examples=5)
     @given(plans, st.booleans(), value_programs, value_programs)
     def check(plan, tied, first, second):

@@ -83,14 +83,14 @@ def test_value_and_grad_gives_both():
     assert_states_agree(grads, by_hand(loss, model))
 
 
-def test_state_changes_of_the_forward_pass_stand():
+def test_state_changes_of_the_forward_pass_are_kept():
     model = net()
     nnx.grad(loss)(model)
     nnx.value_and_grad(loss)(model)
     assert model.encoder.count == 2 and not isinstance(model.encoder.count, jax.core.Tracer)
 
 
-def test_structural_changes_of_the_forward_pass_stand():
+def test_structural_changes_of_the_forward_pass_are_kept():
     def f(m):
         m.loss = nnx.Intermediate(loss(m))
         m.mode = "trained"
@@ -157,7 +157,7 @@ def test_wrt_may_be_given_by_position():
 
 
 @pytest.mark.parametrize("transform", [nnx.grad, nnx.value_and_grad])
-def test_a_wrt_that_matches_nothing_is_an_error_that_lists_what_there_is(transform):
+def test_wrt_that_matches_nothing_raises_with_the_candidates(transform):
     model = linear()
     with pytest.raises(ValueError) as error:
         transform(loss, wrt=nnx.Cache)(model)
@@ -362,7 +362,7 @@ def test_allow_int_gives_float0_gradients():
     assert grads["count"].value.dtype == jax.dtypes.float0
 
 
-def test_a_loss_that_is_no_scalar_is_an_error_and_changes_nothing():
+def test_loss_that_is_not_a_scalar_raises_and_changes_nothing():
     model = linear()
     with pytest.raises(TypeError, match="scalar"):
         nnx.grad(lambda m: m(X))(model)

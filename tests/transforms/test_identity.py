@@ -76,7 +76,7 @@ def test_untying_leaves_a_module_outside_the_call_on_the_old_ref(lift):
 
 @pytest.mark.parametrize("lift", LIFTED)
 @pytest.mark.parametrize("then", ["untie", "rebind", "static", "module"])
-def test_what_was_written_through_a_ref_before_it_was_left_reaches_its_other_owners(lift, then):
+def test_write_through_a_ref_before_untying_reaches_its_other_owners(lift, then):
     def body(m):
         m.a = m.a + 1
         del m.a
@@ -373,7 +373,7 @@ def test_any_body_ties_and_unties_as_in_eager_python(plan, program):
 
 @QUICK
 @given(bindings, programs(["write", "write", *REBINDING]))
-def test_any_pure_body_returns_what_eager_python_makes_of_a_copy(plan, program):
+def test_pure_body_returns_the_result_of_eager_python_on_a_copy(plan, program):
     def body(m):
         run(m, program)
         return m

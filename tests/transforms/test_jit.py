@@ -82,7 +82,7 @@ def test_default_arguments_and_variadic_arguments_work():
 # Contexts
 
 
-def test_contexts_may_stand_anywhere_and_give_new_keys_every_call():
+def test_contexts_anywhere_in_the_arguments_draw_new_keys_every_call():
     ctx = nnx.context(noise=0)
 
     @nnx.jit
@@ -186,7 +186,7 @@ def test_shared_submodules_and_cycles_are_kept_inside():
     assert pair.left.count == 2 and pair.left is pair.right and pair.left.parent is pair
 
 
-def test_calls_with_and_without_sharing_are_told_apart():
+def test_calls_with_and_without_sharing_are_distinguished():
     @nnx.jit
     def f(a, b):
         a.count += 1

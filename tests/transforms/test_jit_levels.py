@@ -14,7 +14,7 @@ from tests.models import Count, linear
 # Closures
 
 
-def test_closing_over_arrays_is_no_warning():
+def test_closing_over_arrays_does_not_warn():
     table = jnp.ones((2, 3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -249,7 +249,7 @@ def test_a_module_that_escapes_a_trace_cannot_be_written_outside():
         escaped[0].count = 3
 
 
-def test_a_context_captured_by_grad_is_an_error_that_shows_the_way():
+def test_context_captured_by_grad_raises_with_advice():
     model, ctx = linear(), nnx.context(noise=0)
     x = jnp.ones((1, 2))
     before = photograph(model)
@@ -310,7 +310,7 @@ def test_an_unhashable_static_keyword_is_an_error_that_names_it():
     ],
     ids="jit nested grad value_and_grad vmap jit-of-lifted-grad eval_shape checkpoint scan cond".split(),
 )
-def test_a_module_passed_to_raw_jax_is_an_error_that_shows_the_way(call):
+def test_module_passed_to_raw_jax_raises_with_advice(call):
     model = linear()
     before = photograph(model)
     with pytest.raises(ValueError, match=r"nnx\.jit") as error:

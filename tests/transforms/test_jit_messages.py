@@ -65,7 +65,7 @@ def test_a_branch_on_data_names_the_argument(net):
     assert "the argument batches[1]['x']" in text
 
 
-def test_several_modules_and_keyword_arguments_are_told_apart(net):
+def test_several_modules_and_keyword_arguments_are_distinguished(net):
     @nnx.jit
     def step(student, *, teacher):
         return bool(student.scale + teacher["net"].scale > 0)

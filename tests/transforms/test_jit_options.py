@@ -131,7 +131,7 @@ def test_static_argnums_count_module_arguments():
     assert model.count == 7 and f.trace_count == 2
 
 
-def test_a_static_module_is_an_error_that_shows_the_way():
+def test_static_module_raises_with_advice():
     with pytest.raises(ValueError, match="Modules are never static"):
         nnx.jit(lambda m: m.count, static_argnums=0)(linear())
 
@@ -218,7 +218,7 @@ def test_in_shardings_count_no_static_arguments_and_no_bound_module():
     assert model.count == 2
 
 
-def test_in_shardings_of_the_wrong_number_are_an_error_that_says_both():
+def test_in_shardings_of_the_wrong_length_raise_with_both_lengths():
     rows = NamedSharding(one_device_mesh(), PartitionSpec("data"))
     with pytest.raises(ValueError, match="in_shardings has 1 entries for a call with 2 arguments"):
         nnx.jit(lambda m, x: m(x), in_shardings=(rows,))(linear(), jnp.ones((4, 2)))

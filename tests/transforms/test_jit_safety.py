@@ -32,7 +32,7 @@ from tests.transforms.harm import Boom, explode, vandalise
     ],
     ids="jit donated grad value_and_grad vjp remat vmap scan cond switch while fori shapes lower trace shape".split(),
 )
-def test_an_exception_in_the_body_leaves_the_module_as_it_was(call):
+def test_exception_in_the_body_leaves_the_module_unchanged(call):
     model = net()
     before = photograph(model)
     with pytest.raises(Boom, match="in the body"):
@@ -42,7 +42,7 @@ def test_an_exception_in_the_body_leaves_the_module_as_it_was(call):
     assert model.encoder.count == 1
 
 
-def test_an_exception_in_a_nested_transform_leaves_every_module_as_it_was():
+def test_exception_in_a_nested_transform_leaves_every_module_unchanged():
     model, other = net(0), net(1)
     before, other_before = photograph(model), photograph(other)
 
@@ -81,7 +81,7 @@ def test_the_call_after_a_failed_trace_works():
     [(lambda m: "a string", TypeError), (lambda m: float(m.kernel.sum()), jax.errors.ConcretizationTypeError)],
     ids=["nothing JAX can return", "a value JAX does not know yet"],
 )
-def test_a_result_that_cannot_be_made_leaves_the_module_as_it_was(result, error):
+def test_failing_to_build_a_result_leaves_the_module_unchanged(result, error):
     model = net()
     before = photograph(model)
 
@@ -95,7 +95,7 @@ def test_a_result_that_cannot_be_made_leaves_the_module_as_it_was(result, error)
     assert_unchanged(model, before)
 
 
-def test_an_exception_while_dispatching_leaves_the_module_as_it_was():
+def test_exception_during_dispatch_leaves_the_module_unchanged():
     model = net()
 
     @nnx.jit

@@ -195,7 +195,7 @@ def test_a_freed_model_leaves_the_compiled_step_for_the_next(without_garbage_col
     assert step.trace_count == 1
 
 
-def test_an_exception_leaves_no_module_behind(without_garbage_collector):
+def test_exception_keeps_no_module_alive(without_garbage_collector):
     def fail(m):
         m.encoder.count += 1
         raise ValueError("boom")

@@ -31,7 +31,7 @@ NEW = {
 
 
 @pytest.mark.parametrize("run", NEW.values(), ids=NEW)
-def test_a_new_module_handed_on_says_that_the_old_one_has_to_come_out(run):
+def test_replacing_the_module_in_a_carry_raises_with_advice(run):
     with pytest.raises(TypeError, match="must keep its structure") as error:
         run()
     assert "<Module 1: Dict> was made in the body" in str(error.value) and "update_state" in str(error.value)
@@ -105,7 +105,7 @@ class Trainer:
 
 
 @pytest.mark.parametrize("name", ["jit", "grad", "value_and_grad", "vmap", "remat"])
-def test_a_lifted_method_of_a_plain_class_says_that_self_is_no_module(name):
+def test_lifted_method_of_a_plain_class_raises_that_self_is_not_a_module(name):
     with pytest.raises((TypeError, ValueError)) as error:
         getattr(Trainer(), name)(XS)
     text = str(error.value)
@@ -115,7 +115,7 @@ def test_a_lifted_method_of_a_plain_class_says_that_self_is_no_module(name):
     assert "data[0]" not in text
 
 
-def test_self_is_recognized_beside_keywords_and_when_lowered():
+def test_self_is_recognized_with_keywords_and_in_lower():
     with pytest.raises(TypeError, match="`self` is neither a Module"):
         Trainer().takes_a_keyword(x=XS)
     with pytest.raises(TypeError, match="`self` is neither a Module"):

@@ -69,7 +69,7 @@ def move(m: Any) -> None:
 
 
 @pytest.mark.parametrize("run", ONCE.values(), ids=ONCE)
-def test_a_body_that_runs_once_sees_and_leaves_what_plain_python_would(run: Any):
+def test_body_that_runs_once_behaves_like_plain_python(run: Any):
     eager, model, seen = Model(), Model(), []
     for step in range(3):
         expected = order_of(eager)
@@ -118,7 +118,7 @@ def test_a_condition_that_only_changes_order_is_not_refused():
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_branches_that_add_the_same_in_another_order_add_it_as_the_first_does(first: bool):
+def test_branches_that_add_in_different_orders_use_that_of_the_first(first: bool):
     def one(m: Any) -> Any:
         m.d, m.c = nnx.Variable({"q": 1.0, "p": 1.0}), nnx.Variable(1.0)
         return nnx.Dict(v=nnx.Variable(1.0), u=nnx.Variable(2.0))
@@ -151,7 +151,7 @@ def test_constructors_under_scan_and_vmap_keep_the_order():
         assert order_of(inner) == ORDER
 
 
-def test_what_a_function_adds_is_in_its_order_on_first_and_later_calls():
+def test_added_attributes_are_in_order_on_first_and_later_calls():
     def add(m: Any) -> None:
         m.v, m.kind2, m.u, m.more, m.t = nnx.Variable(1.0), "k", nnx.Ref(nnx.Param(1.0)), Model(), jnp.ones(1)
         m.cache["aa"] = jnp.ones(())
@@ -196,7 +196,7 @@ def test_a_function_sees_the_order_that_the_callers_dict_has():
 
 
 @pytest.mark.parametrize("before", [jnp.ones(1), [jnp.ones(1)], (jnp.ones(1),)], ids=["array", "list", "tuple"])
-def test_a_dict_is_noticed_wherever_it_appears(before: Any):
+def test_dict_is_found_wherever_it_is_held(before: Any):
     seen: list[Any] = []
 
     def note(m: Any) -> None:

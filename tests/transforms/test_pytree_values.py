@@ -42,7 +42,7 @@ def test_a_dict_valued_node_that_gains_a_key_under_jit():
     assert step.trace_count == 1
 
 
-def test_a_dict_changed_in_place_by_a_failing_body_is_as_it_was():
+def test_dict_changed_in_place_by_a_failing_body_is_restored():
     def f(m):
         m.cache["k"] = m.cache["k"] + 1
         m.cache["new"] = 3

@@ -74,7 +74,7 @@ def test_state_changes_happen_once():
     assert model.count == 2 and not isinstance(model.count, jax.core.Tracer)
 
 
-def test_structural_changes_stand():
+def test_structural_changes_are_kept():
     @nnx.remat
     def f(m, x):
         m.mode = "seen"
@@ -229,7 +229,7 @@ def test_remat_on_init_leaves_arguments_and_self_as_they_are():
     assert nnx.jit(lambda ctx: Block(2, ctx=ctx))(ctx).features == 2
 
 
-def test_is_init_says_what_the_name_does_not():
+def test_is_init_overrides_the_name():
     class Block(nnx.Module):
         @nnx.remat(is_init=True)
         def build(self, features, *, ctx):

@@ -77,7 +77,7 @@ def test_no_form_of_a_repeated_call_takes_the_general_path(monkeypatch):
 # Static arguments
 
 
-def test_static_arguments_of_different_types_are_told_apart():
+def test_static_arguments_of_different_types_are_distinguished():
     @nnx.jit(static_argnums=1)
     def tell(counter, how):
         counter.count += 1
@@ -89,7 +89,7 @@ def test_static_arguments_of_different_types_are_told_apart():
     assert tell.trace_count == 5 and int(counter.count) == 15
 
 
-def test_what_is_inside_a_static_tuple_is_told_apart():
+def test_contents_of_a_static_tuple_are_distinguished():
     @nnx.jit(static_argnums=1)
     def tell(counter, how):
         return counter.count + (10 if type(how[0]) is bool else 1)
@@ -102,7 +102,7 @@ def test_what_is_inside_a_static_tuple_is_told_apart():
     assert tell.trace_count == 2
 
 
-def test_zeros_of_different_sign_are_told_apart():
+def test_zeros_of_different_sign_are_distinguished():
     divide = nnx.jit(lambda counter, by: counter.count / jnp.float32(by), static_argnums=1)
     counter = Counter(1)
     for zero, expected in [(0.0, jnp.inf), (-0.0, -jnp.inf)] * 3:
@@ -195,7 +195,7 @@ def test_changes_that_are_discarded_are_not_computed():
 # Modules and data in trees
 
 
-def test_modules_in_a_tree_are_told_apart_when_they_change_places():
+def test_modules_that_swap_places_in_a_tree_are_distinguished():
     a, b, add = Counter(), Counter(), nnx.jit(add_all)
     for _ in range(3):
         assert add({"x": a, "y": [b]}, ONE) == 2
@@ -267,7 +267,7 @@ def test_all_owners_of_a_ref_get_the_new_value_as_one_array():
         assert model.embed is model.head and model.embed.tolist() == [i] * 3
 
 
-def test_an_attribute_untied_between_repeated_calls_is_no_longer_written():
+def test_attribute_untied_between_calls_is_no_longer_updated():
     model, step = Tied(), nnx.jit(grow)
     for _ in range(2):
         step(model, 1.0)

@@ -178,7 +178,7 @@ def test_bound_methods_and_modules_as_the_function():
     assert step.trace_count <= 2  # by position and by name
 
 
-def test_a_donated_call_repeats_and_gives_away_only_what_it_replaces():
+def test_repeated_donated_call_donates_only_what_it_replaces():
     class Pair(nnx.Module):
         def __init__(self):
             self.changing, self.constant = nnx.Variable(jnp.zeros(4)), nnx.Variable(jnp.ones(4))
@@ -203,7 +203,7 @@ def count_up(counter, by):
     counter.count += by
 
 
-def test_a_donated_call_at_another_level_gives_nothing_away():
+def test_donated_call_at_another_trace_level_donates_nothing():
     step, counter = nnx.jit(count_up, donate_argnums=0), Counter()
     for _ in range(2):
         step(counter, jnp.array(1))
@@ -246,7 +246,7 @@ def test_a_static_list_changed_in_place_between_repeated_calls_is_noticed():
     assert int(module.count) == 3 * 3 + 2 * 7 and step.trace_count == 2
 
 
-def test_repeated_calls_tell_their_arguments_apart():
+def test_repeated_calls_distinguish_their_arguments():
     model = nnx.Dict(n=nnx.Variable(jnp.array(0.0)))
 
     @nnx.jit

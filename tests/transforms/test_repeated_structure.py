@@ -154,7 +154,7 @@ def test_donated():
     assert model.layers[0].w == 64.0 and model.layers[0].count == 5
 
 
-def test_shapes_decide_what_is_sown():
+def test_number_of_sown_values_may_depend_on_shapes():
     @nnx.jit
     def f(model: Any, x: jax.Array) -> jax.Array:
         if x.ndim:

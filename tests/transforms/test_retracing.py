@@ -139,7 +139,7 @@ def test_retraces_are_silent_unless_asked_for():
     assert step.trace_count == 2
 
 
-def test_equal_text_of_different_values_is_told_apart_in_an_explanation():
+def test_explanation_distinguishes_different_values_with_equal_text():
     f = nnx.jit(lambda box: box.w, explain_recompiles=True)
     box = Box(w=nnx.Param(jnp.ones(2)), config=tuple(range(100)))
     f(box)

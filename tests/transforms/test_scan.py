@@ -225,7 +225,7 @@ def test_a_decorated_method_takes_a_context():
     assert len({float(v) for v in noise}) == LENGTH
 
 
-def test_is_init_says_what_the_name_does_not():
+def test_is_init_overrides_the_name():
     class Setup(nnx.Module):
         def __init__(self, *, ctx):
             self.setup(ctx=ctx)

@@ -54,7 +54,7 @@ def test_further_arguments_are_broadcast():
     assert carry == (0 + 1 + 2 + 3 * 2) * 2.0
 
 
-def test_in_axes_and_out_axes_speak_of_plain_arrays():
+def test_in_axes_and_out_axes_apply_to_plain_arrays():
     def f(m, carry, x):
         return carry, x * 2
 
@@ -65,7 +65,7 @@ def test_in_axes_and_out_axes_speak_of_plain_arrays():
     np.testing.assert_array_equal(ys, xs.T * 2)
 
 
-def test_carry_and_inputs_may_be_pytrees_and_modules_may_stand_among_them():
+def test_carry_and_inputs_may_be_pytrees_that_contain_modules():
     def f(m, carry, x):
         carry["m"].count += 1
         return {"m": carry["m"], "total": carry["total"] + x["a"]}, carry["m"].count

@@ -99,7 +99,7 @@ def test_one_axis_and_a_broadcast_are_two_groups():
         run_vmap((child, nnx.Dict(child=child)), {nnx.PathMatches("w"): 0})
 
 
-def test_the_way_back_to_a_parent_is_no_further_path():
+def test_reference_to_a_parent_adds_no_path():
     model = nnx.Dict(child=leaf(), w=nnx.Param(jnp.ones((2, 2))))
     model.child.parent = model
     run_vmap((model,), {nnx.PathMatches("w"): 0, nnx.PathMatches("child/w"): 1})

@@ -33,7 +33,7 @@ def test_one_container_under_two_attributes_is_one_inside_and_after(lift):
 
 
 @pytest.mark.parametrize("lift", LIFTED)
-def test_a_container_that_is_replaced_in_one_attribute_comes_apart(lift):
+def test_replacing_a_shared_container_in_one_attribute_unties_it(lift):
     def body(m):
         m.p = dict(m.p)
         m.p["k"] = value(9.0)
@@ -59,7 +59,7 @@ def test_a_list_that_replaces_tuples_under_two_attributes_is_one_inside():
 
 
 @pytest.mark.parametrize("lift", LIFTED)
-def test_attributes_that_come_to_hold_one_container_hold_one_after(lift):
+def test_attributes_that_become_one_container_stay_one(lift):
     def body(m):
         m.q = m.other
         m.new = m.other
@@ -109,7 +109,7 @@ def test_one_container_under_two_specs_is_an_error():
         nnx.shard_map(lambda m: None, mesh=mesh, in_specs=(specs,), out_specs=jax.sharding.PartitionSpec())(m)
 
 
-def test_a_jitted_step_notices_that_attributes_have_come_to_hold_one_container():
+def test_jitted_step_notices_when_attributes_become_one_container():
     @nnx.jit
     def body(m):
         m.p["k"] = m.p["k"] + 1
@@ -205,7 +205,7 @@ def test_self_in_a_stacked_constructor_is_the_object_outside(transform):
     assert m.w.tolist() == [[2.0, 2.0]] * 3
 
 
-def test_a_stacked_constructor_keeps_what_self_held_before():
+def test_stacked_constructor_keeps_attributes_set_earlier():
     class Base(nnx.Module):
         @nnx.vmap(variable_axes={nnx.Param: 0}, axis_size=2)
         def __init__(self):

@@ -32,7 +32,7 @@ class Drawn(nnx.Module):
 
 
 @pytest.mark.parametrize("run, name", [(scanned, r"nnx.scan\(act\)"), (mapped, r"nnx.vmap\(<lambda>\)")])
-def test_a_draw_from_a_shared_stream_names_the_function_the_stream_and_the_way_out(run, name):
+def test_warning_about_a_shared_stream_names_function_and_stream_and_advises(run, name):
     with pytest.warns(UserWarning, match=f"{name}.*the stream 'noise'.*`split_rngs='noise'`") as record:
         numbers = run()
     assert len(set(numbers.tolist())) == 1
@@ -71,7 +71,7 @@ def test_a_warning_that_is_an_error_is_raised_by_every_call():
             lifted(MODEL, 0, jnp.arange(4), nnx.context(noise=0))
 
 
-def test_one_step_shares_with_nobody():
+def test_scan_of_one_step_does_not_warn():
     nnx.scan(act, length=1)(MODEL, 0, None, nnx.context(noise=0))
 
 
@@ -133,7 +133,7 @@ def test_a_constructor_of_shared_weights_does_not_warn(axes):
     assert stack.scan_module.linear.kernel.shape == (2, 2)
 
 
-def test_an_rnn_told_to_share_its_mask_does_not_warn():
+def test_rnn_that_shares_its_mask_on_purpose_does_not_warn():
     class Cell(nnx.SimpleCell):
         def __call__(self, carry, x, *, ctx):
             return super().__call__(carry, nnx.Dropout(0.5, deterministic=False)(x, ctx=ctx))

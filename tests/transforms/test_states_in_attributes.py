@@ -118,7 +118,7 @@ def test_changes_made_in_place_around_a_state_are_seen():
     assert total(m) == 104
 
 
-def test_states_that_differ_in_paths_or_containers_are_told_apart():
+def test_states_that_differ_in_paths_or_containers_are_distinguished():
     seen = []
 
     @nnx.jit

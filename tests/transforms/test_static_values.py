@@ -179,7 +179,7 @@ def test_a_value_assigned_inside_a_compiled_function_is_there_afterwards(make, r
 
 
 @pytest.mark.parametrize("make, read", MAKERS.values(), ids=MAKERS)
-def test_a_flag_of_a_context_is_compared_by_all_it_holds(make, read):
+def test_context_flag_is_compared_by_its_whole_content(make, read):
     f = nnx.jit(lambda net, ctx: net.w * read(ctx.get_flag("config")))
     net = Configured()
     for scale in (1.0, 2.0, 1.0):
@@ -187,7 +187,7 @@ def test_a_flag_of_a_context_is_compared_by_all_it_holds(make, read):
 
 
 @pytest.mark.parametrize("make, read", MAKERS.values(), ids=MAKERS)
-def test_a_static_argument_is_compared_by_all_it_holds(make, read):
+def test_static_argument_is_compared_by_its_whole_content(make, read):
     f = nnx.jit(lambda net, config: net.w * read(config), static_argnums=1)
     try:
         hash(make(1.0))
@@ -272,7 +272,7 @@ def test_a_flag_changed_in_place_is_noticed(make, change, read):
     assert [float(f(net, ctx)[0]) for _ in range(2)] == [7.0, 7.0]
 
 
-def test_an_exception_leaves_a_value_that_the_body_changed_as_it_was():
+def test_exception_restores_a_value_that_the_body_changed():
     net = Configured(Config(1.0))
 
     @nnx.jit
@@ -297,7 +297,7 @@ def test_a_value_replaced_by_an_equal_one_inside_is_another_object_outside():
     assert net.config is not config and net.config == config
 
 
-def test_what_a_cached_property_stores_is_not_a_change():
+def test_cached_property_is_not_a_change():
     class Sizes(types.SimpleNamespace):
         @functools.cached_property
         def total(self):
@@ -391,7 +391,7 @@ def test_a_value_under_two_attributes_is_one_value_inside(make, change, read):
         assert isinstance(copied.config, (tuple, Frozen)) or copied.config is copied.child.config
 
 
-def test_values_that_a_body_ties_together_or_apart_are_so_outside():
+def test_values_tied_or_untied_in_a_body_are_so_outside():
     net = Configured([1])
     net.child = Configured([1])
 

@@ -158,7 +158,7 @@ def test_a_module_is_broadcast_by_default():
     np.testing.assert_allclose(ys, xs @ model.kernel, rtol=1e-5)
 
 
-def test_broadcast_state_changed_the_same_for_every_member_stands():
+def test_equal_change_to_broadcast_state_in_every_member_is_kept():
     model = Affine(ctx=nnx.context(0))
     nnx.vmap(lambda m, x: m(x))(model, jnp.ones((4, 3)))
     assert model.count == 1 and model.count.shape == ()
@@ -178,7 +178,7 @@ def test_broadcast_state_changed_per_member_is_an_error_that_names_the_path():
     assert model.inner.bias is bias
 
 
-def test_mapped_state_changed_per_member_stands():
+def test_change_to_mapped_state_per_member_is_kept():
     def f(m, x):
         m.bias = m.bias + x
         return x
@@ -399,7 +399,7 @@ def test_a_module_is_shared_under_a_plain_axis_or_none(in_axes):
 
 
 @pytest.mark.parametrize("in_axes", [(0,), ({"m": None, "x": 0},)])
-def test_an_axis_for_a_tree_with_arrays_is_meant_for_the_arrays(in_axes):
+def test_axis_of_a_mixed_tree_applies_to_its_arrays(in_axes):
     tree = {"m": Affine(ctx=nnx.context(0)), "x": jnp.arange(4.0)}
     out = nnx.vmap(lambda tree: plus(tree["m"], tree["x"]), in_axes=in_axes)(tree)
     np.testing.assert_array_equal(out, 2 + np.arange(4.0))

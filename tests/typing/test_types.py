@@ -36,5 +36,5 @@ def diagnostics() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_the_sample_has_the_types_it_says(sample: str, diagnostics: dict[str, list[str]]):
+def test_sample_has_the_documented_types(sample: str, diagnostics: dict[str, list[str]]):
     assert diagnostics[sample] == []
