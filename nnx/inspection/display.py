@@ -38,12 +38,13 @@ PAGE = """<!doctype html>
 def display(model: Any, path: str | os.PathLike[str] | None = None, *, visualize: bool = False) -> pathlib.Path | None:
     """Shows a model as a tree that folds, in the notebook or in an HTML file.
 
-    Outside a notebook and without a path, prints the tree as text. Needs treescope (the extra "display").
+    In a plain terminal, where nothing folds, it does what `print` does. In a notebook or with a path it needs treescope
+    (the extra "display").
 
     Args:
         model: a Module, State, Variable, or any pytree of them.
         path: a file to write the tree to, as a self-contained HTML page.
-        visualize: whether to draw arrays as pictures of their values.
+        visualize: whether to draw arrays as pictures of their values, where pictures can be shown.
 
     Returns:
         The path of the page; None if none was written.
@@ -51,6 +52,9 @@ def display(model: Any, path: str | os.PathLike[str] | None = None, *, visualize
     >>> nnx.display(nnx.Sequence([jnp.sin]))
     Sequence([jax.numpy.sin])
     """
+    if path is None and not _in_notebook():
+        print(model)
+        return None
     treescope = require("treescope", "display", "nnx.display")
     renderer = treescope.active_renderer.get().extended_with(handlers=[_Modules().render, _render_container])
     pictures = treescope.ArrayAutovisualizer() if visualize else None
@@ -63,10 +67,7 @@ def display(model: Any, path: str | os.PathLike[str] | None = None, *, visualize
         warnings.simplefilter("ignore", DeprecationWarning)
         if path is not None:
             return _write(path, model, treescope.render_to_html(model, compressed=False))
-        if _in_notebook():
-            treescope.display(model, streaming=False)
-        else:
-            print(treescope.render_to_text(model))
+        treescope.display(model, streaming=False)
     return None
 
 
