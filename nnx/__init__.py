@@ -103,6 +103,7 @@ from nnx.transforms.derivatives.jacobians import jvp as jvp
 from nnx.transforms.derivatives.jacobians import linearize as linearize
 from nnx.transforms.derivatives.jacobians import vjp as vjp
 from nnx.transforms.engine.annotations import JitWrapped as JitWrapped
+from nnx.transforms.jit.compilation_cache import compilation_cache as compilation_cache
 from nnx.transforms.jit.jit import jit as jit
 
 # isort: split
@@ -303,9 +304,9 @@ __all__ = [
     "name_axes", "on_host", "PARTITION_NAME", "RulesFallback", "set_logical_axis_rules", "shard", "sharding_report",
     "ShardingReport", "tensor_parallel_rules", "with_logical_constraint", "with_logical_partitioning",
     # transforms
-    "checkify", "cond", "custom_jvp", "custom_vjp", "eval_shape", "fori_loop", "grad", "hessian", "jacfwd", "jacrev",
-    "jit", "JitWrapped", "jvp", "linearize", "Remat", "remat", "Scan", "scan", "shard_map", "switch", "value_and_grad",
-    "vjp", "Vmap", "vmap", "while_loop",
+    "checkify", "compilation_cache", "cond", "custom_jvp", "custom_vjp", "eval_shape", "fori_loop", "grad",
+    "hessian", "jacfwd", "jacrev", "jit", "JitWrapped", "jvp", "linearize", "Remat", "remat", "Scan", "scan",
+    "shard_map", "switch", "value_and_grad", "vjp", "Vmap", "vmap", "while_loop",
     # nn
     "adaptive_avg_pool", "adaptive_max_pool", "AdaptiveAvgPool", "AdaptiveMaxPool", "add_lora", "apply_rotary",
     "attention_implementation", "avg_pool", "AvgPool", "BatchNorm", "Bidirectional", "Bilinear", "celu",
