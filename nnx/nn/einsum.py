@@ -12,15 +12,14 @@ from jax.typing import DTypeLike
 
 from nnx.core.context import Context
 from nnx.core.module.module import Module
-from nnx.nn.initializers import lecun_normal
 from nnx.nn.quantized.quantized import as_operand, weight_dtype
 from nnx.nn.quantized.quantized_product import multiply_few_rows
 from nnx.nn.support.checks import check_last_axis, check_sizes, shape_of
+from nnx.nn.support.draws import fan_in_initializer
 from nnx.nn.support.parameters import (
     NO_METADATA,
     AxisNames,
     InitializerLike,
-    compiled_initializer,
     default_bias_init,
     default_kernel_init,
     kernel_init_for,
@@ -299,7 +298,7 @@ def _bilinear(
 
 
 # Every output sums over all pairs of inputs, so both input axes count toward the fan-in.
-_pairs_lecun_normal = compiled_initializer(lecun_normal(in_axis=(0, 1), out_axis=2))
+_pairs_lecun_normal = fan_in_initializer(1.0, "truncated_normal", in_axis=(0, 1), out_axis=2)
 
 
 class Bilinear(Module):

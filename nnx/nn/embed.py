@@ -16,11 +16,11 @@ from jax.typing import DTypeLike
 
 from nnx.core.context import Context
 from nnx.core.module.module import Module
-from nnx.nn.initializers import normal, variance_scaling
 from nnx.nn.quantized.quantized import as_operand, to_weight, weight_dtype
 from nnx.nn.quantized.quantized_product import multiply_few_rows
 from nnx.nn.support.checks import check_last_axis, check_sizes, shape_of
-from nnx.nn.support.parameters import NO_METADATA, AxisNames, InitializerLike, compiled_initializer, make_param
+from nnx.nn.support.draws import fan_in_initializer, normal_initializer
+from nnx.nn.support.parameters import NO_METADATA, AxisNames, InitializerLike, make_param
 from nnx.nn.support.settings import (
     PromoteDtype,
     as_dtype,
@@ -34,8 +34,8 @@ from nnx.sharding.explicit import result_sharding, split_like
 
 # A lookup selects one row instead of summing over the vocabulary, so the rows, not the features, are the output axis:
 # the fan-in is then `features`, and each vector has a norm of about 1.
-default_embedding_init: InitializerLike = compiled_initializer(variance_scaling(1.0, "fan_in", "normal", out_axis=0))
-default_position_init: InitializerLike = compiled_initializer(normal(0.02))
+default_embedding_init: InitializerLike = fan_in_initializer(1.0, "normal", out_axis=0)
+default_position_init: InitializerLike = normal_initializer(0.02)
 
 NOT_INTEGERS = "{layer} looks vectors up by number: expected an array of integers, got dtype {dtype}, shape {shape}."
 NO_LENGTH = "{layer}: expected an input of shape [batch..., length, features], got {shape}."

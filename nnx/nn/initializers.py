@@ -4,13 +4,16 @@ All of `jax.nn.initializers` is here. `zeros` and `ones` are factories like the 
 given uncalled, as in JAX (`bias_init=zeros`).
 """
 
+import math
 import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.nn.initializers import Initializer as Initializer
 from jax.nn.initializers import constant as constant
@@ -31,9 +34,24 @@ from jax.nn.initializers import variance_scaling as variance_scaling
 from jax.nn.initializers import xavier_normal as xavier_normal
 from jax.nn.initializers import xavier_uniform as xavier_uniform
 
+from nnx.core.trace import is_eager
+from nnx.nn.support.draws import DTYPES, FILLED_BY_PROGRAM_AFTER, LARGEST, is_ordinary, owned
+
+_filled_by_numpy: Counter[Any] = Counter()
+
+
+def _filled(value: int, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Returns an array of one value: from numpy if it is small, because compiling a program takes far longer."""
+    if dtype in DTYPES and math.prod(shape) <= LARGEST and is_eager() and is_ordinary():
+        kind = value, shape, dtype
+        if _filled_by_numpy[kind] < FILLED_BY_PROGRAM_AFTER:
+            _filled_by_numpy[kind] += 1
+            return owned(np.full(shape, value, dtype))
+    return _filled_by_program(value, shape, dtype)
+
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _filled(value: int, shape: tuple[int, ...], dtype: Any) -> Array:
+def _filled_by_program(value: int, shape: tuple[int, ...], dtype: Any) -> Array:
     return jnp.full(shape, value, dtype)
 
 
@@ -50,7 +68,7 @@ def _ones(key: Any, shape: int | Sequence[int], dtype: Any = None, out_sharding:
 
 
 def _as_tuple(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """A shape as `_filled` is cached by it: Python ints, however they were given."""
+    """A shape as `_filled_by_program` is cached by it: Python ints, however they were given."""
     if isinstance(shape, Iterable):
         return tuple([operator.index(size) for size in shape])
     return (operator.index(shape),)

@@ -18,14 +18,13 @@ from nnx.core.module.module import Module
 from nnx.core.state.filters import Filter, PathMatches, to_predicate
 from nnx.core.state.paths import path_order
 from nnx.core.variables.variables import Variable
-from nnx.nn.initializers import he_uniform
 from nnx.nn.linear import Linear, LinearGeneral
 from nnx.nn.support.checks import check_last_axis, check_sizes
+from nnx.nn.support.draws import fan_in_initializer
 from nnx.nn.support.parameters import (
     NO_METADATA,
     AxisNames,
     InitializerLike,
-    compiled_initializer,
     default_bias_init,
     initial_value,
 )
@@ -63,7 +62,7 @@ BATCHED_KERNEL = (
     "Leave it out with `where=`."
 )
 
-default_a_init: InitializerLike = compiled_initializer(he_uniform())
+default_a_init: InitializerLike = fan_in_initializer(2.0, "uniform")
 default_b_init: InitializerLike = default_bias_init
 
 

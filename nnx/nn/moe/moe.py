@@ -25,7 +25,6 @@ from nnx.core.context import Context
 from nnx.core.module.module import Module
 from nnx.core.variables.variables import Loss
 from nnx.nn.activations import silu
-from nnx.nn.initializers import variance_scaling
 from nnx.nn.mlp import GatedActivation, GatedMLP, check_activations
 from nnx.nn.moe.expert_parallel import exchange, manual_axis
 from nnx.nn.moe.grouped import (
@@ -39,10 +38,10 @@ from nnx.nn.moe.grouped import (
 )
 from nnx.nn.quantized.quantized import weight_dtype
 from nnx.nn.support.checks import check_last_axis, check_sizes
+from nnx.nn.support.draws import fan_in_initializer
 from nnx.nn.support.parameters import (
     AxisNames,
     InitializerLike,
-    compiled_initializer,
     default_bias_init,
     default_kernel_init,
     make_param,
@@ -75,9 +74,7 @@ UNSPLIT_BIAS = (
 NO_MOE = "nnx.router_losses: there is no nnx.MoE in this {model}."
 
 # Of the three axes, the first numbers the experts; it is not an input.
-_expert_init: InitializerLike = compiled_initializer(
-    variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=-2, out_axis=-1, batch_axis=0)
-)
+_expert_init: InitializerLike = fan_in_initializer(1.0, "truncated_normal", batch_axis=0)
 
 
 class RouterLosses(NamedTuple):

@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 
 from nnx.core.context import Context
 from nnx.core.variables.variables import ContainerMetadata, Param
-from nnx.nn.initializers import Initializer, lecun_normal, ones, variance_scaling, zeros
+from nnx.nn.initializers import ones, zeros
+from nnx.nn.support.draws import fan_in_initializer
 
 InitializerLike = Callable[..., Any]
 """An initializer, or one wrapped by `nnx.with_metadata` or `nnx.with_partitioning`."""
@@ -28,12 +29,7 @@ RANDOM_INIT_NEEDS_CONTEXT = (
 )
 
 
-def compiled_initializer(initializer: Initializer) -> Initializer:
-    """Compiles `initializer` as one call per shape and dtype; for the defaults of layers, which are made at import."""
-    return jax.jit(initializer, static_argnums=(1, 2))
-
-
-default_kernel_init: InitializerLike = compiled_initializer(lecun_normal())
+default_kernel_init: InitializerLike = fan_in_initializer(1.0, "truncated_normal")
 default_bias_init: InitializerLike = zeros()
 default_scale_init: InitializerLike = ones()
 
@@ -44,8 +40,7 @@ _KEYLESS = (zeros, zeros(), ones, ones())
 def _default_for(
     in_axes: tuple[int, ...], out_axes: tuple[int, ...], batch_axes: tuple[int, ...], gain: float
 ) -> InitializerLike:
-    made = variance_scaling(gain, "fan_in", "truncated_normal", in_axes, out_axes, batch_axes)
-    return compiled_initializer(made)
+    return fan_in_initializer(gain, "truncated_normal", in_axes, out_axes, batch_axes)
 
 
 def kernel_init_for(
