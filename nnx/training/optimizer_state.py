@@ -20,7 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx.core.module.variable_tree import key_segments, leaf_paths
 from nnx.core.state.state import State
+from nnx.core.trace import is_eager
 from nnx.core.variables.variables import Node, Variable, spec_of
+from nnx.nn.support.draws import is_ordinary
 from nnx.sharding.axes import aligned_names, matching_axes, taken_over
 from nnx.sharding.placement import whole_beside
 
@@ -121,10 +123,43 @@ def flatten_state(opt_state: Any) -> tuple[list[Any], Any, Any]:
     return arrays, tree, values
 
 
+_compiled_for: set[Any] = set()
+"""The shapes and dtypes of parameters whose state was made by a compiled `tx.init`."""
+
+
 def init_state(tx: Any, params: Any) -> Any:
-    """Returns `tx.init(params)`; for abstract parameters an abstract state, which takes no memory."""
-    abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
-    return jax.eval_shape(tx.init, params) if abstract else tx.init(params)
+    """Returns `tx.init(params)`; for abstract parameters an abstract state, which takes no memory.
+
+    The first state for parameters of these shapes is made by one compiled program. In plain Python, `tx.init` compiles
+    a small program for every shape, which takes twice as long or more; but those are kept, so later states of other
+    transformations are made in plain Python.
+    """
+    leaves = jax.tree.leaves(params)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return jax.eval_shape(tx.init, params)
+    shapes = tuple([(leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, jax.Array)])
+    if shapes in _compiled_for or len(shapes) < len(leaves) or not _have_no_place(leaves):
+        return tx.init(params)
+    _compiled_for.add(shapes)
+    try:
+        return jax.jit(functools.partial(_init_of_arrays, tx))(params)
+    except Exception:  # it needs concrete values; or the mistake is the user's, and is raised again without jit around
+        return tx.init(params)
+
+
+def _have_no_place(leaves: list[Any]) -> bool:
+    """Returns whether jit makes the state where plain Python would.
+
+    For parameters that are committed to devices it may not: zeros in the shape of a parameter would lose its sharding.
+    """
+    return is_eager() and is_ordinary() and not any(isinstance(leaf, Tracer) or leaf.committed for leaf in leaves)
+
+
+def _init_of_arrays(tx: Any, params: Any) -> Any:
+    state = tx.init(params)
+    if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state)):
+        raise TypeError("jit would turn Python and numpy values of the state into arrays")
+    return state
 
 
 def as_variables(opt_state: Any, params: State, tx: Any) -> tuple[list[tuple[str, Any]], Structure]:

@@ -1,6 +1,7 @@
 """nnx.Optimizer: any optax transformation, in place."""
 
 import copy
+import itertools
 import pickle
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import nnx
+from nnx.training.optimizer_state import init_state
 
 
 class Layer(nnx.Module):
@@ -545,3 +547,64 @@ def test_layers_that_only_change_their_values_are_not_replaced():
     step(optimizer), optimizer.update(model.filter(nnx.Param))
     model[0].kernel = jnp.ones((2, 2))
     step(optimizer), optimizer.update(model.filter(nnx.Param)), optimizer.clone().update(model.filter(nnx.Param))
+
+
+def counted_adam(before=lambda params: None):
+    """Adam, and a list that grows with every call of its `init` that sees tracers (True) or values (False)."""
+    calls, adam = [], optax.adam(1e-3)
+
+    def init(params):
+        calls.append(any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)))
+        before(params)
+        return adam.init(params)
+
+    return optax.GradientTransformation(init, adam.update), calls
+
+
+sizes = itertools.count(61)
+
+
+def layer_of_new_shape():
+    return nnx.Linear(next(sizes), 2, ctx=nnx.context(0))
+
+
+def test_the_first_state_for_a_structure_is_made_by_one_program():
+    model = layer_of_new_shape()
+    (tx, calls), (other, other_calls) = counted_adam(), counted_adam()
+    first, again, third = nnx.Optimizer(model, tx), nnx.Optimizer(model, tx), nnx.Optimizer(model, other)
+    assert calls == [True, False] and other_calls == [False]
+    for optimizer in (again, third):
+        assert optimizer.opt_structure == first.opt_structure
+        for path, variable in first.filter("opt_state").items():
+            same = optimizer.get_state()[path].value
+            assert (same.dtype, same.weak_type, same.committed) == (
+                variable.value.dtype,
+                variable.value.weak_type,
+                variable.value.committed,
+            )
+            np.testing.assert_array_equal(same, variable.value)
+
+
+def test_a_transformation_that_needs_values_gets_them():
+    tx, calls = counted_adam(before=lambda params: [float(leaf.sum()) for leaf in jax.tree.leaves(params)])
+    nnx.Optimizer(layer_of_new_shape(), tx)
+    assert calls == [True, False]
+
+
+def test_a_mistake_in_a_transformation_is_raised_as_it_is():
+    tx, _ = counted_adam(before=lambda params: {}["missing"])
+    with pytest.raises(KeyError, match="missing"):
+        nnx.Optimizer(layer_of_new_shape(), tx)
+
+
+def test_python_values_in_a_state_stay_python_values():
+    tx = optax.GradientTransformation(lambda params: {"rate": 0.5}, lambda grads, state, params=None: (grads, state))
+    assert init_state(tx, layer_of_new_shape().filter(nnx.Param)) == {"rate": 0.5}
+
+
+def test_the_state_of_parameters_with_a_device_is_made_there():
+    model = layer_of_new_shape()
+    model.update_state(jax.device_put(model.get_state(), jax.devices()[0]))
+    tx, calls = counted_adam()
+    nnx.Optimizer(model, tx)
+    assert calls == [False]
