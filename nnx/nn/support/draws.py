@@ -113,9 +113,13 @@ def is_ordinary(key: Any = None) -> bool:
         and _fetch_guard() in NO_GUARD
         and jax.sharding.get_abstract_mesh().empty
         and block_mesh() is None
-        and not jax.config.jax_disable_jit
+        and not _setting("jax_disable_jit")
         and (key is None or _has_independent_elements(key))
     )
+
+
+def _setting(name: str) -> Any:
+    return getattr(jax.config, name)  # by name, because type checkers do not know the settings
 
 
 def _fetch_guard() -> Any:
@@ -124,10 +128,10 @@ def _fetch_guard() -> Any:
 
 def _has_independent_elements(key: Any) -> bool:
     """Returns whether element i of a draw depends on this key and i alone; if so, the key has no device of its own."""
-    if not isinstance(key, Array) or is_tracer(key) or key.committed or not jax.config.jax_threefry_partitionable:
+    if not isinstance(key, Array) or is_tracer(key) or key.committed or not _setting("jax_threefry_partitionable"):
         return False
     if key.dtype == np.uint32:  # a key of the older form
-        return key.shape == (2,) and jax.config.jax_default_prng_impl == "threefry2x32"
+        return key.shape == (2,) and _setting("jax_default_prng_impl") == "threefry2x32"
     return key.dtype == _threefry_dtype() and key.shape == ()
 
 

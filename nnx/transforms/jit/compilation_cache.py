@@ -32,10 +32,9 @@ def compilation_cache(directory: str | os.PathLike[str] | None = None) -> str:
     Returns:
         The folder.
     """
-    if directory is None:
-        directory = jax.config.jax_compilation_cache_dir or _default_folder()
-    folder = os.fspath(directory)
-    if folder != jax.config.jax_compilation_cache_dir:
+    before = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009  type checkers do not know the setting
+    folder = os.fspath(directory or before or _default_folder())
+    if folder != before:
         jax_cache.reset_cache()  # otherwise JAX goes on with what it found when it first compiled something
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
