@@ -38,3 +38,10 @@ def test_docstrings_do_not_make_a_function_long(tmp_path):
         f'def short():\n    """Says\n\n    much."""\n    return 1\n\n\ndef long():\n{body}\n'
     )
     assert house.source_figures(tmp_path)["functions over 40 lines"] == "1 of 2"
+
+
+def test_file_is_named_by_its_name_a_path_or_its_suffix(tmp_path):
+    for name in ("walk", "flat", "vit_format", "caches"):
+        (tmp_path / f"{name}.py").touch()
+    (tmp_path / "README.md").write_text("`structure/walk` and `flat.is_valid`, `…_format`, but not caches\n")
+    assert [file.rpartition("/")[2] for file in house.unnamed_files(tmp_path)] == ["caches.py"]

@@ -9,6 +9,7 @@ What the rows mean:
 - A noun is an italic or bold term before the colon of a vocabulary item (`- *Cell*, *flat form*: ...`) of a README in
   the package. The terms that the rest of such an item introduces are counted in a row of their own.
 - The length of a function is counted without its docstring.
+- A file is named if the README of its folder has its name in backticks, or its suffix, as in `…_format`.
 - A test file imports internals if it imports any module below `nnx`.
 - A call is counted as the functions of NNX it enters, the files they are in, and how often a function of another file
   is entered (`tools/house_calls.py`). Python 3.12 and later enter no function for a comprehension, so only figures of
@@ -124,6 +125,7 @@ def readme_figures(package: Path) -> Figures:
     counts = [(file, sum(opening), sum(rest)) for file, (opening, rest) in readmes.items()]
     return {
         "folders without a README": f"{len(folders_without_readme(package))}",
+        "files that no README names": f"{len(unnamed_files(package))}",
         "nouns in all READMEs": f"{sum(nouns for _, nouns, _ in counts)}",
         "further terms in their definitions": f"{sum(terms for *_, terms in counts)}",
     } | {f"nouns in {file.relative_to(package.parent)}": f"{nouns}" for file, nouns, _ in counts}
@@ -142,6 +144,22 @@ def folders_without_readme(package: Path) -> list[str]:
         for folder in folders(package)
         if folder != package and not (folder / "README.md").exists()
     ]
+
+
+def unnamed_files(package: Path) -> list[str]:
+    """Returns the files that the README of their folder does not name."""
+    texts = {file.parent: file.read_text(encoding="utf-8") for file in package.rglob("README.md")}
+    return [
+        str(file.relative_to(package.parent))
+        for file in sorted(package.rglob("*.py"))
+        if file.parent in texts and file.stem != "__init__" and not is_named(file.stem, texts[file.parent])
+    ]
+
+
+def is_named(name: str, text: str) -> bool:
+    """Whether a README names a file: `name`, `name.function`, or `…_suffix` for all files that end so."""
+    suffix = f"`…_{name.rpartition('_')[2]}`"
+    return suffix in text or re.search(rf"`(?:[\w/.]+[/.])?{name}(?:\.\w+)?`", text) is not None
 
 
 def test_figures(tests: Path) -> Figures:
