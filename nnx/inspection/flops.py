@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from nnx.transforms.engine.programs import programs_in
+
 _SCOPE = re.compile(r"nnx@(\d+)")
 
 Scopes = frozenset[int]
@@ -57,7 +59,7 @@ def _count(jaxpr: Any, known: dict[int, Counter[Scopes]]) -> Counter[Scopes]:
         return totals
     totals = known[id(jaxpr)] = Counter()
     for equation in jaxpr.eqns:
-        inner = [_count(sub, known) for sub in _called(equation)]
+        inner = [_count(getattr(sub, "jaxpr", sub), known) for sub in programs_in(equation)]
         if equation.primitive.name == "cond":
             inner = [max(inner, key=lambda branch: sum(branch.values()))]
         own = 0 if inner else _operations(equation)
@@ -71,17 +73,6 @@ def _count(jaxpr: Any, known: dict[int, Counter[Scopes]]) -> Counter[Scopes]:
             for scopes, operations in sub.items():
                 totals[around | scopes] += times * operations
     return totals
-
-
-def _called(equation: Any) -> list[Any]:
-    """Returns the jaxprs an equation runs."""
-    found = []
-    for value in equation.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            item = getattr(item, "jaxpr", item)
-            if hasattr(item, "eqns"):
-                found.append(item)
-    return found
 
 
 def _repetitions(equation: Any) -> int:

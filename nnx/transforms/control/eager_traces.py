@@ -24,8 +24,9 @@ import jax
 from nnx.core.trace import forget_failed_dispatch, is_eager
 from nnx.sharding.rules import current_rules
 from nnx.transforms.engine.call import Call, CallAt
-from nnx.transforms.engine.captured import Captured, evaluate, trace_program
+from nnx.transforms.engine.captured import Captured
 from nnx.transforms.engine.function_keys import CanChange, Same, function_key, options_key, stable_key
+from nnx.transforms.engine.programs import evaluate, trace_program
 from nnx.transforms.jit.tracer_errors import TRACER_ERRORS
 
 MAX_TRACES = 256
@@ -41,7 +42,7 @@ _current = _Current()
 
 
 class _Trace:
-    """A jitted function that does the work of whatever call this thread is making.
+    """A jitted function that does the work of the call that this thread is making.
 
     New shapes are traced in two steps. The first traces the work itself, which shows the weights that it captures. The
     second evaluates that program with those weights as arguments, and is what gets compiled.

@@ -23,22 +23,20 @@ from operator import getitem
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.core import eval_jaxpr
 
 from nnx.core.module.info import ModuleBase
 from nnx.core.structure.flat import flat_of
 from nnx.core.structure.structure import GraphKey
 from nnx.core.trace import is_eager, is_tracer
+from nnx.transforms.engine.programs import constants_of, equations, identity, is_inlined, is_rule, programs_in
 from nnx.transforms.engine.routes import Route, reached
 
-_ARRAYS = (jax.Array, np.ndarray)
 _JAX = os.path.dirname(jax.__file__)
 _DEPTH = 3  # containers between a Module and an array that is found by who holds it
 
 
 class Root:
-    """A Module with captured cells, as it was when the function was traced.
+    """A Module with captured cells, in its state when the function was traced.
 
     Args:
         module: the Module.
@@ -166,60 +164,33 @@ class Captured:
             self.names.append(name)
 
 
-def identity(value: Any) -> Any:
-    """Returns what tells an array from any other: itself, or the memory of one that belongs to NumPy."""
-    if isinstance(value, jax.Array):
-        return id(value)
-    if hasattr(value, "__array__") and hasattr(value, "dtype"):  # JAX wraps the arrays of NumPy
-        array = np.asarray(value)
-        return array.__array_interface__["data"][0], array.shape, array.strides, array.dtype
-    return None
-
-
 def _constants(closed: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Returns the array constants of a program, and those of programs inside it that cannot be passed to them."""
-    outer = {identity(const): const for const in (*closed.consts, *_literals(closed.jaxpr))}
+    outer = {identity(const): const for const in constants_of(closed)}
     inner: dict[Any, Any] = {}
-    stack, seen, kinds = [(closed.jaxpr, True)], set(), (type(closed), type(closed.jaxpr))
+    stack, seen = [(closed, True)], set()
     while stack:
-        jaxpr, can_inline = stack.pop()
-        for eqn in jaxpr.eqns:
-            for value in eqn.params.values():
-                for program in value if type(value) in (tuple, list) else (value,):
-                    if isinstance(program, kinds) and id(program) not in seen:
-                        seen.add(id(program))
-                        inlined = can_inline and is_inlined(eqn)
-                        opened = getattr(program, "jaxpr", program)
-                        consts = (*getattr(program, "consts", ()), *_literals(opened))
-                        (outer if inlined else inner).update({identity(const): const for const in consts})
-                        stack.append((opened, inlined))
+        program, can_inline = stack.pop()
+        for eqn in program.eqns:
+            for called in programs_in(eqn):
+                if id(called) not in seen:
+                    seen.add(id(called))
+                    inlined = can_inline and is_inlined(eqn)
+                    (outer if inlined else inner).update({identity(const): const for const in constants_of(called)})
+                    stack.append((called, inlined))
     return outer, {key: const for key, const in inner.items() if key not in outer and _is_array(const)}
-
-
-def _literals(jaxpr: Any) -> Iterator[Any]:
-    """Yields the arrays that stand in the equations themselves, as under `jax_use_simplified_jaxpr_constants`."""
-    for variables in (*[eqn.invars for eqn in jaxpr.eqns], jaxpr.outvars):
-        for variable in variables:
-            value = getattr(variable, "val", None)
-            if isinstance(value, _ARRAYS):
-                yield value
 
 
 def _has_own_rules(closed: Any) -> bool:
     """Whether a program uses a derivative rule other than those of JAX, which capture nothing."""
-    stack, seen = [closed.jaxpr], set()
-    while stack:
-        for eqn in stack.pop().eqns:
-            for value in eqn.params.values():
-                for program in value if type(value) in (tuple, list) else (value,):
-                    opened = getattr(program, "jaxpr", program)
-                    if hasattr(opened, "eqns") and id(opened) not in seen:
-                        seen.add(id(opened))
-                        file = getattr(getattr(opened, "debug_info", None), "func_filename", None) or ""
-                        if eqn.primitive.name.startswith("custom_") and not file.startswith(_JAX):
-                            return True
-                        stack.append(opened)
-    return False
+    files = [_file_of(program) for eqn in filter(is_rule, equations(closed)) for program in programs_in(eqn)]
+    return not all(file.startswith(_JAX) for file in files)
+
+
+def _file_of(program: Any) -> str:
+    """Returns the file of the function that a program was traced from."""
+    opened = getattr(program, "jaxpr", program)
+    return getattr(getattr(opened, "debug_info", None), "func_filename", None) or ""
 
 
 def _arrays(module: Any) -> list[Any]:
@@ -237,13 +208,8 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, jax.Array) and not is_tracer(value)
 
 
-def is_inlined(eqn: Any) -> bool:
-    """Whether an equation calls a program in a way that can be replaced by the program itself."""
-    return eqn.primitive.name in ("jit", "pjit")
-
-
 def _places_of(wanted: Mapping[Any, Any], functions: Sequence[Any]) -> Iterator[tuple[Any, list[Place], bool]]:
-    """Yields the arrays that cells hold: the key, the places, and whether it also has a name of its own."""
+    """Yields the wanted arrays that cells hold: the key, the places, and whether a name leads to the array as well."""
     places: dict[Any, dict[Any, Place]] = {}
     named: set[Any] = set()
     for value, route in reached(functions):
@@ -270,10 +236,11 @@ def _note_places(places: dict[Any, Any], wanted: Mapping[Any, Any], module: Any,
 
 
 def _holders(arrays: list[Any]) -> Iterable[Any]:
-    """Returns the Modules that hold arrays, whatever route leads to them; slow, since it looks at every object."""
+    """Returns the Modules that hold arrays, by any route; slow, because the garbage collector looks at every object."""
     found: dict[int, Any] = {}
     level, seen = arrays, {id(arrays)}
     for _ in range(_DEPTH if arrays else 0):
+        # The lists made here refer to the arrays as well, so `seen` has them, too.
         holders = [x for x in gc.get_referrers(*level) if type(x) in (dict, list, tuple) and id(x) not in seen]
         seen.update(map(id, holders), [id(holders)])
         # Not the globals of a Python module: they hold too much, and a Module among them is found by its own dict.
@@ -282,53 +249,3 @@ def _holders(arrays: list[Any]) -> Iterable[Any]:
         found.update({id(owner): owner for owner in owners})
         seen.add(id(level))
     return found.values()
-
-
-class Program(NamedTuple):
-    """A traced function. The fields are named as in `jax.stages.Traced`, which is one, too."""
-
-    jaxpr: Any
-    out_tree: Any
-
-
-def trace_program(fun: Callable[..., Any], *operands: Any) -> Program:
-    """Traces a function. Unlike in `jax.jit(fun).trace`, tracers that it captures are constants of the program."""
-    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*operands)
-    return Program(closed, jax.tree.structure(shapes))
-
-
-def evaluate(program: Any, inputs: dict[Any, Any], operands: Any) -> Any:
-    """Runs a program with inputs in place of its captured constants."""
-    return jax.tree.unflatten(program.out_tree, _evaluate(program.jaxpr, inputs, jax.tree.leaves(operands)))
-
-
-def _evaluate(closed: Any, inputs: dict[Any, Any], args: Sequence[Any]) -> list[Any]:
-    consts = [inputs.get(identity(const), const) for const in closed.consts]
-    opened = {id(eqn) for eqn in closed.jaxpr.eqns if is_inlined(eqn) and _uses(eqn.params["jaxpr"], inputs)}
-    if not opened and not any(identity(value) in inputs for value in _literals(closed.jaxpr)):
-        return eval_jaxpr(closed.jaxpr, consts, *args)
-    # As `eval_jaxpr` does it, except that captured literals are replaced, and that programs inside with captured
-    # constants are opened.
-    values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*consts, *args], strict=True))
-
-    def read(variable: Any) -> Any:
-        if not hasattr(variable, "val"):
-            return values[variable]
-        return inputs.get(identity(variable.val), variable.val) if isinstance(variable.val, _ARRAYS) else variable.val
-
-    for eqn in closed.jaxpr.eqns:
-        operands = [read(variable) for variable in eqn.invars]
-        with jax.named_scope(str(eqn.source_info.name_stack)), eqn.ctx.manager:
-            if id(eqn) in opened:
-                outs = _evaluate(eqn.params["jaxpr"], inputs, operands)
-            else:
-                outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-        values.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs]))
-    return [read(variable) for variable in closed.jaxpr.outvars]
-
-
-def _uses(closed: Any, inputs: Mapping[Any, Any]) -> bool:
-    """Whether a program, or one inside it that can be opened, has a captured constant."""
-    if any(identity(const) in inputs for const in (*closed.consts, *_literals(closed.jaxpr))):
-        return True
-    return any(_uses(eqn.params["jaxpr"], inputs) for eqn in closed.jaxpr.eqns if is_inlined(eqn))

@@ -21,8 +21,9 @@ import jax
 
 from nnx.core.trace import current_level
 from nnx.transforms.engine.call import Call
-from nnx.transforms.engine.captured import Captured, evaluate, trace_program
+from nnx.transforms.engine.captured import Captured
 from nnx.transforms.engine.function_keys import CanChange, function_key
+from nnx.transforms.engine.programs import evaluate, trace_program
 
 
 class _Sharing(threading.local):
@@ -88,6 +89,7 @@ def shared_body(fun: Any, call: Call, trace: Callable[..., Any]) -> Callable[...
         return functools.partial(trace, call)
     contexts = tuple(contextvars.copy_context().items())  # logical axis rules, and what users keep in theirs
     try:
+        # By identity, because values of context variables need not have a hash. `_Shared` keeps them alive.
         by_identity = tuple([(id(variable), id(value)) for variable, value in contexts])
         key = (call.signature, current_level(), by_identity, function_key(fun))
         shared = bodies.get(key)

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from nnx.transforms.engine.programs import equations
+
 _MADE_IN_C = (tuple, list, dict, type(None))  # containers that JAX puts together without running Python
 
 
@@ -20,25 +22,11 @@ def runs_python(traced: Any) -> bool:
     """
     jaxpr, result = traced.jaxpr, traced.out_info
     nodes: list[Any] = []
-    # JAX asks `is_leaf` about every node. `append` returns None, so it collects the nodes and says no.
+    # JAX calls `is_leaf` for every node. `append` returns None, which is false, so it collects them all.
     leaves = jax.tree.leaves(result, is_leaf=nodes.append)  # type: ignore[arg-type]
     is_leaf = {id(leaf) for leaf in leaves}.__contains__
     if any(type(node) not in _MADE_IN_C for node in nodes if not is_leaf(id(node))):
         return True
     if any(jnp.issubdtype(leaf.dtype, jax.dtypes.extended) for leaf in leaves):
         return True
-    return bool(jaxpr.effects) or _calls_back(jaxpr.jaxpr, set())
-
-
-def _calls_back(jaxpr: Any, seen: set[int]) -> bool:
-    """Whether a jaxpr, or one inside it, calls a Python function of the user's."""
-    seen.add(id(jaxpr))
-    for equation in jaxpr.eqns:
-        if "callback" in equation.primitive.name:
-            return True
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns") and id(inner) not in seen and _calls_back(inner, seen):
-                    return True
-    return False
+    return bool(jaxpr.effects) or any("callback" in eqn.primitive.name for eqn in equations(jaxpr))

@@ -15,10 +15,11 @@ import jax
 from nnx.core.trace import forget_failed_dispatch, is_eager
 from nnx.core.variables.untied import inputs_traced_as
 from nnx.transforms.engine.call import Call, Signature
-from nnx.transforms.engine.captured import Captured, evaluate, trace_program
+from nnx.transforms.engine.captured import Captured
 from nnx.transforms.engine.commit import finish
 from nnx.transforms.engine.leave import run
 from nnx.transforms.engine.outcome import Effects, Outcome
+from nnx.transforms.engine.programs import evaluate, trace_program
 from nnx.transforms.engine.routes import classes_of
 from nnx.transforms.engine.selected_arguments import StaticArgument, static_arguments
 from nnx.transforms.jit.donation import Donation, NeedsGeneralPath, arguments_of
@@ -58,7 +59,7 @@ class Compiled:
 
     Its result is a plain tuple, because JAX unflattens those in C: `(values, out)`, followed by n times None for the
     n-th set of effects it has shown. Shapes may decide what a function changes, so one signature can have several sets
-    of effects. None has no leaves, so the length of the result tells them apart and costs the device nothing.
+    of effects. None has no leaves, so the length of the result distinguishes them at no cost to the device.
 
     New shapes are traced in two steps, so that weights which the function captures do not become constants. *Staging*
     traces the function. If its program captures nothing, that trace is compiled; otherwise the program is evaluated
@@ -82,7 +83,7 @@ class Compiled:
         self.captured: Captured = Captured(functools.partial(_forget, weakref.ref(self)))
         self.outdated: list[str] = []  # what changed inside the function that this one replaces
         self.cell_count: int = 0 if call.signature.key is None else len(call.signature.key.cells)
-        self.effects: list[Effects | None] = []  # None: the first set, before one that can be first has shown
+        self.effects: list[Effects | None] = []  # None in place of the first set if others have shown before it
         self.shapes: list[str] | None = None
         self.in_shardings: InputShardings | None = None
         if owner.in_shardings is not None:
@@ -159,7 +160,7 @@ class Compiled:
         return effects.simple if self.owner.stateful else not effects.survives_discard
 
     def _kept(self, call: Call) -> list[Any] | None:
-        """Returns how to split what is written back to each cell: as `in_shardings` says, or else as it was."""
+        """Returns the sharding of what is written back to each cell: that of `in_shardings`, or else the old one."""
         given = None if self.in_shardings is None else self.in_shardings.cells
         kept = shardings_to_keep([*call.cells(), *self.captured.values()])
         if not any(kept):
@@ -179,7 +180,7 @@ class Compiled:
         return effects
 
     def outcome_of(self, result: tuple[Any, ...]) -> Outcome:
-        """Returns what a result of the compiled function says."""
+        """Returns the Outcome that a result of the compiled function stands for."""
         return Outcome(result[0], result[1], self.effects_of(result))
 
     def call(self, call: Call) -> tuple[Any, Any]:
