@@ -17,26 +17,16 @@ NO_HOOK = """nnx.intercept takes a function and a hook, nnx.intercept(f, hook, w
 hook(path, module, call, *args, **kwargs); got {value}."""
 
 
-class _HookKey:
-    """What a hook is compared by: the same function, while its names mean the same.
+def _hook_key(hook: Any) -> Any:
+    """Returns what a hook is compared by: the same function, while its names mean the same.
 
     A hook that names something that can change (a list, an instance of a user's class) has a key that equals no other,
     not even that of the same hook in a later call: what was compiled with it may be out of date by then.
     """
-
-    __slots__ = ("key",)
-
-    def __init__(self, hook: Any):
-        try:
-            self.key: Any = function_key(hook)
-        except CanChange:
-            self.key = object()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _HookKey) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+    try:
+        return function_key(hook)
+    except CanChange:
+        return object()
 
 
 class _Held:
@@ -57,7 +47,7 @@ class Interceptor(Observer):
 
     __slots__ = ("held",)
 
-    def __init__(self, path: str, methods: tuple[str, ...], key: _HookKey, held: "_Held"):
+    def __init__(self, path: str, methods: tuple[str, ...], key: Any, held: "_Held"):
         super().__init__("nnx.intercept", path, methods, key)
         self.held = weakref.ref(held)
 
@@ -119,7 +109,7 @@ def intercept(
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
         observed = ObservedCall("nnx.intercept", fun, where, methods, args, kwargs)
-        key, held = _HookKey(hook), _Held(hook)
+        key, held = _hook_key(hook), _Held(hook)
         outcome, _ = observed.run(lambda path, names: Interceptor(path, names, key, held))
         return finish(observed.call, outcome, stateful)
 

@@ -212,6 +212,26 @@ def arrange(held: dict[str, Any], names: Iterable[str]) -> list[Callable[[], Any
 _MOVED = ("revision", "stamp")  # what `bind` and `unbind` set, on the version and on the global stamp
 
 
+class DerivedClass:
+    """The base of the classes that the library makes of users' Module classes: those of views and observed Modules.
+
+    It comes first in their method resolution order, so its `__init_subclass__` runs instead of the user's: a class that
+    registers its subclasses does not register ours.
+    """
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
+def derive_class(cls: type, base: type[DerivedClass], **attributes: Any) -> Any:
+    """Makes a subclass of a Module class that looks like it: same name, same module, same docstring."""
+    looks = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, (base, cls), {**looks, "_nnx_free_names": set(), **attributes})
+
+
 class ModuleBase:
     """What every Module has in memory: an instance `__dict__` for the values, and one slot for everything else."""
 

@@ -18,7 +18,17 @@ from typing import Any
 
 from nnx.core.errors import NOTHING_TO_VIEW
 from nnx.core.module.attributes import static_value, store
-from nnx.core.module.info import ModuleBase, ModuleInfo, class_of, info_of, is_view, new_view, values_of
+from nnx.core.module.info import (
+    DerivedClass,
+    ModuleBase,
+    ModuleInfo,
+    class_of,
+    derive_class,
+    info_of,
+    is_view,
+    new_view,
+    values_of,
+)
 from nnx.core.module.kinds import SUBMODULE, is_static
 from nnx.core.state.paths import listing
 from nnx.core.structure.versions import Version
@@ -147,17 +157,10 @@ class ViewInfo(ModuleInfo):
         return info.source if type(info) is ViewInfo and info.graph is self.graph else value
 
 
-class View:
-    """The base of view classes.
-
-    It comes first in their method resolution order, so its `__init_subclass__` runs instead of the user's: a class that
-    registers its subclasses does not register ours.
-    """
+class View(DerivedClass):
+    """The base of view classes."""
 
     __slots__ = ()
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        pass
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -191,9 +194,7 @@ def view_class(cls: type) -> type:
     It is kept on the class itself, so that it lives as long as the class does and no cache keeps either alive.
     """
     if "_nnx_view" not in cls.__dict__:
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        metaclass: Any = type(cls)
-        made = metaclass(cls.__name__, (View, cls), {**names, "_nnx_viewed": cls, "_nnx_free_names": set()})
+        made = derive_class(cls, View, _nnx_viewed=cls)
         if "_nnx_view" not in cls.__dict__:  # another thread may have made one by now
             type.__setattr__(cls, "_nnx_view", made)
     return cls.__dict__["_nnx_view"]

@@ -18,7 +18,7 @@ from typing import Any
 from nnx.core.errors import TraceContextError
 from nnx.core.module.attributes import assign, store
 from nnx.core.module.dict_sequence import Dict
-from nnx.core.module.info import info_of
+from nnx.core.module.info import DerivedClass, derive_class, info_of
 from nnx.core.module.kinds import STATIC
 from nnx.core.module.scopes import function_in
 from nnx.core.state.updates import remove
@@ -76,10 +76,10 @@ class Observer:
 
     def run(self, module: Any, position: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs in place of a call; `position` is that of the observer among the Module's."""
-        raise AssertionError("every observer says what it does")
+        raise AssertionError("every observer defines what happens in place of a call")
 
     def skips(self) -> bool:
-        """Whether a body that may run any number of times just drops the observations, which is an error otherwise."""
+        """Whether a body that may run any number of times drops the observations; otherwise they are an error there."""
         return False
 
     def _parts(self) -> Any:
@@ -98,18 +98,11 @@ class Observer:
 # Observed classes
 
 
-class Observed:
-    """The base of observed classes.
-
-    It comes first in their method resolution order, so its `__init_subclass__` runs instead of the user's: a class that
-    registers its subclasses does not register ours.
-    """
+class Observed(DerivedClass):
+    """The base of observed classes."""
 
     __slots__ = ()
     _nnx_original: type
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        pass
 
 
 class _ObservedDict(Observed):
@@ -133,11 +126,8 @@ def observed_class(cls: type, methods: tuple[str, ...]) -> type:
         type.__setattr__(cls, "_nnx_observed", {})
     known: dict[tuple[str, ...], type] = cls.__dict__["_nnx_observed"]
     if methods not in known:
-        bases = (_ObservedDict if issubclass(cls, Dict) else Observed, cls)
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        own = {"_nnx_original": cls, "_nnx_free_names": set(), "__slots__": ()}
-        metaclass: Any = type(cls)
-        observed = metaclass(cls.__name__, bases, {**names, **own})
+        base = _ObservedDict if issubclass(cls, Dict) else Observed
+        observed = derive_class(cls, base, _nnx_original=cls, __slots__=())
         for name in methods:
             original = function_in(next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None))
             if callable(original):
@@ -150,7 +140,7 @@ def _observed_method(cls: type, name: str, original: Any) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         observers = self.__dict__[OBSERVERS]
         call = getattr(super(cls, self), name)
-        # The first observer is that of the outermost transform, so it gets what the others have made of the call.
+        # The first observer belongs to the outermost transform, so it wraps the others and sees their result.
         for position, observer in reversed(list(enumerate(observers))):
             if name in observer.methods:
                 call = functools.partial(observer.run, self, position, call)
