@@ -1,20 +1,29 @@
 """Paths: segments, their order, and how they are listed in errors."""
 
-from nnx.core.state.paths import join, listing, path_order, segment_of
+import jax.numpy as jnp
+import pytest
+
+import nnx
 
 
-def test_a_name_that_hides_from_the_class_is_the_same_segment_in_a_path():
-    assert segment_of("/keys") == segment_of("keys") == "keys"
-    assert join("heads", "/keys") == "heads/keys" and join("", "w") == "w"
+def test_item_named_like_a_method_has_its_own_name_in_paths():
+    heads = nnx.Dict(keys=jnp.ones(1), inner=nnx.Dict(items=jnp.ones(2)))
+    assert list(heads.get_state()) == ["inner/items", "keys"]
+    assert heads["keys"].shape == (1,) and callable(heads.keys)
+    assert heads.get_path("inner/items").shape == (2,)
 
 
 def test_numbers_sort_by_value_and_before_names():
     paths = ["b", "layers/10/w", "layers/9/w", "a/b", "a", "10", "9"]
-    assert sorted(paths, key=path_order) == ["9", "10", "a", "a/b", "b", "layers/9/w", "layers/10/w"]
+    assert list(nnx.State(dict.fromkeys(paths))) == ["9", "10", "a", "a/b", "b", "layers/9/w", "layers/10/w"]
 
 
-def test_a_listing_quotes_the_first_paths_and_counts_the_rest():
-    assert listing([]) == ""
-    assert listing(["a", "b"]) == "'a', 'b'"
-    assert listing((str(i) for i in range(5)), limit=2) == "'0', '1' and 3 more"
-    assert listing(map(str, range(12))).endswith("'11'") and listing(map(str, range(13))).endswith(" and 1 more")
+def test_errors_quote_the_first_paths_and_count_the_rest():
+    def error_for(count: int) -> str:
+        with pytest.raises(ValueError, match="non-empty remainder") as raised:
+            nnx.State({str(i): jnp.ones(1) for i in range(count)}).partition(nnx.Param)
+        return str(raised.value)
+
+    assert "remainder: '0', '1'." in error_for(2)
+    assert "'10', '11'." in error_for(12) and " more" not in error_for(12)
+    assert "'11' and 1 more." in error_for(13)

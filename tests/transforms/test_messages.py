@@ -109,7 +109,7 @@ def test_lifted_method_of_a_plain_class_raises_that_self_is_not_a_module(name):
     with pytest.raises((TypeError, ValueError)) as error:
         getattr(Trainer(), name)(XS)
     text = str(error.value)
-    assert f"nnx.{name}: Trainer.{name} is a method of Trainer, which is no nnx.Module" in text
+    assert f"nnx.{name}: Trainer.{name} is a method of Trainer, which is not an nnx.Module" in text
     assert "class Trainer(nnx.Module)" in text and f"{name} = nnx.{name}(lambda model, x: ...)" in text
     assert (f"@nnx.{name}(static_argnums=0)" in text) == (name in ("jit", "remat"))
     assert "data[0]" not in text

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import nnx
-from nnx.core.structure import flat as flat_module
+from tests.checks import library_functions
 
 
 class Layer(nnx.Module):
@@ -37,57 +37,54 @@ class Model(nnx.Module):
         return x
 
 
-@pytest.fixture
-def walks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Records every walk over a graph that is made to find its flat form."""
-    made: list[Any] = []
-    traverse = flat_module.traverse
-
-    def counted(roots: Any) -> Any:
-        made.append(roots)
-        return traverse(roots)
-
-    monkeypatch.setattr(flat_module, "traverse", counted)
-    return made
+def walks_in(call: Callable[[], Any]) -> int:
+    """Makes a call and returns how often it has walked over a graph of Modules."""
+    return library_functions(call).count("traverse")
 
 
 def popped(model: Any) -> dict[str, Any]:
     return {path: leaf.value for path, leaf in model.pop_state(nnx.Intermediate).items()}
 
 
-def test_values_sown_in_a_jitted_call_and_popped_by_the_caller_need_no_walk(walks: list[Any]):
+def test_values_sown_in_a_jitted_call_and_popped_by_the_caller_need_no_walk():
     model, f = Model(), nnx.jit(Model.__call__)
-    for step in range(6):
-        if step == 3:
-            walks.clear()
-        y = f(model, jnp.array(float(step)))
-        assert y == 4.0 * step
-        assert popped(model) == {"layers/0/out": (2.0 * step,), "layers/1/out": (4.0 * step,)}
-        assert model.layers[0].count == step + 1 and not hasattr(model.layers[0], "out")
-        assert list(model.get_state()) == ["layers/0/count", "layers/0/w", "layers/1/count", "layers/1/w"]
-    assert not walks and f.trace_count == 1
+
+    def call(*steps: int) -> None:
+        for step in steps:
+            assert f(model, jnp.array(float(step))) == 4.0 * step
+            assert popped(model) == {"layers/0/out": (2.0 * step,), "layers/1/out": (4.0 * step,)}
+            assert model.layers[0].count == step + 1 and not hasattr(model.layers[0], "out")
+            assert list(model.get_state()) == ["layers/0/count", "layers/0/w", "layers/1/count", "layers/1/w"]
+
+    call(0, 1, 2)
+    assert walks_in(lambda: call(3, 4, 5)) == 0 and f.trace_count == 1
 
 
-def test_eager_sow_and_pop_need_no_walk(walks: list[Any]):
+def test_eager_sow_and_pop_need_no_walk():
     model = Model()
-    for step in range(6):
-        if step == 3:
-            walks.clear()
-        model(jnp.array(1.0))
-        assert popped(model) == {"layers/0/out": (2.0,), "layers/1/out": (4.0,)}
-    assert not walks
+
+    def call(times: int) -> None:
+        for _ in range(times):
+            model(jnp.array(1.0))
+            assert popped(model) == {"layers/0/out": (2.0,), "layers/1/out": (4.0,)}
+
+    call(3)
+    assert walks_in(lambda: call(3)) == 0
 
 
-def test_a_variable_that_the_caller_adds_and_removes_between_calls_needs_no_walk(walks: list[Any]):
+def test_a_variable_that_the_caller_adds_and_removes_between_calls_needs_no_walk():
     model, f = nnx.Dict(w=nnx.Param(jnp.array(1.0))), nnx.jit(lambda m, x: x * m.w * (m.v if hasattr(m, "v") else 1.0))
-    for step in range(6):
-        if step == 2:
-            walks.clear()
-        assert f(model, jnp.array(3.0)) == 3.0
-        model.v = nnx.Variable(jnp.array(2.0))
-        assert f(model, jnp.array(3.0)) == 6.0
-        del model.v
-    assert not walks and f.trace_count == 2
+
+    def call(times: int) -> None:
+        for _ in range(times):
+            assert f(model, jnp.array(3.0)) == 3.0
+            model.v = nnx.Variable(jnp.array(2.0))
+            assert f(model, jnp.array(3.0)) == 6.0
+            del model.v
+
+    assert walks_in(lambda: call(1)) > 0
+    call(1)
+    assert walks_in(lambda: call(4)) == 0 and f.trace_count == 2
 
 
 def test_a_function_that_removes_what_the_caller_adds():
