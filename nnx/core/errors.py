@@ -112,7 +112,7 @@ array. If no array in the value ever changes, wrap it: nnx.Static({name})."""
 HOLDS_JAX_REF = """Cannot assign attribute {name!r} of {owner}: the value {holds} a jax.Ref ({route}).
 A jax.Ref is a mutable array of JAX's own: it would be missing from the State, shared by clones, and lost by save. An \
 attribute can be assigned to, and the lifted transforms write its changes back, so make it a variable: \
-`self.{name} = nnx.Variable(ref[...])`. A jax.Ref that is no attribute can be an argument of a transform, or be \
+`self.{name} = nnx.Variable(ref[...])`. A jax.Ref that is not an attribute can be an argument of a transform, or be \
 captured by one."""
 
 BY_IDENTITY_LARGE = """A static value of type {type} holds more than {limit:,} values, so it is compared by identity, \
@@ -137,7 +137,7 @@ BAD_NAME = """Cannot assign attribute {name!r} of {owner}: attribute names are s
 JAX_REF_IN_CONTAINER = """{type} cannot hold a jax.Ref, a mutable array of JAX's own: it would be missing from the \
 State, shared by clones, and lost by save.
 Hold its value: {type}(ref[...]). The attribute can be assigned to, and the lifted transforms write its changes back. \
-A jax.Ref that is no attribute can be an argument of a transform, or be captured by one."""
+A jax.Ref that is not an attribute can be an argument of a transform, or be captured by one."""
 
 MODULE_IN_CONTAINER = """{type} cannot hold {what}: a container holds an array or a pytree of arrays, and partition, \
 updates and gradients would not reach a Module in it.

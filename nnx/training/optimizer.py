@@ -71,7 +71,7 @@ REPLACED = """Optimizer.update: since the Optimizer was made, the Modules at the
 of the same shapes: {paths}. They are updated with the moments of the old ones. Make a new nnx.Optimizer after \
 replacing layers."""
 
-# By the ModuleInfo of an optimizer: the Modules whose moments it has, by path. It is no part of an optimizer's state,
+# By the ModuleInfo of an optimizer: the Modules whose moments it has, by path. It is not part of an optimizer's state,
 # so copies, such as those inside a transform, are not in it.
 _owners: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 

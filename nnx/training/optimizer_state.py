@@ -170,21 +170,19 @@ def as_variables(opt_state: Any, params: State, tx: Any) -> tuple[list[tuple[str
         params: the parameters it was made for.
         tx: the transformation that made it.
     """
-    entries = list(_entries(opt_state, params, tx))
-    paths = [entry.path for entry in entries]
+    arrays = list(_state_arrays(opt_state, params, tx))
+    paths = [array.path for array in arrays]
     if len(set(paths)) < len(paths) or any("/" in path and _is_inside(path, set(paths)) for path in paths):
-        paths = [str(i) for i in range(len(entries))]  # the readable paths are ambiguous
-    variables = [(path, entry.variable(params)) for path, entry in zip(paths, entries, strict=True)]
-    moments = [
-        entry.moment._replace(path=path) for path, entry in zip(paths, entries, strict=True) if entry.moment is not None
-    ]
+        paths = [str(i) for i in range(len(arrays))]  # the readable paths are ambiguous
+    variables = [(path, array.variable(params)) for path, array in zip(paths, arrays, strict=True)]
+    moments = [array.moment._replace(path=path) for path, array in zip(paths, arrays, strict=True) if array.moment]
     _, tree, values = flatten_state(opt_state)
     found = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_box)
     boxes = tuple([_box_of(keys, leaf, params) for keys, leaf in found])
     return variables, Structure(tree, boxes, values, tuple(paths), tuple(moments))
 
 
-class _Entry(NamedTuple):
+class _StateArray(NamedTuple):
     """An array of an optax state.
 
     Attributes:
@@ -211,10 +209,10 @@ class _Entry(NamedTuple):
 
 def moment_axes(opt_state: Any, params: State, tx: Any) -> dict[str, tuple[int | None, ...]]:
     """Returns, for each moment, the axis of its parameter that each of its axes is, by path in the optax state."""
-    return {entry.path: entry.moment.axes for entry in _entries(opt_state, params, tx) if entry.moment is not None}
+    return {array.path: array.moment.axes for array in _state_arrays(opt_state, params, tx) if array.moment is not None}
 
 
-def _entries(opt_state: Any, params: State, tx: Any) -> Iterator[_Entry]:
+def _state_arrays(opt_state: Any, params: State, tx: Any) -> Iterator[_StateArray]:
     probe = functools.cache(lambda: _probe(tx, params))
     for at, (keys, found) in enumerate(jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_box)):
         name = _name_in_state(keys)
@@ -225,11 +223,11 @@ def _entries(opt_state: Any, params: State, tx: Any) -> Iterator[_Entry]:
             shape = jnp.shape(values[inner]) if inner in values else None
             axes = None if shape is None else matching_axes(jnp.shape(leaf), shape)
             if shape is None or axes is None:
-                yield _Entry(path, leaf)
+                yield _StateArray(path, leaf)
                 continue
             if len(axes) < len(shape) and None in axes:
                 axes = _axes_in_probe(axes, jnp.shape(leaf), shape, probe().get((at, inner)))
-            yield _Entry(path, leaf, param, values[inner], Moment(path, name, len(shape), axes))
+            yield _StateArray(path, leaf, param, values[inner], Moment(path, name, len(shape), axes))
 
 
 def _probe(tx: Any, params: State) -> dict[tuple[int, str], tuple[int, ...]]:

@@ -79,7 +79,7 @@ def own_values(values: Sequence[Any], ties: Ties, buffers: bool = False) -> list
         return list(values)
     copies: dict[int, Any] = {}
     copied = [own(value, copies, buffers) if buffers or can_change(value) else value for value in values]
-    for cell, order in ties.orders:  # JAX may have handed on the values, and it sorts the items of dicts
+    for cell, order in ties.orders:  # the values may have been through JAX, which sorts the items of dicts
         copied[cell] = in_order(copied[cell], order)
     for first, *others in ties.aliases:
         for cell in others:

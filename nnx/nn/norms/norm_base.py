@@ -62,7 +62,7 @@ def _unit_for(epsilon: float) -> float:
     """Returns what to divide by before squaring: the power of two whose square is about `2**60 * epsilon`.
 
     For an epsilon of 1e-6, entries of up to about 1e25 can then be squared. Squares that become too small for float32
-    are far below epsilon. A larger unit would make the derivative of the inverse deviation overflow in its turn, since
+    are far below epsilon. A larger unit would make the derivative of the inverse deviation overflow instead, since
     that reaches `(epsilon / unit**2) ** -1.5`. A power of two changes no digit.
     """
     return 2.0 ** max(0, (60 + math.log2(epsilon)) // 2) if epsilon > 0 else 1.0

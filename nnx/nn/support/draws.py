@@ -67,7 +67,7 @@ class DefaultInitializer:
         return self.compiled(key, shape, dtype) if drawn is None else drawn
 
     def _from_block(self, key: Any, shape: Any, dtype: Any) -> Array | None:
-        """Returns the value, cut from a block; None if this is no case for a block."""
+        """Returns the value, cut from a block; None if a block cannot be used here."""
         if dtype not in DTYPES or type(shape) is not tuple or not (is_eager() and is_ordinary(key)):
             return None
         size = math.prod(shape)

@@ -1,9 +1,9 @@
 """Order in bodies that run many times, or never: what a body leaves has the order that it had before.
 
-A loop hands its Modules from step to step, and branches must all return the same, so the order of attributes and of
-dict items cannot depend on the step or the branch. It is no reason to refuse a body either: nobody who deletes an
-attribute and sets it again means to say something about order. So what was there keeps its place, and what is new comes
-in the order in which the first body made it.
+A loop carries its Modules from step to step, and branches must all return the same structure, so the order of
+attributes and of dict items cannot depend on the step or the branch. Order alone is never a reason to refuse a body:
+nobody who deletes an attribute and sets it again has order in mind. So existing attributes keep their places, and new
+ones come in the order in which the first body made them.
 """
 
 from collections import deque
@@ -40,7 +40,7 @@ class BodyOrder:
         returned = [leaf for leaf in jax.tree.leaves(out) if is_module(leaf)]
         # The numbers that `leave` finds for them as well.
         for number, module in enumerate(number_modules([*entered.graph.modules, *returned]).modules):
-            if same_level(info_of(module).level):  # else it comes from outside, which `leave` refuses
+            if same_level(info_of(module).level):  # otherwise it comes from outside, and `leave` refuses it
                 self._keep_names(number, module)
                 self._keep_keys(number, module, rebuilt)
 

@@ -82,13 +82,13 @@ def _new_variables(name: str, before: GraphKey, rewrite: Rewrite) -> list[tuple[
 
 
 def check_carry(name: str, what: str, before: Any, carry: Any, key: GraphKey | None) -> None:
-    """Checks that what a body hands on has the structure of what it received.
+    """Checks that what a body passes to the next step has the structure of what it received.
 
     Args:
         name: the transform.
-        what: what is handed on, for the error.
+        what: what is passed on, for the error.
         before: the structure of what it received.
-        carry: what it hands on.
+        carry: what it passes on.
         key: the structure of the Modules it received.
 
     Raises:

@@ -4,6 +4,7 @@ The branches are traced first. What any of them changes is an output of all of t
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -59,6 +60,7 @@ class BranchCall:
             self._trace_branches(*operands)
             return self._outcome(*choose(selector, [self.function(i) for i in numbers], *operands))
 
+        # Which branch is bound to which Module is part of the trace, and the functions alone do not show it.
         places = {id(owner): i for i, owner in enumerate(self.bound)}
         owners = tuple([tuple([places[id(owner)] for owner in callee.bound]) for callee in self.callees])
         outcome = kept_trace(
@@ -120,7 +122,7 @@ class BranchCall:
             return None
         # A source of -1 means that the value came out; so the minimum is -1 for a cell that any branch changed.
         sources = tuple(min(column) for column in zip(*(r.sources for r in present)))
-        return present[0].replace(sources=sources)
+        return replace(present[0], sources=sources)
 
     def _check_outputs(self, cells: Sequence[Any]) -> None:
         first = jax.tree.structure(self.shapes[0].out)
@@ -175,7 +177,7 @@ class BranchCall:
         sown = tuple(dict.fromkeys(item for effects in self.effects for item in effects.sown))
         changed = () if self.rewrite is not None else tuple(self.union())
         orders = tuple({cell: order for effects in reversed(self.effects) for cell, order in effects.orders}.items())
-        return Outcome(values, out, first.replace(changed=changed, rewrite=self.rewrite, sown=sown, orders=orders))
+        return Outcome(values, out, replace(first, changed=changed, rewrite=self.rewrite, sown=sown, orders=orders))
 
 
 def _rewritten_path(key: GraphKey | None, rewrite: Rewrite, cell: int) -> str:

@@ -52,6 +52,7 @@ class TransformedModule(Module, Generic[M]):
 
         def make(*args: Any, **kwargs: Any) -> Any:
             inner = build(*args, **kwargs)
+            # What a constructor does, without calling the class: its `__new__` returns constructors, not instances.
             outer = new_module(cls, {}, constructing=True)
             setattr(outer, cls.inner_name, inner)
             outer.options = dict(options)

@@ -59,6 +59,7 @@ class LoopCall:
         """
 
         def work(cells: Any, data: Any, operands: Any) -> Outcome:
+            # The carry starts with the number of the step, which is folded into keys: every step draws others.
             return self._outcome(loop((jnp.zeros((), jnp.int32), cells, data), *operands))
 
         outcome = kept_trace(

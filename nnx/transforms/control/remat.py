@@ -112,7 +112,7 @@ def remat(
 
 
 def _as_policy(policy: Any) -> Callable[..., Any] | tuple[tuple[str, str], ...] | None:
-    """Returns a policy as it was given, or pairs of name and memory that compare equal for the same policy."""
+    """Returns a callable policy unchanged, any other as pairs of name and memory, which compare by value."""
     if policy is None or callable(policy):
         return policy
     if isinstance(policy, str):

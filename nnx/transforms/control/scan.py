@@ -1,4 +1,4 @@
-"""`scan`: a body that runs step by step, with Modules sliced, handed on, or shared as the options say."""
+"""`scan`: a body that runs step by step, with Modules sliced, carried, or shared as the options choose."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack, overload
@@ -162,6 +162,7 @@ class ScanCall:
                 raise ValueError(TOO_MANY_AXES.format(given=len(in_axes), rest=rest, name=name))
             check_module_axes(stacking, "in_axes", after, args[2:], argument_labels(len(args))[2:])
         self.data_axes, labels = data_axes(stacking.name, (None, None, *after), args, kwargs, None)
+        # The same again with an axis for the carry alone, which shows the leaves that belong to it.
         flags, _ = data_axes(stacking.name, (None, 0, *(None,) * rest), args, kwargs, None)
         self.carry_data: list[int] = [i for i, flag in enumerate(flags) if flag is not None]
         self.slice_data: list[int] = [i for i, axis in enumerate(self.data_axes) if axis is not None]
@@ -289,7 +290,7 @@ def carry_structure(carry: Any, call: Call) -> Any:
 
 
 def with_contexts_by_number(value: Any, contexts: Sequence[Any]) -> Any:
-    """Returns a carried value with numbers in place of its Contexts: one that is handed on is the caller's own."""
+    """Returns a carried value with numbers in place of its Contexts, so that a carried Context is the caller's own."""
     numbers = {id(ctx): -2 - n for n, ctx in enumerate(contexts)}
     return jax.tree.map(
         lambda x: Returned(numbers[id(x)], type(x)) if id(x) in numbers else x,

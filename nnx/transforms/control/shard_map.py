@@ -96,6 +96,7 @@ def shard_map(
         specs = _specs_of_arguments(in_specs, len(args))
         call = Call(args, {})
         cell_specs, data_specs = _split_specs(call, args, specs)
+        # This trace only shows what changes. The checks are made in the next one, by errors that name the Variable.
         effects, outputs = _look_ahead(call, callee.fun, cell_specs, data_specs, {**options, "check_vma": False})
         value_specs = _specs_of_values(effects, outputs, cell_specs, args, specs)
 

@@ -7,6 +7,7 @@ then lacks the name of the stacked axis.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -108,14 +109,14 @@ class Stacking:
             to_predicate(filter)
             if not isinstance(axis, int):
                 raise TypeError(NOT_AN_AXIS.format(name=self.name, filter=describe(filter), axis=axis))
-        rng_predicate(self.split_rngs)  # raises if it is no RNG filter
+        rng_predicate(self.split_rngs)  # raises if it is not an RNG filter
         hashable = {
             "variable_axes": tuple(axes.items()),
             "split_rngs": tuple(self.split_rngs) if isinstance(self.split_rngs, list) else self.split_rngs,
             "metadata_params": tuple((self.metadata_params or {}).items()),
         }
         for field, value in hashable.items():
-            object.__setattr__(self, field, value)
+            object.__setattr__(self, field, value)  # the dataclass is frozen
 
     def require_size(self) -> None:
         if self.variable_axes and self.size is None:
@@ -182,7 +183,7 @@ class Stacking:
         """Returns how many slices there are.
 
         Raises:
-            ValueError: the arguments and variables disagree about it, or do not say.
+            ValueError: the arguments and variables disagree about the number, or do not determine it.
         """
         found: list[tuple[str, int]] = [] if self.size is None else [(f"{self.size_name}=", self.size)]
         for path, group, value in zip(cell_paths(call.signature.key), groups, call.cells()):
@@ -212,6 +213,7 @@ class Stacking:
 
     def contexts(self, call: Call, split: list[Any], shared: list[Any], size: int, shared_by: SharedBy) -> list[Any]:
         """Returns the Contexts of one run; drawing from a stream that is shared, and was not meant to be, warns."""
+        # A single run shares its keys with no other one, so there is nothing to warn about.
         answer_of = rng_answers({...: False} if size == 1 else self.split_rngs)
         contexts = []
         for definition, own, others in zip(call.signature.contexts, split, shared):
@@ -248,11 +250,11 @@ class Stacking:
         """Returns a Rewrite found inside the body, with the Variables as they are outside."""
         key = restacked(rewrite.key, groups.items(), 1)
         if not self.metadata_params:
-            return rewrite if key is rewrite.key else rewrite.replace(key=key)
+            return rewrite if key is rewrite.key else replace(rewrite, key=key)
         params = dict(self.metadata_params)
         stacked = {i: g for i, g in groups.items() if isinstance(g, int) and type(key.kinds[i]) is Spec}
         outer = key.with_specs({i: add_axis(key.kinds[i], axis, params) for i, axis in stacked.items()})
-        return rewrite.replace(key=outer)
+        return replace(rewrite, key=outer)
 
     def transformed(self, key: GraphKey | None, cells: list[Any]) -> list[Any]:
         """Returns the cells after the user's `data_transform`, which sees them as a State."""
@@ -299,7 +301,7 @@ class Stacking:
         return ValueError(NEW_VARIABLE.format(name=self.name, path=path, kind=kind, advice=advice))
 
     def check_not_new(self, rewrite: Rewrite | None, cell: int) -> None:
-        """Raises ValueError if a cell that is not stacked is in a Module that every step makes anew."""
+        """Raises ValueError if a cell that is not stacked is in a Module that every step makes again."""
         if rewrite is not None and rewrite.key.cells[cell].module >= rewrite.old_count:
             raise self._not_stacked(rewrite.key.cell_roots()[cell].path, rewrite.key.kinds[cell])
 
@@ -313,7 +315,7 @@ class Stacking:
 def _sizes(value: Any, axis: int, label: str, name: str) -> list[int]:
     sizes = []
     for leaf in jax.tree.leaves(value):
-        shape = np.shape(leaf)  # jnp.shape warns of what is no array, before the error below can name it
+        shape = np.shape(leaf)  # jnp.shape would warn about a non-array before the error below can name it
         if not -len(shape) <= axis < len(shape):
             raise ValueError(NO_SUCH_AXIS.format(name=name, label=label, axis=axis, shape=shape))
         sizes.append(shape[axis])

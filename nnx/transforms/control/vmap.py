@@ -1,6 +1,7 @@
-"""`vmap`: one function over many members, with Modules stacked or shared as `variable_axes` says."""
+"""`vmap`: one function over many members, with Modules stacked or shared according to `variable_axes`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack, overload
 
 import jax
@@ -66,7 +67,7 @@ class MappedCall:
     def _member(self, cells: Any, slices: Any, contexts: Any, out_axes: Any) -> Any:
         """Runs one member; returns its changed values, stacked and shared, and its output."""
         call, stacking = self.call, self.stacking
-        data = with_values(call.data, (self.mapped_data, slices))  # what is not mapped need not even be an array
+        data = with_values(call.data, (self.mapped_data, slices))  # unmapped values can be of any type
         signature = call.signature._replace(key=self.inner)
         cells = stacking.transformed(self.inner, cells)
         entered, args, kwargs = enter_call(signature, call.statics, cells, data, contexts)
@@ -108,7 +109,7 @@ def assemble(
         values.append(move_axis(next(stacked), 0, group) if isinstance(group, int) else next(others))
     if effects.rewrite is not None:
         rewrite = stacking.outer_rewrite(effects.rewrite, out_groups)
-        effects = effects.replace(rewrite=rewrite)
+        effects = replace(effects, rewrite=rewrite)
     return Outcome(values, out, effects)
 
 
@@ -128,7 +129,7 @@ def map_all(stacking: Stacking, make: Callable[..., Any], call: Call, shared_by:
 def _shared_by(stacking: Stacking, make: Callable[..., Any]) -> SharedBy:
     """Returns what shared streams of a constructor are marked with.
 
-    A draw is right if the members share the variable that it is for, so the warning waits for what comes out.
+    A shared key is fine for a variable that the members share, so the warning waits for what the constructor made.
     """
     return SharedBy(f"{stacking.name}({getattr(make, '__name__', type(make).__name__)})", drawn=set())
 
@@ -141,7 +142,7 @@ def is_equal_by_mistake(kind: Any, value: Any) -> bool:
 
 
 def is_init_method(fun: Any, is_init: bool | None) -> bool:
-    """Whether a decorated function builds variables: what the option says, or else what its name says."""
+    """Whether a decorated function builds variables; if the option is None, whether it is an `__init__`."""
     return getattr(fun, "__name__", "") == "__init__" if is_init is None else is_init
 
 

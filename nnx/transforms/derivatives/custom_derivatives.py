@@ -9,6 +9,7 @@ rules later, at another trace level. That includes the arguments in `nondiff_arg
 backward pass.
 """
 
+import dataclasses
 import inspect
 import types
 from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ class CustomCall:
         self.call: Call = self.part.call
         chosen = set(self.part.data)
         data = enumerate(self.call.data)
-        # Other arrays are passed as arguments, too, since they may be tracers. Python values stay Python values.
+        # Other arrays are arguments as well, because they may be tracers. Python values stay Python values.
         self.constants: list[int] = [i for i, value in data if i not in chosen and isinstance(value, jax.Array)]
         self.effects: dict[str, Effects] = {}
         self.order: BodyOrder = BodyOrder()
@@ -92,6 +93,7 @@ class CustomCall:
         self.order.keep(entered, out)
         outcome = leave(entered, out, self.name)
         self.effects[runner] = outcome.effects
+        # Whatever JAX runs in the end, the effects that it finds must be those of both.
         if any(effects != outcome.effects for effects in self.effects.values()):
             texts = {runner: self._changes(effects) for runner, effects in self.effects.items()}
             raise ValueError(RULE_CHANGES_OTHERS.format(name=self.name, **texts))
@@ -151,17 +153,24 @@ def _stopped(outcome: Outcome) -> Outcome:
     return Outcome(jax.lax.stop_gradient(outcome.values), outcome.out, outcome.effects)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class ResidualsDef:
+    """The part of a `Residuals` that is not data; compared by identity, since every forward pass makes its own."""
+
+    signature: Signature
+    statics: Any
+    fixed: list[Any]  # per datum: None for an array, else a tuple of the Python value
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Residuals:
     """What the forward pass keeps for the backward pass, Modules and Contexts included; a pytree.
 
     Arrays are its leaves. The definition holds the rest: the signature, static values, and data other than arrays.
     """
 
-    __slots__ = ("arrays", "definition")
-
-    def __init__(self, arrays: Any, definition: "ResidualsDef"):
-        self.arrays: Any = arrays  # cells, data, forks
-        self.definition: ResidualsDef = definition
+    arrays: Any  # cells, data, forks
+    definition: ResidualsDef
 
     @staticmethod
     def of(value: Any) -> "Residuals":
@@ -178,17 +187,6 @@ class Residuals:
         contexts = signature.contexts_from(forks)
         entered, (value,), _ = enter_call(signature, self.definition.statics, cells, full, contexts)
         return entered, value
-
-
-class ResidualsDef:
-    """The part of a `Residuals` that is not data; compared by identity, since every forward pass makes its own."""
-
-    __slots__ = ("signature", "statics", "fixed")
-
-    def __init__(self, signature: Signature, statics: Any, fixed: list[Any]):
-        self.signature: Signature = signature
-        self.statics: Any = statics
-        self.fixed: list[Any] = fixed  # per datum: None for an array, else a tuple of the Python value
 
 
 jax.tree_util.register_pytree_node(
@@ -248,7 +246,7 @@ class CustomVJP(Custom[P, R]):
 
 
 class Unchanged:
-    """A check, when called, that Modules have not changed since it was made."""
+    """A function that raises if the Modules have changed since it was made."""
 
     def __init__(self, name: str, roots: Sequence[Any]):
         self.name, self.roots = name, roots

@@ -118,6 +118,7 @@ class Part:
         flat, matches = flat_of(root), to_predicate(self.wrt)
         entries = list(zip(flat.key.layout.paths, flat.leaves()))
         check_wrt(self.wrt, entries, self.name)
+        # By instance dict and name, because this Module numbers its cells differently from the whole call.
         cells = (places[id(values), name] for values, name in zip(flat.dicts, flat.names))
         chosen = [(path, leaf, cell) for (path, leaf), cell in zip(entries, cells) if matches(path, leaf)]
         if self.trained_only:

@@ -208,6 +208,7 @@ def _value_and_gradient(
             value, aux = outcome.out if has_aux else (outcome.out, None)
             return value, Outcome(outcome.values, (value, aux), outcome.effects)
 
+        # Changed values are auxiliary output: they pass through, and no gradient flows from them.
         transform = jax.value_and_grad(loss, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
         (value, outcome), (cells, data) = transform(part.primals())
         if reduce_axes:

@@ -1,8 +1,8 @@
 """`vjp`, `jvp`, `linearize`, `jacfwd`, `jacrev`, `hessian`: the other derivatives.
 
-Tangents and cotangents of a Module are States of its `wrt` part; see `differentiate` for what happens where Modules
-share a cell. Changes made in the forward pass are kept. A Module in the output has no tangent: the derivative has None
-in its place.
+Tangents and cotangents of a Module are States of its `wrt` part; see `differentiated_part` for Modules that share a
+cell. Changes made in the forward pass are kept. A Module in the output has no tangent: the derivative has None in its
+place.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Errors about arguments that are neither Modules nor data, in the user's words.
 
-JAX says that a value "was passed to the function at path data[0]". The most common case is a transform on a method of a
-class that is no Module: then the value is `self`.
+JAX reports that a value "was passed to the function at path data[0]". The most common case is a transform on a method
+of a class that is not a Module: then the value is `self`.
 """
 
 import inspect
@@ -14,7 +14,7 @@ import jax
 from nnx.core.repr import article, short
 from nnx.transforms.engine.call import is_data
 
-SELF_IS_NO_MODULE = """{transform}: {name} is a method of {owner}, which is no nnx.Module, so `self` is neither a \
+SELF_IS_NO_MODULE = """{transform}: {name} is a method of {owner}, which is not an nnx.Module, so `self` is neither a \
 Module nor data that can be traced. Ways to write it:
 - make it a Module, whose changes are then written back: class {owner}(nnx.Module)
 - lift a function of the Modules it holds, and call that in the method: {function} = {transform}(lambda model, x: ...)\
@@ -27,12 +27,12 @@ NOT_DATA = """nnx.jit({name}): {argument} is {value}, {kind}, which is neither a
 be traced (arrays, numbers, and pytrees of them). If its value decides what is compiled, make the argument static: \
 nnx.jit(..., static_argnames={root!r})."""
 
-# How JAX, and vmap, refuse a value that is no data.
+# How JAX, and vmap, refuse a value that is not data.
 _REFUSED = re.compile(r"not a valid JAX type|abstract array|axis -?\d+, but its shape is \(\)")
 
 
 def explain_self(error: Exception, transform: str, fun: Any, args: Sequence[Any]) -> None:
-    """Rewrites the error of a lifted method if it is about a `self` that is no Module."""
+    """Rewrites the error of a lifted method if it is about a `self` that is not a Module."""
     if isinstance(error, (TypeError, ValueError)) and _REFUSED.search(str(error)) and _is_plain_self(fun, args):
         _blame_self(error, transform, fun, args)
 
@@ -43,7 +43,7 @@ def explains_self(transform: str, fun: Callable[..., Any]) -> Callable[[Exceptio
 
 
 def _is_plain_self(fun: Any, args: Sequence[Any]) -> bool:
-    """Whether a call is that of a method whose `self` can only be traced if it is a Module, and is none."""
+    """Whether a method was called with a `self` that cannot be traced because it is not a Module."""
     method = inspect.getattr_static(type(args[0]), getattr(fun, "__name__", ""), None) if args else None
     return method is not None and inspect.unwrap(method) is inspect.unwrap(fun) and not can_be_traced(args[0])
 
@@ -64,7 +64,7 @@ def explain_data(
         error: the error.
         fun, name: the function and its name.
         args: the positional arguments of the call.
-        names, data: the leaves of the arguments that are no Modules and Contexts, and what the user calls them.
+        names, data: what the user calls the leaves that are neither Modules nor Contexts, and these leaves.
     """
     wrong = next(((argument, value) for argument, value in zip(names, data) if not can_be_traced(value)), None)
     if wrong is None:

@@ -72,7 +72,7 @@ def unique(values: Sequence[Any]) -> list[Any]:
 
 
 def with_values(values: Sequence[Any], *parts: tuple[Sequence[int], Sequence[Any]]) -> list[Any]:
-    """Returns the values with others in some places; each part is a list of positions and one of their new values."""
+    """Returns a copy of `values` with replacements; each part is a list of positions and a list of their new values."""
     changed = list(values)
     for positions, news in parts:
         for i, new in zip(positions, news):
@@ -146,7 +146,7 @@ cached_positions: Callable[[tuple[type, ...]], LeafPositions | None] = _position
 
 
 def _marks_of_repeated(leaves: Sequence[Any], roots: Sequence[Any], contexts: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the marks of a call in which one Module or Context appears twice: both have the mark of the first."""
+    """Returns the marks of a call in which a Module or Context appears twice: both get the mark of the first."""
     marks = {id(root): n for n, root in enumerate(roots)} | {id(ctx): -2 - n for n, ctx in enumerate(contexts)}
     return tuple([DATA_MARK if is_data(leaf) else marks[id(leaf)] for leaf in leaves])
 
@@ -158,13 +158,14 @@ class Call:
 
     def __init__(self, args: Any, kwargs: Any):
         leaves, treedef = jax.tree.flatten((args, kwargs))
+        # Which leaves are Modules depends on their types alone, so a repeated call needs one lookup and no isinstance.
         types = tuple(map(type, leaves))
         positions = _positions.get(types)
         if positions is None:
             positions = LeafPositions.of(leaves)
             if all(map(outlives_caches, types)):
                 _positions[types] = positions
-        if kwargs or len(positions.modules) < len(args):  # else all are Modules, and none was flattened as a pytree
+        if kwargs or len(positions.modules) < len(args):  # otherwise all are Modules, and nothing was flattened
             for arg in (*args, *kwargs.values()) if kwargs else args:
                 if isinstance(arg, ModuleBase):
                     refuse_pytree(arg)
@@ -250,7 +251,7 @@ def check_runs_now(fun: Any, transform: str) -> None:
 class CallAt(NamedTuple):
     """Calls what is at the end of a Way from a Module: the Module itself, or one of its methods.
 
-    A value, not a closure: two that lead the same way are equal, so Modules of equal structure can share a trace.
+    A value rather than a closure, so two with the same way compare equal and Modules of equal structure share a trace.
     """
 
     way: Way

@@ -22,7 +22,7 @@ from nnx.transforms.engine.outcome import Effects, Outcome, Returned
 
 
 def finish(call: Call, outcome: Outcome, stateful: bool) -> Any:
-    """Ends a call as the option `stateful` says: commits the outcome, or discards it; returns the output."""
+    """Ends a call: commits the outcome, or discards it if `stateful` is off; returns the output."""
     return commit(call, outcome) if stateful else discard(call, outcome)
 
 

@@ -79,7 +79,7 @@ def function_key(fun: Any) -> Any:
     """Returns a key that equals a later one of the same function only while its names mean the same.
 
     Raises:
-        CanChange: there is no such key.
+        CanChange: the function names something that can change unnoticed.
     """
     if isinstance(fun, functools.partial):
         return type(fun), function_key(fun.func), stable_key((fun.args, *fun.keywords.items()))

@@ -43,6 +43,7 @@ def leave(entered: Entered, out: Any, name: str) -> Outcome:
         for i, module in enumerate(modules)
         if info_of(module).sown and (names := info_of(module).sown_names(module.__dict__))
     )
+    # A walk is needed only if something noted a change of structure, or a Module comes out that did not go in.
     found = None
     if entered.is_restructured() or any(id(module) not in known for module in returned):
         found = find_rewrite(entered, returned)
@@ -68,7 +69,7 @@ def leave(entered: Entered, out: Any, name: str) -> Outcome:
 
 
 def _trees(values: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the positions of the values that flat forms have to know of."""
+    """Returns the positions of the values that are mutable trees, which flat forms keep track of."""
     if all(map(leaf_types.get, set(map(type, values)))):
         return ()
     return tuple([i for i, value in enumerate(values) if is_news(value, None)])

@@ -1,9 +1,10 @@
-"""What a lifted function returns to JAX: an `Outcome`, which says what the function did.
+"""What a lifted function returns to JAX: an `Outcome`, a record of what the function did.
 
 The values that changed and the output of the function are its children. Everything static is in the `Effects`: which
 cells changed, what happened to the structure, what was sown.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,53 +15,26 @@ from nnx.transforms.engine.observed import has_observations
 from nnx.transforms.engine.rewrite import Rewrite
 
 
+@dataclasses.dataclass(slots=True, repr=False)
 class Effects:
-    """Everything static about what a function did to its Modules.
+    """Everything static about what a function did to its Modules."""
 
-    Attributes:
-        changed: the cells with new values, if the structure is unchanged; otherwise empty, and the Rewrite lists them.
-        rewrite: the structural change, if there is one.
-        sown: the attributes recorded with `sow`, per Module.
-        returns_modules: whether there are Modules in the output.
-        aliases: groups of cells that hold one container after the function.
-        regrouped: cells, numbered before the function, that came to share a container or no longer do.
-        trees: the values that come out as mutable trees, by position. A flat form has to know of these.
-        orders: the order of the dicts in a cell after the function, unless they are sorted; those of released Refs
-            have the numbers -1, -2, ...
-        simple: whether values changed and nothing else did, so that a repeated call can be made from a plan.
-    """
+    changed: tuple[int, ...]  # the cells with new values; none if there is a Rewrite, which lists them itself
+    rewrite: Rewrite | None  # the structural change, if there is one
+    sown: Any  # the attributes recorded with `sow`, per Module
+    returns_modules: bool  # whether there are Modules in the output
+    aliases: tuple[tuple[int, ...], ...] = ()  # groups of cells that hold one container after the function
+    # The cells, numbered before the function, that came to share a container or no longer do.
+    regrouped: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+    trees: tuple[int, ...] = ()  # the positions of values that are mutable trees, which flat forms keep track of
+    # The order of the dicts in a cell after the function, unless they are sorted; -1, -2, ... stand for released Refs.
+    orders: tuple[tuple[int, KeyOrder], ...] = ()
+    _positions: Any = dataclasses.field(default=None, init=False, compare=False)  # see `tie`
 
-    __slots__ = (
-        "changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped", "trees", "orders", "simple",
-        "_positions",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        changed: tuple[int, ...],
-        rewrite: Rewrite | None,
-        sown: Any,
-        returns_modules: bool,
-        aliases: tuple[tuple[int, ...], ...] = (),
-        regrouped: tuple[int, ...] = (),
-        trees: tuple[int, ...] = (),
-        orders: tuple[tuple[int, KeyOrder], ...] = (),
-    ):
-        self.changed: tuple[int, ...] = changed
-        self.rewrite: Rewrite | None = rewrite
-        self.sown: Any = sown
-        self.returns_modules: bool = returns_modules
-        self.aliases = aliases
-        self.regrouped: tuple[int, ...] = regrouped
-        self.trees: tuple[int, ...] = trees
-        self.orders = orders
-        self._positions: tuple[list[tuple[int, KeyOrder]], list[tuple[int, int]]] | None = None  # see `tie`
-        self.simple: bool = rewrite is None and not sown and not returns_modules and not aliases
-
-    def replace(self, **parts: Any) -> "Effects":
-        """Returns the same effects with some parts replaced."""
-        names = ("changed", "rewrite", "sown", "returns_modules", "aliases", "regrouped", "trees", "orders")
-        return Effects(**{name: parts[name] if name in parts else getattr(self, name) for name in names})
+    @property
+    def simple(self) -> bool:
+        """Whether values changed and nothing else did, so that a repeated call can be made from a plan."""
+        return self.rewrite is None and not (self.sown or self.returns_modules or self.aliases)
 
     @property
     def survives_discard(self) -> bool:
@@ -94,25 +68,17 @@ class Effects:
         pairs = [(first, other) for first, *others in self.aliases for other in others]
         return orders, [(places[one], places[other]) for one, other in pairs if one in places and other in places]
 
-    def _parts(self) -> Any:
-        return self.changed, self.rewrite, self.sown, self.returns_modules, self.aliases, self.trees, self.orders
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Effects) and self._parts() == other._parts())
-
     def __hash__(self) -> int:
         return hash(self.changed)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Outcome:
     """What a lifted function returns to JAX: the values that changed, its output, and the Effects; a pytree."""
 
-    __slots__ = ("values", "out", "effects")
-
-    def __init__(self, values: Any, out: Any, effects: Effects):
-        self.values: Any = values
-        self.out: Any = out
-        self.effects: Effects = effects
+    values: Any
+    out: Any
+    effects: Effects
 
 
 # The Effects are the aux data: what changed is known only once a function has been traced, and JAX keeps the structure
@@ -124,23 +90,15 @@ jax.tree_util.register_pytree_node(
 )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Returned:
     """A Module in the output of a lifted function, as its number: a pytree without leaves.
 
-    A Context that is handed on has a negative number. The class is for messages only.
+    A Context in a carry has a negative number.
     """
 
-    __slots__ = ("index", "of")
-
-    def __init__(self, index: int, of: type):
-        self.index: int = index
-        self.of = of
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Returned) and self.index == other.index
-
-    def __hash__(self) -> int:
-        return hash((Returned, self.index))
+    index: int
+    of: type = dataclasses.field(compare=False)  # the class, for messages
 
     def __repr__(self) -> str:
         return f"<Module {self.index}: {self.of.__name__}>" if self.index >= 0 else f"<Context {-2 - self.index}>"

@@ -1,8 +1,8 @@
 """Structural changes inside a transform, recorded so that they can be replayed on the caller's Modules.
 
 A `Rewrite` is the structure after the function. Its first Modules are those that were there before, in order; the
-others are new. For each cell it says whether the value came out of the function or is unchanged, and which Ref the cell
-is on. Writing through a Ref, rebinding an attribute to another Ref, and untying it are three different events: the
+others are new. For each cell it records whether the value came out of the function or is unchanged, and which Ref the
+cell is on. Writing through a Ref, rebinding an attribute to another Ref, and untying it are three different events: the
 first leaves the cell on its Ref, the second moves the attribute to the cell of another one, the third leaves it on a
 cell without a Ref. A Ref that was written to and then *released* by its last attribute in the graph may have owners
 outside the call, so its value comes out, too.
@@ -10,6 +10,7 @@ outside the call, so its value comes out, too.
 A `Replay` is prepared in full and then executed in one C call, so that an interrupt cannot leave half of it.
 """
 
+import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,50 +36,18 @@ from nnx.transforms.engine.enter import Entered
 UNTIED, NEW_REF = -1, -2  # in `Rewrite.refs`: a cell without a Ref, and one whose Ref the function made
 
 
+@dataclasses.dataclass(slots=True, repr=False)
 class Rewrite:
-    """A structure to give to Modules, with the origin of every cell's value.
+    """A structure to give to Modules, with the origin of every cell's value."""
 
-    Attributes:
-        key, statics: the structure after the function, and its static values.
-        mutables: per mutable static value, its number before (or -1) and whether it was changed in place.
-        sources: per cell, the cell before whose value it still has, or -1 if a new value came out.
-        tied: the cells before that were Refs.
-        refs: per cell, the cell before whose Ref it is on, or `UNTIED` or `NEW_REF`.
-        released: cells before whose Refs have left the graph with a new value; these values come out last.
-        old_count: the number of Modules before.
-    """
-
-    __slots__ = ("key", "statics", "mutables", "sources", "tied", "refs", "released", "old_count")
-
-    def __init__(
-        self,
-        key: GraphKey,
-        statics: Statics,
-        mutables: tuple[tuple[int, bool], ...],
-        sources: tuple[int, ...],
-        tied: tuple[int, ...],
-        refs: tuple[int, ...],
-        released: tuple[int, ...],
-        old_count: int,
-    ):
-        self.key: GraphKey = key
-        self.statics: Statics = statics
-        self.mutables = mutables
-        self.sources: tuple[int, ...] = sources
-        self.tied = tied
-        self.refs: tuple[int, ...] = refs
-        self.released: tuple[int, ...] = released
-        self.old_count: int = old_count
-
-    def replace(self, **parts: Any) -> "Rewrite":
-        """Returns the same changes with some parts replaced: another key, say, or more cells coming out."""
-        return Rewrite(**{name: parts.get(name, getattr(self, name)) for name in Rewrite.__slots__})
-
-    def _parts(self) -> Any:
-        return self.mutables, self.sources, self.tied, self.refs, self.released, self.old_count
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rewrite) and self.key is other.key and self._parts() == other._parts()
+    key: GraphKey  # the structure after the function
+    statics: Statics = dataclasses.field(compare=False)
+    mutables: tuple[tuple[int, bool], ...]  # per mutable static value, its number before (or -1), and if it was changed
+    sources: tuple[int, ...]  # per cell, the cell before whose value it still has, or -1 if a new value came out
+    tied: tuple[int, ...]  # the cells before that were Refs
+    refs: tuple[int, ...]  # per cell, the cell before whose Ref it is on, or `UNTIED` or `NEW_REF`
+    released: tuple[int, ...]  # cells before whose Refs left the graph with a new value; these values come out last
+    old_count: int  # the number of Modules before
 
     def __hash__(self) -> int:
         return hash((self.key.hash, self.sources))
@@ -129,13 +98,13 @@ class Rewrite:
         # A deque of length 0 exhausts the iterator in C, and every step is a call of a C function. Python delivers
         # signals only between bytecodes, so an interrupt arrives before the first step or after the last one.
         deque(map(call, replay.steps), maxlen=0)
-        if replay.marked:  # else only plain variables were added or removed, and no submodule can have left
+        if replay.marked:  # otherwise only plain variables were added or removed, so no submodule has left
             forget_flat_forms()
         return replay.modules
 
 
 class Change(NamedTuple):
-    """A change of a plain variable; None stands for its absence."""
+    """A change of a plain variable; None if there is no such variable."""
 
     name: str
     before: Any
@@ -143,7 +112,7 @@ class Change(NamedTuple):
 
 
 class Replay:
-    """The steps of a replay, each a call of a C function."""
+    """The plan for applying a Rewrite: a list of steps, each a call of a C function."""
 
     def __init__(
         self,
@@ -224,6 +193,8 @@ class Replay:
         while info.is_view:
             info = info_of(info.source)
         kinds, held, present = info.kinds, module.__dict__, self.rewrite.key.blueprints[index].slots
+        # A dict keeps its order when values are set, and puts new names last. So there is nothing to do if the names
+        # that stay are in order already and at most one is new.
         wanted = {*names}
         stay = [name for name in kinds if name in wanted]
         added = {name: place for place, name in enumerate(names) if name not in kinds}
@@ -243,7 +214,7 @@ class Replay:
         for cell, (spec, status, places) in enumerate(zip(self.rewrite.key.kinds, self.rewrite.refs, self.places)):
             is_output = cell in self.values
             if not is_output and status == UNTIED and self._have_kind(places, spec):
-                continue  # by far the most cells: nothing happened to them
+                continue  # nothing happened to this cell, as to nearly all of them
             value = self.values[cell] if is_output else self._old_value(self.rewrite.sources[cell])
             kind = spec
             if status != UNTIED:
@@ -350,7 +321,7 @@ class Replay:
         self.steps.append(partial(dict.__setitem__, values, name, value))
 
     def _revise(self, info: Any, name: str, before: Any, after: Any) -> None:
-        """Plans to note that a plain variable was added, removed or changed; None stands for its absence."""
+        """Plans to note that a plain variable was added, removed or changed; None if there is no such variable."""
         self.changes.setdefault(id(info), (info, []))[1].append(Change(name, before, after))
 
     def plan_revisions(self) -> None:
@@ -388,6 +359,7 @@ class Found(NamedTuple):
 def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
     """Finds the Rewrite from the structure a graph was entered with to the one it has now."""
     old_modules = entered.graph.modules
+    # The Modules that were there come first, so they keep their numbers, and every other one is new.
     walk = traverse([*old_modules, *returned], entered.functions)
     current = [walk.modules[at].__dict__[name] for at, name, _ in walk.key.cells]
     numbers = {id(ref): cell for cell, ref in entered.refs.items()}

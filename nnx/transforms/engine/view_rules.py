@@ -1,8 +1,8 @@
 """What a lifted function may do with views (see core/views): use them freely inside, but neither return nor split them.
 
 Inside a transform, a view is an ordinary Module. If the Module it is a view of is passed as well, the two are *twins*:
-separate Modules whose variables are tied, as by Refs. Setting values works as it does outside. But an attribute that is
-added to one twin is not seen by the other before the function ends, so changing the structure of twins is an error.
+separate Modules whose variables are tied, as if by Refs. Setting values works as it does outside. But one twin does not
+see an attribute that is added to the other before the function ends, so changing the structure of twins is an error.
 """
 
 from typing import Any

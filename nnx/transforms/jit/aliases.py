@@ -1,4 +1,4 @@
-"""Two values of one call with one buffer: found by pointers, and told apart by copies."""
+"""Two values of one call that share a buffer: found by comparing pointers, separated by copying."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 
 def with_copies(given: Any, places: Sequence[int]) -> Any:
-    """Returns the donated values, with copies in some places."""
+    """Returns the donated values, with copies at these positions."""
     if not places:
         return given
     copied = list(given)

@@ -1,6 +1,6 @@
 """Argument forms: how the fast path of `nnx.jit` reads the arguments of a call without splitting it.
 
-The *form* of a call is what the types and the names of its arguments say: which of them are Modules, Contexts, data,
+The *form* of a call is what the types and names of its arguments show: which of them are Modules, Contexts, data,
 static, or pytrees that have to be flattened first. A form is made by a call on the general path, and recognizes later
 calls like it.
 """
@@ -31,7 +31,7 @@ class ArgumentForm:
     Attributes:
         modules, contexts, data: their positions among the arguments, in the order of the call as a pytree. If there are
             trees among the arguments, positions are found among their leaves instead.
-        is_plain: whether these positions say everything, so that `read` is not needed.
+        is_plain: whether these positions are all there is to know, so that `read` is not needed.
     """
 
     __slots__ = ("modules", "contexts", "data", "is_plain", "_static", "_trees")
@@ -60,7 +60,7 @@ class ArgumentForm:
         return None if positions is None else Reading((*arguments, treedef, types), positions, leaves)
 
     def can_repeat(self, values: Sequence[Any], compiled: Sequence[StaticArgument]) -> bool:
-        """Whether `read` tells the static arguments of a call from any others.
+        """Whether `read` can distinguish the static arguments of a call from any others.
 
         Args:
             values: the arguments.

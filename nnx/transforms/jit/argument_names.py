@@ -1,6 +1,6 @@
 """What a user calls the values of a split call: argument names, and paths of Variables.
 
-A split call is a list of cells and a tuple of data. Messages say `batch['x']` and `'layers/0/kernel' of model` instead.
+A split call is a list of cells and a tuple of data. Messages speak of `batch['x']` and `'layers/0/kernel' of model`.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Counting the copies that donation makes because somebody else holds an array, to tell a program that always does."""
+"""Counting the copies that donation makes because somebody else holds an array, to warn a program that always does."""
 
 import weakref
 from collections.abc import Callable
@@ -23,8 +23,8 @@ class Copies:
 
     def note(self, copied: list[int], cells: list[Any], changed: Any) -> None:
         """Notes that cells have been copied for a call that had these values and returned those that changed."""
-        # Calls that copy nothing, nearly all, should not have to say so. If the last call with copies was the last call
-        # at all, an array that it returned is still in the Modules, because every call replaces the same cells.
+        # Nearly all calls copy nothing, and they should not pay for counting. If the last call with copies was also the
+        # last one of all, an array that it returned is still in the Modules, since every call replaces the same cells.
         last = self._after()
         in_a_row = last is not None and any(leaf is last for leaf in jax.tree.leaves(cells))
         rows = self.rows if in_a_row else {}

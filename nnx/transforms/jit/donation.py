@@ -4,7 +4,7 @@ Which buffers a function replaces is known only after tracing. So it is traced f
 function that donates them; JAX caches the trace, so the user's function still runs once.
 
 Of an array that somebody else holds (see `holders`), a copy is donated. Two Array objects can share one buffer
-(`jax.device_put` returns such aliases), and then the counts do not tell. Inside one call XLA refuses to donate such a
+(`jax.device_put` returns such aliases), and counts do not show that. Inside one call XLA refuses to donate such a
 buffer, before it takes any; only then are pointers compared, because asking for 300 of them costs as much as a small
 step.
 
@@ -318,6 +318,7 @@ class Donation:
         """The donating function: takes what is donated and what is kept, and puts them back in order."""
         if self.compiled.owner.current.call is None:
             raise NeedsGeneralPath
+        # `given` has the donated cells and then the donated data, so the two lines below take from it in turn.
         given, kept, data = iter(given), iter(kept), iter(data)
         cells = [next(given) if i in replaced else next(kept) for i in range(count)]
         values = tuple([next(given) if donated else next(data) for donated in self.data])
@@ -350,6 +351,8 @@ def arguments_of(cells: Any, data: Any, forks: Any) -> tuple[Any, ...]:
 
 def _picker(places: Sequence[int]) -> Callable[[Any], Any]:
     """Returns a function, run in C, that picks these values from a list."""
+    # A slice wherever possible: it copies a block of pointers, and it returns a list for one value or none, where an
+    # itemgetter of one index would return the bare value.
     first, last = (places[0], places[-1] + 1) if places else (0, 0)
     return itemgetter(slice(first, last)) if last - first == len(places) else itemgetter(*places)
 

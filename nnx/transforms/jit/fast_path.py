@@ -33,7 +33,7 @@ def make_function(owner: Any) -> Callable[..., Any]:
 
 
 def _for_module_first(owner: Any, any_arguments: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function with a fast path for the most common call, a Module and then data; the others it hands on."""
+    """Returns a function with a fast path for the most common call, a Module and then data; it passes on all others."""
     structure, nothing, leaf_types, nans, infs = STRUCTURE, _NOTHING, data_types, jax.debug_nans, jax.debug_infs
     token, find_plan = owner.plans.token, owner.plans.find
 
@@ -78,7 +78,7 @@ def _for_module_first(owner: Any, any_arguments: Callable[..., Any]) -> Callable
                 else:
                     done, variant = [], donation.usual
                     given = () if variant is None else variant.given(cells)
-                    # No count is less than that of an array nobody else holds, so the sum tells.
+                    # No count is below that of an array that nobody else holds, so comparing the sums is enough.
                     if variant is not None and sum(map(getrefcount, given)) == plan.alone:
                         jitted, kept = variant.jitted, variant.kept(cells)
                         # Python handles a signal after a CALL, never within one. A result that this CALL returned
@@ -99,7 +99,7 @@ def _for_module_first(owner: Any, any_arguments: Callable[..., Any]) -> Callable
                     any(map(setitem, plan.output_dicts, plan.output_names, result[0]))
                     return result[1]
                 return owner.finish_unplanned(compiled, [result] if done is None else done, (first, *rest), kwargs)
-            # These would count as holders of the arrays that the general path is about to donate.
+            # These variables would count as holders of the arrays that the general path is about to donate.
             done = cells = given = kept = None
             return owner.call((first, *rest), kwargs)
         except BaseException as error:

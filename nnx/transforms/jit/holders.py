@@ -16,7 +16,7 @@ getrefcount: Any = getattr(sys, "getrefcount", None)  # CPython has it; PyPy doe
 
 
 def measure_alone() -> int | None:
-    """Returns the count of a value that only its Module holds, or None if counts do not tell who holds a value.
+    """Returns the count of a value that only its Module holds, or None if counts do not show who holds a value.
 
     The number depends on the interpreter, and not every interpreter has one: PyPy counts nothing, and a free-threaded
     build counts late. So one stand-in per kind of holder is counted here, and every holder has to make a difference of
@@ -50,7 +50,7 @@ ALONE: int | None = measure_alone()
 
 
 def counts_tell() -> bool:
-    """Whether the counts of this interpreter tell if somebody else holds a value."""
+    """Whether the reference counts of this interpreter show if somebody else holds a value."""
     return ALONE is not None
 
 
@@ -76,7 +76,7 @@ class TreeHolders:
 def _nodes(tree: Any) -> tuple[Any, list[Any]]:
     """Returns the structure of a tree, and every container and leaf inside it."""
     nodes: list[Any] = []
-    # JAX asks `is_leaf` about every node. `append` returns None, so it collects the nodes and says no.
+    # JAX calls `is_leaf` for every node. `append` returns None, which is false, so it collects them all.
     treedef = jax.tree.structure(tree, is_leaf=nodes.append)  # type: ignore[arg-type]
     del nodes[0]  # the tree itself
     return treedef, nodes

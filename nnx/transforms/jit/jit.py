@@ -63,10 +63,10 @@ COMPILED_AGAIN = "{name} is compiled again: {reasons}"
 class Jit:
     """Everything that belongs to one use of `nnx.jit`; the user holds `function`."""
 
-    def __init__(self, fun: Any, stateful: bool, explain: bool, in_shardings: Any, out_shardings: Any, **options: Any):
+    def __init__(self, fun: Any, *, stateful: bool, in_shardings: Any, out_shardings: Any, **options: Any):
         callee = callee_of(fun, "nnx.jit")
         self.name: str = callee.name
-        self.stateful, self.explain = stateful, explain
+        self.stateful, self.explain = stateful, options.pop("explain_recompiles")
         self.in_shardings, self.out_shardings = in_shardings, out_shardings
         offset = len(callee.bound)
         static = (options.pop("static_argnums"), options.pop("static_argnames"))
@@ -74,7 +74,8 @@ class Jit:
         self.static: Selection = Selection(callee.fun, *static, offset)
         self.donated: Selection = Selection(callee.fun, *donate, offset)
         self.donates: bool = bool(self.donated) and counts_tell()
-        self.options: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+        # Only what was given: JAX refuses some options together, and has deprecated others.
+        self.options: dict[str, Any] = {name: value for name, value in options.items() if value not in (None, False)}
         self.bound: tuple[Any, ...] = callee.bound
         self.fun: Callable[..., Any] = callee.fun
         self.body: Callable[..., Any] = unwrap_static(callee.fun) if self.static else callee.fun
@@ -105,7 +106,7 @@ class Jit:
         result, out = compiled.call(call)
         if compiled.outdated:
             path = next((path for path in compiled.captured.watched() if path in compiled.outdated), None)
-            if path is not None:  # if not, the array was in that cell by coincidence
+            if path is not None:  # otherwise the array was in that cell by coincidence
                 text = {"path": path, "seconds": time.perf_counter() - start}
                 self.warn(CONSTANT_WEIGHT.format(name=self.name, **text), "constant")
             compiled.outdated = []
@@ -140,7 +141,7 @@ class Jit:
         return call, compiled
 
     def explain_error(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Rewrites the message of an error that a call raised because it was given something that is no data."""
+        """Rewrites the message of an error that a call raised because an argument is neither a Module nor data."""
         if type(error) is not TypeError:
             return
         given = args = (*self.bound, *args)
@@ -292,7 +293,7 @@ def _warn_of_rules(call: Call) -> None:
 
 
 def _of_users(differences: Sequence[Any]) -> list[Any]:
-    """Returns the differences but for those that a look inside makes (`nnx.capture`, `nnx.summary`): its observers."""
+    """Returns the differences without the observers that `nnx.capture` and `nnx.summary` add."""
     observed = {path.rpartition("/")[0] for path, _, _ in differences if path.endswith(OBSERVERS)}
     return [one for one in differences if not one.path.endswith(OBSERVERS) and one.path not in observed]
 
@@ -304,14 +305,14 @@ def _told(difference: Any, modules: Sequence[str]) -> str:
 
 
 def _place(path: str, modules: Sequence[str]) -> str:
-    """Returns where a path is that has the name of an argument in front."""
+    """Returns a path that starts with the name of an argument as a phrase: `'layers/0/rate' of model`."""
     argument = max([name for name in modules if path == name or path.startswith(f"{name}/")], key=len, default="")
     inner = path[len(argument) + 1 :]
     return f"{inner!r} of {argument}" if inner else argument
 
 
 def _stripped(before: str, after: str) -> tuple[str, str]:
-    """Returns the texts of two static values without the word, if both are."""
+    """Returns two texts without the word "static", if both start with it."""
     is_static = before.startswith("static ") and after.startswith("static ")
     return (before[7:], after[7:]) if is_static else (before, after)
 
@@ -367,23 +368,5 @@ def jit(
     >>> int(counter.count), step.trace_count
     (2, 1)
     """
-    if fun is None:
-        options = {k: v for k, v in locals().items() if k != "fun"}
-        return lambda fun: jit(fun, **options)
-    lifted = Jit(
-        fun,
-        stateful,
-        explain_recompiles,
-        in_shardings,
-        out_shardings,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames,
-        keep_unused=keep_unused or None,
-        inline=inline or None,
-        compiler_options=compiler_options,
-        device=device,
-        backend=backend,
-    )
-    return lifted.function
+    options = {name: value for name, value in locals().items() if name != "fun"}
+    return Jit(fun, **options).function if fun is not None else lambda fun: Jit(fun, **options).function

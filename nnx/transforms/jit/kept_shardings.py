@@ -1,9 +1,9 @@
-"""State stays where it is: what a jitted function writes back is split like what it replaces.
+"""State stays where it is: what a jitted function writes back has the sharding of what it replaces.
 
 On automatic mesh axes the compiler decides how results are split. Left alone, it may split a replicated parameter
 because its moments are split (ZeRO-1): memory and communication change after the first step, and the second step is
 compiled again for the new shardings. So a function is traced with the shardings of its cells, and constrains what it
-writes back to them. State in the memory of the host (`nnx.on_host`) is written back there, too.
+writes back to them. State in host memory (`nnx.on_host`) is written back there as well.
 
 Only cells over several devices have a sharding to keep. A cell is free (None) if it is on one device, if its value is
 not one array, or if the mesh has explicit axes, where the type of a value already says how it is split.
@@ -55,7 +55,7 @@ def output_shardings(given: Sequence[Any] | None, kept: KeptShardings, hooks: Co
     """Returns how to split what is written back to each cell; None where the compiler decides.
 
     Args:
-        given: what `in_shardings` says for each cell, which takes precedence.
+        given: the sharding that `in_shardings` has for each cell, which takes precedence.
         kept: the shardings of the cells.
         hooks: the cells with a hook, which places their values itself (`with_logical_partitioning`).
     """

@@ -5,6 +5,7 @@ For a Module they are one sharding for all its state, one per filter, or a State
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ Module: nnx.logical_to_mesh_sharding(model, mesh, rules)."""
 
 
 class InputShardings(NamedTuple):
-    """What `in_shardings` say for one signature: an entry per cell and per data leaf, None where they do not."""
+    """The `in_shardings` of one signature: an entry per cell and per data leaf, or None where there is none."""
 
     cells: list[Any]
     data: tuple[Any, ...]
@@ -194,10 +195,10 @@ def _constrain_module(
             wanted.add(cell)
     if rewrite is not None:
         sources = tuple(-1 if i in wanted else source for i, source in enumerate(sources))
-        rewrite = rewrite.replace(sources=sources)
+        rewrite = replace(rewrite, sources=sources)
     changed = () if rewrite is not None else tuple(sorted(wanted))
     released = values[len(outputs) :]
-    return [*(current[i] for i in sorted(wanted)), *released], effects.replace(changed=changed, rewrite=rewrite)
+    return [*(current[i] for i in sorted(wanted)), *released], replace(effects, changed=changed, rewrite=rewrite)
 
 
 def _cells_under(key: GraphKey, index: int) -> list[tuple[int, str]]:

@@ -1,7 +1,7 @@
 """Errors about tracers in the user's words: the user's function, argument names and paths of Variables.
 
 JAX calls the values of a traced function by the parameters of that function. Ours is called with lists of cells and
-data, so JAX would say that a value depends on `cells[3]`. The function it traces also *stands for* the user's: JAX
+data, so JAX would report that a value depends on `cells[3]`. The function it traces also *stands for* the user's: JAX
 reports the name and the line of the user's function, and profiles show it.
 """
 
@@ -35,7 +35,7 @@ _TOKEN = re.compile(r"\b(cells|data|forks)\[(\d+)\]")
 
 
 def source_of(fun: Callable[..., Any]) -> str:
-    """Returns where a function is defined, as JAX says it: `step at train.py:12`."""
+    """Returns where a function is defined, in JAX's format: `step at train.py:12`."""
     code = getattr(inspect.unwrap(fun), "__code__", None)
     name = getattr(inspect.unwrap(fun), "__name__", type(fun).__name__)
     return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"
