@@ -49,11 +49,12 @@ class Revision:
         difference: the plain variables, as (name, kind), that are not as in the first.
     """
 
-    __slots__ = ("series", "difference")
+    __slots__ = ("series", "difference", "following")
 
     def __init__(self, series: "Series | None" = None, difference: Delta = Delta()):  # noqa: B008
         self.series: Series | None = series
         self.difference: Delta = difference
+        self.following: dict[tuple[str, Any, Any], Revision] = {}  # of the same series, by the change that leads there
 
     def can_lead_to(self, other: "Revision") -> bool:
         """Whether changes of plain variables alone can lead from this revision to another one."""
@@ -65,9 +66,15 @@ class Revision:
         The caller guarantees that nothing else changes, and that the value is not a mutable tree, which flat forms
         would have to know of.
         """
-        if self.series is None:
-            self.series = Series(self)
-        return self.series.find(dict(self.difference.changed), dict(self.difference.added), name, before, after)
+        change = (name, before, after)
+        found = self.following.get(change)  # steps that sow and pop make the same change again and again
+        if found is None:
+            if self.series is None:
+                self.series = Series(self)
+            found = self.series.find(dict(self.difference.changed), dict(self.difference.added), name, before, after)
+            if found.series is self.series:
+                self.following[change] = found
+        return found
 
 
 class Series:

@@ -40,7 +40,7 @@ NO_TIES = Ties((), (), ())
 
 def is_mutable_tree(value: Any) -> bool:
     """Whether a value is a pytree whose identity matters. That of tuples does not: they cannot change."""
-    return not is_leaf(value) and not isinstance(value, tuple)
+    return not isinstance(value, tuple) and not is_leaf(value)
 
 
 def is_news(value: Any, before: Any) -> bool:

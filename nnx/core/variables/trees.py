@@ -137,8 +137,8 @@ def holds_dicts(value: Any) -> bool:
     cls = type(value)
     if leaf_types.get(cls) or is_leaf(value):
         return False
-    if cls is tuple:
-        return any(map(holds_dicts, value))
+    if cls is tuple:  # what `sow` records is nearly always a tuple of leaves, which the first test settles in C
+        return not all(map(leaf_types.get, map(type, value))) and any(map(holds_dicts, value))
     return any(map(_is_dict_or_list, jax.tree.leaves(value, is_leaf=_is_dict_or_list)))
 
 

@@ -338,7 +338,15 @@ def _flatten_with_keys(container: Container) -> Any:
 
 
 def _unflatten(spec: Spec, children: Any) -> Any:
-    return spec.box(children[0])
+    if not spec.is_slotted:
+        return spec.box(children[0])
+    # What `box` does, again: optax states bring dozens of containers out of every step, and a second call per container
+    # costs as much as the first.
+    container: Any = _Raw()
+    (container.value,) = children
+    container._spec = spec
+    container.__class__ = spec.type
+    return container
 
 
 _VALUE_KEY = jax.tree_util.GetAttrKey("value")

@@ -194,7 +194,10 @@ class Replay:
             info = info_of(info.source)
         kinds, held, present = info.kinds, module.__dict__, self.rewrite.key.blueprints[index].slots
         # A dict keeps its order when values are set, and puts new names last. So there is nothing to do if the names
-        # that stay are in order already and at most one is new.
+        # that stay are in order already and at most one is new. The first test settles what `sow` does.
+        if tuple(kinds) == names[: len(kinds)] and len(names) <= len(kinds) + 1:
+            if present.keys() - held.keys() <= {*names[len(kinds) :]}:
+                return
         wanted = {*names}
         stay = [name for name in kinds if name in wanted]
         added = {name: place for place, name in enumerate(names) if name not in kinds}
@@ -271,8 +274,10 @@ class Replay:
             self._mark(info)
             return
         before = info.kinds.get(name)
-        self._set(info.kinds, name, kind)
-        self._set(module.__dict__, name, value)
+        self.steps += [
+            partial(dict.__setitem__, info.kinds, name, kind),
+            partial(dict.__setitem__, module.__dict__, name, value),
+        ]
         if is_cell(kind) and (before is None or is_cell(before)) and not is_mutable_tree(value):
             self._revise(info, name, before, revised(kind, value))
             return
