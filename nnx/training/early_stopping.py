@@ -8,7 +8,7 @@ BAD_SETTING = "nnx.EarlyStopping: expected {expected}, got {got}."
 
 
 class EarlyStopping:
-    """Says when to stop: after `patience` evaluations in a row without an improvement.
+    """Decides when to stop: after `patience` evaluations in a row without an improvement.
 
     A plain Python object, for the loop around the compiled step. NaN is never an improvement.
 

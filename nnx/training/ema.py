@@ -12,7 +12,7 @@ from nnx.core.module.variable_tree import variable_tree
 from nnx.core.state.filters import Filter, check_wrt
 from nnx.core.state.paths import listing
 from nnx.core.state.state import State
-from nnx.core.variables.variables import Node, Param, Variable
+from nnx.core.variables.variables import Node, Param, Variable, raw_value
 from nnx.sharding.axes import DefaultAxes
 from nnx.sharding.defaults import current_names, default_axes
 from nnx.sharding.placement import whole_beside
@@ -82,10 +82,11 @@ class EMA(Module):
             parts = [f"{label}: {listing(paths)}" for label, paths in (("new", new), ("gone", gone)) if paths]
             raise ValueError(OTHER_MODEL.format(changes="; ".join(parts)))
         rate = 1 - (self.decay(self.step) if callable(self.decay) else self.decay)
-        Module.update_state(
-            self.average,
-            averages.map(lambda path, old: jax.tree.map(lambda a, x: _mix(a, x, rate), old.value, _raw(values[path]))),
-        )
+
+        def mixed(path: str, old: Any) -> Any:
+            return jax.tree.map(lambda a, x: _mix(a, x, rate), old.value, raw_value(values[path]))
+
+        Module.update_state(self.average, averages.map(mixed))
         self.step += 1
 
     def averages(self, model: Module) -> State:
@@ -101,14 +102,10 @@ class EMA(Module):
         return copy
 
 
-def _raw(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, Node) else leaf
-
-
 def _start(leaf: Any, names: DefaultAxes | None) -> Any:
     metadata = dict(leaf.metadata) if isinstance(leaf, Node) else {}
     metadata["sharding"] = current_names(metadata.get("sharding"), names)
-    return EmaState(jax.tree.map(_widen, _raw(leaf)), **metadata)
+    return EmaState(jax.tree.map(_widen, raw_value(leaf)), **metadata)
 
 
 def _widen(x: Any) -> Any:
@@ -130,5 +127,5 @@ def _mix(average: Any, x: Any, rate: Any) -> Any:
 
 
 def _like(leaf: Any, average: Any) -> Any:
-    value = jax.tree.map(lambda a, x: jnp.asarray(a, jnp.asarray(x).dtype), average, _raw(leaf))
+    value = jax.tree.map(lambda a, x: jnp.asarray(a, jnp.asarray(x).dtype), average, raw_value(leaf))
     return leaf.replace(value=value) if isinstance(leaf, Node) else value

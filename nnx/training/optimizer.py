@@ -23,7 +23,7 @@ from nnx.core.state.paths import listing
 from nnx.core.state.state import State, parts_of
 from nnx.core.user_warnings import warn_user
 from nnx.core.variables.untied import warn_of_untied
-from nnx.core.variables.variables import Node, Param
+from nnx.core.variables.variables import Node, Param, raw_value
 from nnx.sharding.defaults import AxesOf
 from nnx.sharding.placement import whole_beside
 from nnx.training.host_memory import fetch, put_back
@@ -296,8 +296,7 @@ def _is_trained(path: str, leaf: Any) -> bool:
 
 
 def _as(param: Any, grad: Any, path: str) -> Any:
-    raw = grad.value if isinstance(grad, Node) else grad
-    value = param.value if isinstance(param, Node) else param
+    raw, value = raw_value(grad), raw_value(param)
     if _shapes(raw) != _shapes(value):
         raise ValueError(OTHER_SHAPE.format(path=path, got=short(raw), expected=short(value)))
     if any(map(_drops_imaginary_part, jax.tree.leaves(raw), jax.tree.leaves(value))):

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nnx.core.module.variable_tree import key_segments, leaf_paths
 from nnx.core.state.state import State
 from nnx.core.trace import is_eager
-from nnx.core.variables.variables import Node, Variable, spec_of
+from nnx.core.variables.variables import Node, Variable, raw_value, spec_of
 from nnx.nn.support.draws import is_ordinary
 from nnx.sharding.axes import aligned_names, matching_axes, taken_over
 from nnx.sharding.placement import whole_beside
@@ -119,7 +119,7 @@ def _boxed(box: Any, value: Any, params: State) -> Any:
 def flatten_state(opt_state: Any) -> tuple[list[Any], Any, Any]:
     """Returns the arrays of an optax state, and the `tree` and `values` of its Structure."""
     leaves, tree = jax.tree.flatten(opt_state, is_leaf=_is_box)
-    arrays, values = jax.tree.flatten([_raw(leaf) for leaf in leaves])
+    arrays, values = jax.tree.flatten([raw_value(leaf) for leaf in leaves])
     return arrays, tree, values
 
 
@@ -217,8 +217,8 @@ def _state_arrays(opt_state: Any, params: State, tx: Any) -> Iterator[_StateArra
     for at, (keys, found) in enumerate(jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_box)):
         name = _name_in_state(keys)
         param = params.get(name)
-        values: dict[str, Any] = dict(leaf_paths(_raw(param))) if param is not None else {}
-        for inner, leaf in leaf_paths(_raw(found)):
+        values: dict[str, Any] = dict(leaf_paths(raw_value(param))) if param is not None else {}
+        for inner, leaf in leaf_paths(raw_value(found)):
             path = "/".join([*key_segments(keys), *([inner] if inner else [])]) or "state"
             shape = jnp.shape(values[inner]) if inner in values else None
             axes = None if shape is None else matching_axes(jnp.shape(leaf), shape)
@@ -241,7 +241,7 @@ def _probe(tx: Any, params: State) -> dict[tuple[int, str], tuple[int, ...]]:
     except Exception:  # a transformation may be bound to the sizes of its model, and then equal axes stay unknown
         return {}
     leaves = jax.tree.leaves(state, is_leaf=_is_box)
-    return {(at, inner): x.shape for at, leaf in enumerate(leaves) for inner, x in leaf_paths(_raw(leaf))}
+    return {(at, inner): x.shape for at, leaf in enumerate(leaves) for inner, x in leaf_paths(raw_value(leaf))}
 
 
 def _distinct_sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -280,10 +280,6 @@ def _box_of(keys: Any, leaf: Any, params: State) -> Any:
 
 def _is_box(x: Any) -> bool:
     return isinstance(x, Node)
-
-
-def _raw(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, Node) else leaf
 
 
 def _is_inside(path: str, paths: set[str]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from nnx.core.state.moduledef import ModuleDef
 from nnx.core.state.state import State
-from nnx.core.variables.variables import Container
+from nnx.core.variables.variables import Container, raw_value
 
 MISSING_FIELD = "Missing field {name!r} in the state dict of {owner}; its fields are: {given}."
 UNKNOWN_FIELD = "Unknown field {name!r} in the state dict of {owner}, which has the fields {fields}."
@@ -68,21 +68,17 @@ def _from_dict(value: Any, saved: Any, name: str) -> Any:
 
 
 def _state_to_dict(state: State) -> dict[str, Any]:
-    return {path: _to_dict(_raw(leaf)) for path, leaf in state.items()}
+    return {path: _to_dict(raw_value(leaf)) for path, leaf in state.items()}
 
 
 def _state_from_dict(state: State, saved: dict[str, Any]) -> State:
     _check_names(list(state), saved, "a State")
 
     def restore(path: str, leaf: Any) -> Any:
-        value = _from_dict(_raw(leaf), saved[path], path)
+        value = _from_dict(raw_value(leaf), saved[path], path)
         return leaf.replace(value=value) if isinstance(leaf, Container) else value
 
     return state.map(restore)
-
-
-def _raw(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, Container) else leaf
 
 
 def _check_names(names: list[str], saved: dict[str, Any], owner: str) -> None:

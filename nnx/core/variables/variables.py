@@ -268,6 +268,11 @@ spec_of: Callable[[Any], Spec] = attrgetter("_spec")
 """Returns the spec of a container, or of the Variable that a Ref shares."""
 
 
+def raw_value(leaf: Any) -> Any:
+    """Returns the value of a leaf of a State: what its container holds, or the bare array itself."""
+    return leaf.value if isinstance(leaf, Container) else leaf
+
+
 def _metadata_entry(container: Container, name: str) -> Any:
     if not name.startswith("_"):
         try:

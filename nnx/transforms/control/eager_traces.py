@@ -21,11 +21,12 @@ from typing import Any
 
 import jax
 
+from nnx.core.statics.keys import ById
 from nnx.core.trace import forget_failed_dispatch, is_eager
 from nnx.sharding.rules import current_rules
 from nnx.transforms.engine.call import Call, CallAt
 from nnx.transforms.engine.captured import Captured
-from nnx.transforms.engine.function_keys import CanChange, Same, function_key, options_key, stable_key
+from nnx.transforms.engine.function_keys import CanChange, function_key, options_key, stable_key
 from nnx.transforms.engine.programs import evaluate, trace_program
 from nnx.transforms.jit.tracer_errors import TRACER_ERRORS
 
@@ -152,7 +153,7 @@ def _find(functions: Sequence[Callable[..., Any]], options: Any, signature: Any)
 def _anchor(fun: Any) -> Any:
     """Returns the part of a function's key that never changes."""
     function = _function_under(fun)
-    return stable_key(fun) if function is None else Same(function)
+    return stable_key(fun) if function is None else ById(function)
 
 
 def _function_under(fun: Any) -> types.FunctionType | None:

@@ -21,7 +21,7 @@ from nnx.core.state.paths import join
 from nnx.core.state.state import State
 from nnx.core.structure.structure import ChildAttribute, DataAttribute, GraphKey
 from nnx.core.trace import is_of_this_trace
-from nnx.core.variables.variables import Container, Spec
+from nnx.core.variables.variables import Spec, raw_value
 from nnx.sharding.axes import PARTITION_NAME, add_axis, remove_axis
 from nnx.sharding.defaults import name_whole_axes
 from nnx.transforms.control.body_rules import NEW_VARIABLE, check_aliases, check_structure
@@ -263,8 +263,7 @@ class Stacking:
         paths = [path for _, path in key.cell_roots()]
         leaves = list(map(box, key.kinds, cells))
         state = self.data_transform(State(dict(zip(paths, leaves))))
-        values = [state[path] for path in paths]
-        return [value.value if isinstance(value, Container) else value for value in values]
+        return [raw_value(state[path]) for path in paths]
 
     # What came out of a body
 

@@ -28,7 +28,7 @@ from nnx.core.state.paths import listing
 from nnx.core.state.state import State
 from nnx.core.structure.flat import Flat, flat_of, joint_flat_of
 from nnx.core.variables.untied import warn_of_untied
-from nnx.core.variables.variables import Container
+from nnx.core.variables.variables import Container, raw_value
 from nnx.transforms.engine.call import DATA_MARK, Call, is_data, is_module, unique, with_values
 from nnx.transforms.engine.leave import run
 from nnx.transforms.engine.outcome import Outcome, Returned
@@ -253,7 +253,7 @@ class Part:
             if n is None:
                 text = {"path": path, "what": what, "module": type(module).__name__, "wrt": describe(self.wrt)}
                 raise ValueError(UNKNOWN_PATH.format(name=self.name, known=listing(paths) or "nothing", **text))
-            given = leaf.value if isinstance(leaf, Container) else leaf
+            given = raw_value(leaf)
             value = self._value(self.own[n])
             if _shape(given) != _shape(value):
                 text = {"what": what, "path": path, "got": _shape_text(given), "expected": _shape_text(value)}

@@ -13,7 +13,6 @@ import enum
 import functools
 import os
 import types
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ import optax
 
 from nnx.core.module.info import ModuleBase
 from nnx.core.state.filters import Matcher
+from nnx.core.statics.keys import ById
 from nnx.core.statics.reach import closure_of, globals_of
 from nnx.core.structure.flat import flat_of
 from nnx.core.user_warnings import PACKAGE
@@ -56,25 +56,6 @@ _LIBRARIES: tuple[str, ...] = (
 )
 
 
-class Same:
-    """Compares by the identity of an object, and keeps it alive only if it cannot be referred to weakly."""
-
-    __slots__ = ("_number", "_value")
-
-    def __init__(self, value: Any):
-        self._number = id(value)
-        try:
-            self._value: Any = weakref.ref(value)
-        except TypeError:
-            self._value = lambda: value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and (value := self._value()) is not None and value is other._value()
-
-    def __hash__(self) -> int:
-        return self._number
-
-
 def function_key(fun: Any) -> Any:
     """Returns a key that equals a later one of the same function only while its names mean the same.
 
@@ -89,7 +70,7 @@ def function_key(fun: Any) -> Any:
         return stable_key(fun)
     # A library's function does not change; but a lifted function does what the user's function under it does.
     own = () if is_of_library(fun) else tuple(map(stable_key, _reads(fun)))
-    return Same(fun), own, function_key(getattr(fun, "__wrapped__", None))
+    return ById(fun), own, function_key(getattr(fun, "__wrapped__", None))
 
 
 def is_of_library(fun: types.FunctionType) -> bool:
@@ -109,9 +90,9 @@ def stable_key(value: Any) -> Any:
     if cls is float or cls is complex or isinstance(value, np.generic):
         return cls, np.asarray(value).tobytes()  # bit by bit: 0.0 and -0.0 differ, and a NaN equals itself
     if isinstance(value, _BY_IDENTITY):
-        return Same(value)
+        return ById(value)
     if isinstance(value, ModuleBase):
-        return Same(value), flat_of(value).key
+        return ById(value), flat_of(value).key
     if isinstance(value, Matcher):
         return cls, value
     if isinstance(value, (functools.partial, types.MethodType)):
