@@ -17,12 +17,10 @@ from nnx.nn.support.checks import shape_of
 
 LARGEST_KERNEL_SIZE = 2**31  # the kernel counts entries in int32
 
-NOT_INTEGERS = "nnx.cross_entropy: targets are the numbers of the right classes: expected integers, got {dtype}{hint}."
-WRONG_TARGETS = (
-    "nnx.cross_entropy: expected targets of shape {expected}, one for each row of the logits {logits}, got {got}."
-)
-WRONG_MASK = "nnx.cross_entropy: expected a boolean mask of shape {expected}, as the targets, got {dtype} {got}."
-NO_CLASSES = "nnx.cross_entropy: expected logits [..., classes] of a floating-point dtype, got {dtype} {got}."
+NOT_INTEGERS = "{name}: targets are the numbers of the right classes: expected integers, got {dtype}{hint}."
+WRONG_TARGETS = "{name}: expected targets of shape {expected}, one for each row of the logits {logits}, got {got}."
+WRONG_MASK = "{name}: expected a boolean mask of shape {expected}, as the targets, got {dtype} {got}."
+NO_CLASSES = "{name}: expected logits [..., classes] of a floating-point dtype, got {dtype} {got}."
 
 Implementation = Literal["triton", "xla"]
 
@@ -57,17 +55,21 @@ def cross_entropy(
     >>> round(float(nnx.cross_entropy(logits, jnp.array([0, 2, -1]), mask=mask)), 4)
     0.1672
     """
-    _check(logits, targets, mask)
-    if mask is None:
-        weights = jnp.float32(1 / max(targets.size, 1))
-    else:
-        weights = mask / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1)
+    check_targets("nnx.cross_entropy", logits, targets, mask)
+    weights = position_weights(targets, mask)
     if implementation is None:
         implementation = "triton" if _kernel_pays(logits) else "xla"
-    return _weighted_sum(logits, _narrow(targets, logits.shape[-1]), weights, implementation)
+    return _weighted_sum(logits, narrow(targets, logits.shape[-1]), weights, implementation)
 
 
-def _narrow(targets: jax.Array, classes: int) -> jax.Array:
+def position_weights(targets: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Returns what each position counts in the mean, as one number if all count the same."""
+    if mask is None:
+        return jnp.float32(1 / max(targets.size, 1))
+    return mask / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1)
+
+
+def narrow(targets: jax.Array, classes: int) -> jax.Array:
     """Returns the targets as int32; those outside of the classes, which int32 may not be able to hold, as -1."""
     if targets.dtype.itemsize > 4:
         # With NumPy if they are NumPy's: unless 64 bits are enabled, JAX would narrow them before they are compared.
@@ -76,20 +78,23 @@ def _narrow(targets: jax.Array, classes: int) -> jax.Array:
     return targets.astype(jnp.int32)
 
 
-def _check(logits: jax.Array, targets: jax.Array, mask: jax.Array | None) -> None:
+def check_targets(name: str, logits: Any, targets: jax.Array, mask: jax.Array | None) -> None:
+    """Raises if targets and mask do not fit the logits; `name` is the function that they were given to."""
     for given in (logits, targets) if mask is None else (logits, targets, mask):
-        shape_of("nnx.cross_entropy", given)
+        shape_of(name, given)
     if logits.ndim == 0 or logits.shape[-1] == 0 or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ValueError(NO_CLASSES.format(dtype=logits.dtype, got=logits.shape))
+        raise ValueError(NO_CLASSES.format(name=name, dtype=logits.dtype, got=logits.shape))
     if targets.shape != logits.shape[:-1]:
-        raise ValueError(WRONG_TARGETS.format(expected=logits.shape[:-1], logits=logits.shape, got=targets.shape))
+        raise ValueError(
+            WRONG_TARGETS.format(name=name, expected=logits.shape[:-1], logits=logits.shape, got=targets.shape)
+        )
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         hint = ""
         if jnp.issubdtype(targets.dtype, jnp.floating):
             hint = " (for a distribution over classes, use `optax.softmax_cross_entropy`)"
-        raise ValueError(NOT_INTEGERS.format(dtype=targets.dtype, hint=hint))
+        raise ValueError(NOT_INTEGERS.format(name=name, dtype=targets.dtype, hint=hint))
     if mask is not None and (mask.shape != targets.shape or mask.dtype != jnp.bool_):
-        raise ValueError(WRONG_MASK.format(expected=targets.shape, dtype=mask.dtype, got=mask.shape))
+        raise ValueError(WRONG_MASK.format(name=name, expected=targets.shape, dtype=mask.dtype, got=mask.shape))
 
 
 def _kernel_pays(logits: jax.Array) -> bool:
@@ -118,7 +123,7 @@ def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array
     spec = jax.typeof(logits).sharding.spec
     if len(spec) == logits.ndim and spec[-1] is not None:
         # On an explicit mesh axis, indexing would need all classes in one place.
-        chosen = jnp.sum(jnp.where(_is_target(logits, targets), logits.astype(wide), 0), axis=-1)
+        chosen = jnp.sum(jnp.where(is_target(logits, targets), logits.astype(wide), 0), axis=-1)
         chosen = jnp.where((targets >= 0) & (targets < logits.shape[-1]), chosen, jnp.nan)
     else:
         # Out of range, also below zero, is NaN: the default would count negative targets from the end.
@@ -127,7 +132,8 @@ def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array
     return log_sum - chosen.astype(wide), log_sum
 
 
-def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
+def is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Returns a boolean array of the shape of the logits, true for the right classes."""
     return targets[..., None] == jax.lax.broadcasted_iota(
         jnp.int32, (1,) * targets.ndim + logits.shape[-1:], targets.ndim
     )
@@ -153,7 +159,7 @@ def _backward(implementation: Implementation, kept: Any, cotangent: jax.Array) -
     targets, weights, log_sum = rest
     softmax = jnp.exp(logits.astype(log_sum.dtype) - log_sum[..., None])
     factor = (weights * cotangent)[..., None]
-    gradient = jnp.where(weights[..., None] == 0, 0, (softmax - _is_target(logits, targets)) * factor)
+    gradient = jnp.where(weights[..., None] == 0, 0, (softmax - is_target(logits, targets)) * factor)
     return gradient.astype(logits.dtype), None, None
 
 

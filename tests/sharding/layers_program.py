@@ -106,6 +106,27 @@ def split_logits() -> list[float]:
     return found
 
 
+def loss_in_blocks() -> list[float]:
+    """The largest differences of `linear_cross_entropy` and its gradients from the plain form on one device."""
+    random = np.random.default_rng(0)
+    features, kernel = (
+        random.normal(size=(4, 8, 32)).astype(np.float32),
+        random.normal(size=(32, 64)).astype(np.float32),
+    )
+    targets = random.integers(0, 64, (4, 8))
+    expected = jax.value_and_grad(lambda x, w: nnx.cross_entropy(x @ w, targets), (0, 1))(features, kernel)
+    loss, found = jax.value_and_grad(nnx.linear_cross_entropy, (0, 1)), []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = mesh_of(("data", 2), ("model", 4), type=kind)
+        with jax.set_mesh(mesh):
+            rows, head = NamedSharding(mesh, P("data")), NamedSharding(mesh, P(None, "model"))
+            given = jax.device_put((features, kernel, targets), (rows, head, rows))
+            seen = jax.jit(loss, static_argnames="block_size")(*given, block_size=8)
+        pairs = zip(jax.tree.leaves(seen), jax.tree.leaves(expected), strict=True)
+        found.append(max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs))
+    return found
+
+
 def weighted_metrics() -> list[float]:
     """The relative errors of a weighted sum and of a sum of weights in a compiled step, over a split batch."""
     random = np.random.default_rng(0)
@@ -239,6 +260,14 @@ def guide() -> int:
 
 
 if __name__ == "__main__":
-    checks = (tensor_parallel_collectives, explicit_layers, split_logits, weighted_metrics, same_numbers, restoring)
+    checks = (
+        tensor_parallel_collectives,
+        explicit_layers,
+        split_logits,
+        loss_in_blocks,
+        weighted_metrics,
+        same_numbers,
+        restoring,
+    )
     checks += (warned, plans, guide)
     print(json.dumps({check.__name__: check() for check in checks}))
