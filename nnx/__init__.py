@@ -279,6 +279,10 @@ from nnx.storage.safetensors.safetensors import load_safetensors as load_safeten
 from nnx.storage.safetensors.safetensors import save_safetensors as save_safetensors
 
 # isort: split
+# bridge: models of other libraries, under `nnx.bridge`
+from nnx import bridge as bridge
+
+# isort: split
 # models: published architectures, under `nnx.models`
 from nnx import models as models
 

@@ -16,7 +16,8 @@ import nnx
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md"))}
-ROOMS = ["core", "generation", "inspection", "interop", "models", "nn", "sharding", "storage", "training", "transforms"]
+ROOMS = ["bridge", "core", "generation", "inspection", "interop", "models", "nn"]
+ROOMS += ["sharding", "storage", "training", "transforms"]
 
 # A name is documented by a block that mkdocstrings fills (`::: nnx.Linear`) or by a row of a table.
 ENTRY = re.compile(r"^::: (?P<block>nnx\.\S+)$|^\| `(?P<row>nnx\.[\w.]+)` \| *(?P<text>\S.*?) *\|$", re.MULTILINE)
@@ -113,12 +114,14 @@ def test_every_public_name_is_on_an_api_page():
     assert missing(NAMES, PAGES) == []
 
 
-def test_every_public_name_of_the_models_is_on_their_page():
-    assert sorted(entries(PAGES["models"])) == sorted(f"nnx.models.{name}" for name in public_names(nnx.models))
+@pytest.mark.parametrize("room", ["bridge", "models"])
+def test_every_public_name_of_a_room_with_a_name_is_on_its_page(room: str):
+    assert sorted(entries(PAGES[room])) == sorted(f"nnx.{room}.{name}" for name in public_names(getattr(nnx, room)))
 
 
-def test_every_public_name_of_the_models_has_a_docstring_that_begins_with_a_sentence():
-    functions_and_classes = {name: getattr(nnx.models, name) for name in public_names(nnx.models)}
+@pytest.mark.parametrize("room", ["bridge", "models"])
+def test_every_public_name_of_a_room_with_a_name_has_a_docstring_that_begins_with_a_sentence(room: str):
+    functions_and_classes = {name: getattr(getattr(nnx, room), name) for name in public_names(getattr(nnx, room))}
     texts = {name: value.__doc__ for name, value in functions_and_classes.items() if callable(value)}
     problems = {name: problem_with(inspect.cleandoc(text or "")) for name, text in texts.items()}
     assert {name: problem for name, problem in problems.items() if problem} == {}

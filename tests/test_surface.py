@@ -14,7 +14,7 @@ import pytest
 
 import nnx
 
-ROOMS = {"core", "sharding", "transforms", "nn", "training", "inspection", "interop"}
+ROOMS = {"core", "sharding", "transforms", "nn", "training", "inspection", "interop", "bridge"}
 
 
 def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:

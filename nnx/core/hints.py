@@ -9,7 +9,6 @@ AttributeError. What an instance, a subclass or a mixin defines under that name 
 """
 
 import re
-import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeAlias
 
@@ -99,7 +98,6 @@ PACKAGE: Hints = {
         "cached_partial": "nothing: nnx.jit caches the structure of its Modules",
         "with_rngs": _STREAMS,
         "view": "model.view(deterministic=True); or in place, model.train() and model.eval()",
-        "bridge": "write the layer as an nnx.Module; the weights go over with model.load_state(mapping)",
         "compact": "make submodules in __init__, as attributes",
     },
     "PyTorch": {
@@ -300,10 +298,6 @@ MISSING_CTX = "Pass a Context, which initializes the parameters: `ctx=nnx.contex
 KEYWORD = "PyTorch's argument {name!r} has a different name here: {hint}."
 FORWARD_ONLY = """{owner} cannot be called: it defines `forward`, as in PyTorch, but no `__call__`. Rename the method \
 to `__call__`, or call model.forward(...)."""
-FLAX_MODULE = """{where} was given a Flax Module ({name}), whose updates would be lost: NNX does not know its state. \
-Use flax.nnx's own transforms for it, or write it as an nnx.Module; `model.load_state(mapping)` takes its weights."""
-FLAX_RNGS = """{where} was given Flax's Rngs, whose keys would be the same in every call. Random numbers come from a \
-Context here: make ctx = nnx.context(0, dropout=1) and pass ctx."""
 SEQUENCE_OF_ONE = "nnx.Sequence takes its layers in one list: nnx.Sequence([layer1, nnx.relu, layer2])."
 CARRY_FIRST = """ Mind the order of the arguments: the Module comes first in nnx.scan(f)(module, carry, xs), and f is \
 f(module, carry, x), not f(carry, module, x) as in Flax."""
@@ -389,13 +383,3 @@ def explain_order(error: Exception) -> None:
 def forward_only(module: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """The `__call__` of a Module class that defines `forward` and no `__call__`."""
     raise TypeError(FORWARD_ONLY.format(owner=type(module).__name__))
-
-
-def refuse_flax_module(value: Any, where: str) -> None:
-    """Raises TypeError if a value is a Flax Module or Flax's Rngs; `where` names the function that received it."""
-    if "flax" not in sys.modules:
-        return
-    for base in type(value).__mro__:
-        if base.__name__ in ("Module", "Rngs") and base.__module__.partition(".")[0] == "flax":
-            text = FLAX_RNGS if base.__name__ == "Rngs" else FLAX_MODULE
-            raise TypeError(text.format(where=where, name=type(value).__name__))

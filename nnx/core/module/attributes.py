@@ -25,7 +25,7 @@ from nnx.core.errors import (
     STATIC_HOLDS_ARRAY,
     STORES_CONTEXT,
 )
-from nnx.core.hints import refuse_flax_module
+from nnx.core.foreign_models import refuse_equinox_module, refuse_foreign_model
 from nnx.core.module.info import ModuleBase, info_of
 from nnx.core.module.kinds import NODE, STATIC, SUBMODULE, TREE, TREE_SPEC, Absent, explain_missing, is_cell, is_static
 from nnx.core.repr import short
@@ -178,7 +178,7 @@ def decide(module: Any, name: str, category: int, value: Any) -> tuple[Any, Any]
         )
     if isinstance(value, Context):
         raise ValueError(STORES_CONTEXT.format(name=name, owner=type(module).__name__))
-    refuse_flax_module(value, f"The attribute {name!r} of {type(module).__name__}")
+    refuse_foreign_model(value, f"The attribute {name!r} of {type(module).__name__}")
     if category == _PLAIN and holds_modules(value):
         return SUBMODULE, wrappers[type(value)](value)
     if _is_data(module, name, value):
@@ -311,6 +311,7 @@ def _is_data(module: Any, name: str, value: Any) -> bool:
         return False
     if not any(_category(leaf) == _ARRAY for leaf in leaves):
         return False
+    refuse_equinox_module(value, name, type(module).__name__)
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
         if _category(leaf) != _ARRAY and not isinstance(leaf, _NUMBERS):
             route = f"{name}{jax.tree_util.keystr(path)}"

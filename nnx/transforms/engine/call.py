@@ -16,7 +16,7 @@ import jax
 
 from nnx.core.caches import outlives_caches
 from nnx.core.context import Context, ContextDef
-from nnx.core.hints import refuse_flax_module
+from nnx.core.foreign_models import refuse_foreign_model
 from nnx.core.module.call_chains import Way
 from nnx.core.module.info import ModuleBase
 from nnx.core.repr import short
@@ -169,7 +169,7 @@ class Call:
             for arg in (*args, *kwargs.values()) if kwargs else args:
                 if isinstance(arg, ModuleBase):
                     refuse_pytree(arg)
-                refuse_flax_module(arg, "A transform of NNX (nnx.jit, nnx.grad, ...)")
+                refuse_foreign_model(arg, "A transform of NNX (nnx.jit, nnx.grad, ...)")
         roots = [leaves[i] for i in positions.modules]
         contexts = [leaves[i] for i in positions.contexts]
         marks = positions.marks
@@ -221,7 +221,7 @@ def callee_of(fun: Any, transform: str) -> Callee:
     Raises:
         TypeError: it is not callable.
     """
-    refuse_flax_module(fun, transform)
+    refuse_foreign_model(fun, transform)
     check_runs_now(fun, transform)
     if isinstance(fun, ModuleBase):
         if not callable(fun):
