@@ -28,6 +28,7 @@ from nnx.generation.arguments import (
 from nnx.generation.buckets import pace_of, rounded_lengths
 from nnx.generation.programs import Plan, Progress, Step, read, write
 from nnx.sharding.rules import get_logical_axis_rules
+from nnx.sharding.target import target
 
 NOT_FINITE = (
     "nnx.generate: the logits of row(s) {rows} were NaN or infinite, or ruled out every token. These rows end there, "
@@ -186,7 +187,7 @@ def generate(
     # twice in the meantime, and would have to notice every update.
     pure = unstacked or pure
 
-    pace = pace_of(new, stops is not None, stream is not None, jax.default_backend())
+    pace = pace_of(new, stops is not None, stream is not None, target().platform)
     keyed_fn = None if logits_fn is None else Keyed(logits_fn, "logits_fn")
     options: Any = {"logits_fn": keyed_fn, "pace": pace, "rules": rules}
 

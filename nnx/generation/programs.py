@@ -25,6 +25,7 @@ from nnx.generation.buckets import Pace, rows_to_run
 from nnx.generation.sampling import Sampling, choose
 from nnx.nn.attention.kv_cache import LayerCache
 from nnx.sharding.rules import Rules
+from nnx.sharding.target import target
 
 TWO_BATCH_AXES = (
     "{name}.init_cache: expected arrays with at most one axis of the size of the batch, got shapes {few} for a batch "
@@ -121,7 +122,7 @@ def read(
 
     # From here on there is one row per text to write. Their prompts have been read once.
     wanted = batch * plan.num_samples
-    rows = rows_to_run(wanted, jax.default_backend(), _bytes(cache) // batch, _bytes(pure))
+    rows = rows_to_run(wanted, target().platform, _bytes(cache) // batch, _bytes(pure))
     if rows != batch:
         source = jnp.minimum(jnp.arange(rows) // plan.num_samples, batch - 1)
         cache = _take_rows(pure, cache, source, plan)

@@ -5,6 +5,7 @@ and `export.json`, which describes both (see `exported`). The description is rem
 directory that has one is complete.
 """
 
+import contextlib
 import os
 import zlib
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from nnx.core.repr import short
 from nnx.core.state.state import State
 from nnx.interop.export_trees import form_of
 from nnx.interop.exported import DESCRIPTION, FORMAT, PROGRAM, VERSION, WEIGHTS, array_type, weight_type
+from nnx.sharding.target import compiling_for
 from nnx.storage.errors import CheckpointError
 from nnx.storage.files import atomic_file, local_path
 from nnx.storage.safetensors.safetensors import save_safetensors
@@ -143,7 +145,8 @@ def _trace(callee: Any, args: Any, kwargs: Any, platforms: Any, symbolic_batch: 
 
     specs = _specs(inputs, symbolic_batch)
     stored = [jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in weights.values()]
-    exported = jax.export.export(jax.jit(pure), platforms=platforms, disabled_checks=_KERNELS)(stored, specs)
+    with _compiling_for(platforms):
+        exported = jax.export.export(jax.jit(pure), platforms=platforms, disabled_checks=_KERNELS)(stored, specs)
     data = bytes(exported.serialize())
     forms = {"args": args_form, "kwargs": kwargs_form, "result": results[0]}
     fields = {
@@ -154,6 +157,13 @@ def _trace(callee: Any, args: Any, kwargs: Any, platforms: Any, symbolic_batch: 
         "inputs": [array_type(spec) for spec in specs],
     }
     return _Program(data, weights, fields | forms)
+
+
+def _compiling_for(platforms: Sequence[str] | None) -> Any:
+    """Returns the block in which kernels are chosen that run on all of these platforms."""
+    if platforms is None:
+        return contextlib.nullcontext()
+    return compiling_for(platforms[0] if len(platforms) == 1 else "any")
 
 
 def _is_array(leaf: Any) -> bool:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.nn.support.checks import shape_of
+from nnx.sharding.target import Target, lowered_on, target
 
 LARGEST_KERNEL_SIZE = 2**31  # the kernel counts entries in int32
 
@@ -21,6 +22,7 @@ NOT_INTEGERS = "{name}: targets are the numbers of the right classes: expected i
 WRONG_TARGETS = "{name}: expected targets of shape {expected}, one for each row of the logits {logits}, got {got}."
 WRONG_MASK = "{name}: expected a boolean mask of shape {expected}, as the targets, got {dtype} {got}."
 NO_CLASSES = "{name}: expected logits [..., classes] of a floating-point dtype, got {dtype} {got}."
+NO_KERNEL = "nnx.cross_entropy: implementation='triton' is not possible here: {obstacle}."
 
 Implementation = Literal["triton", "xla"]
 
@@ -48,6 +50,9 @@ def cross_entropy(
     Returns:
         A scalar; 0 if no position counts.
 
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or "triton" is requested where there is no GPU for it.
+
     >>> logits = jnp.array([[2.0, 0.0, 0.0], [0.0, 0.0, 3.0], [0.0, 0.0, 0.0]])
     >>> round(float(nnx.cross_entropy(logits, jnp.array([0, 2, 1]))), 4)
     0.4777
@@ -57,9 +62,7 @@ def cross_entropy(
     """
     check_targets("nnx.cross_entropy", logits, targets, mask)
     weights = position_weights(targets, mask)
-    if implementation is None:
-        implementation = "triton" if _kernel_pays(logits) else "xla"
-    return _weighted_sum(logits, narrow(targets, logits.shape[-1]), weights, implementation)
+    return _weighted_sum(logits, narrow(targets, logits.shape[-1]), weights, _kernel_target(logits, implementation))
 
 
 def position_weights(targets: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -97,21 +100,28 @@ def check_targets(name: str, logits: Any, targets: jax.Array, mask: jax.Array | 
         raise ValueError(WRONG_MASK.format(name=name, expected=targets.shape, dtype=mask.dtype, got=mask.shape))
 
 
-def _kernel_pays(logits: jax.Array) -> bool:
-    return (
-        jax.default_backend() in ("gpu", "cuda")
-        and jax.device_count() == 1
+def _kernel_target(logits: jax.Array, implementation: Implementation | None) -> Target | None:
+    """Returns the target for which the loss is computed by the kernel; None if it is not."""
+    at = target(logits)
+    if implementation == "triton":
+        if at.triton_obstacle is not None:
+            raise ValueError(NO_KERNEL.format(obstacle=at.triton_obstacle))
+        return at._replace(certain=True)
+    pays = (
+        implementation is None
+        and at.platform == "gpu"
+        and at.devices == 1
         and logits.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
         and logits.size < LARGEST_KERNEL_SIZE
+        and at.triton_obstacle is None
     )
+    return at if pays else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _weighted_sum(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array, implementation: Implementation
-) -> jax.Array:
+def _weighted_sum(logits: jax.Array, targets: jax.Array, weights: jax.Array, kernel_target: Target | None) -> jax.Array:
     """Returns the sum of the rows' losses times their weights; a row of weight 0 contributes nothing, even if NaN."""
-    del implementation  # the kernel computes the gradient as well, which nobody asked for here
+    del kernel_target  # the kernel computes the gradient as well, which nobody asked for here
     losses, _ = _losses(logits, targets)
     return jnp.sum(jnp.where(weights == 0, 0, losses * weights))
 
@@ -139,28 +149,42 @@ def is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
     )
 
 
-def _forward(logits: jax.Array, targets: jax.Array, weights: jax.Array, implementation: Implementation) -> Any:
-    if implementation == "triton":
+def _forward(logits: jax.Array, targets: jax.Array, weights: jax.Array, kernel_target: Target | None) -> Any:
+    if kernel_target is not None:
         from nnx.nn.cross_entropy_kernel import losses_and_gradient  # Pallas takes long to import
 
         rows = math.prod(targets.shape)
         per_row = jnp.reshape(targets, rows), jnp.reshape(jnp.broadcast_to(weights, targets.shape), rows)
-        losses, gradient = losses_and_gradient(jnp.reshape(logits, (rows, logits.shape[-1])), *per_row)
+        kernel = functools.partial(losses_and_gradient, interpret=kernel_target.interpreted)
+        flat = jnp.reshape(logits, (rows, logits.shape[-1]))
+        losses, gradient = lowered_on(kernel_target, kernel, _losses_and_gradient, flat, *per_row)
         return jnp.sum(losses), (jnp.reshape(gradient, logits.shape), None)
     losses, log_sum = _losses(logits, targets)
     return jnp.sum(jnp.where(weights == 0, 0, losses * weights)), (logits, (targets, weights, log_sum))
 
 
-def _backward(implementation: Implementation, kept: Any, cotangent: jax.Array) -> Any:
+def _losses_and_gradient(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns what the kernel does, by ordinary operations."""
+    losses, log_sum = _losses(logits, targets)
+    return jnp.where(weights == 0, 0, losses * weights), _gradient(logits, targets, weights, log_sum)
+
+
+def _gradient(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, log_sum: jax.Array, cotangent: Any = 1
+) -> jax.Array:
+    softmax = jnp.exp(logits.astype(log_sum.dtype) - log_sum[..., None])
+    factor = (weights * cotangent)[..., None]
+    gradient = jnp.where(weights[..., None] == 0, 0, (softmax - is_target(logits, targets)) * factor)
+    return gradient.astype(logits.dtype)
+
+
+def _backward(kernel_target: Target | None, kept: Any, cotangent: jax.Array) -> Any:
     logits, rest = kept
     if rest is None:
         # In the usual case the cotangent is the constant 1, and XLA leaves out the product.
         return logits * cotangent.astype(logits.dtype), None, None
     targets, weights, log_sum = rest
-    softmax = jnp.exp(logits.astype(log_sum.dtype) - log_sum[..., None])
-    factor = (weights * cotangent)[..., None]
-    gradient = jnp.where(weights[..., None] == 0, 0, (softmax - is_target(logits, targets)) * factor)
-    return gradient.astype(logits.dtype), None, None
+    return _gradient(logits, targets, weights, log_sum, cotangent), None, None
 
 
 _weighted_sum.defvjp(_forward, _backward)

@@ -19,13 +19,16 @@ WARPS = 8
 LOWEST = -1e30  # below every logit, but finite: the difference of two infinities would be NaN
 
 
-def losses_and_gradient(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+def losses_and_gradient(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted loss of each row and the gradient of their sum, in the memory of the logits.
 
     Args:
         logits: `[rows, classes]`.
         targets: int32 `[rows]`; outside of the classes, the loss and the gradient of the row are NaN.
         weights: float32 `[rows]`; where 0, loss and gradient are 0.
+        interpret: whether to run the kernel as ordinary operations, on any device.
     """
     rows, classes = logits.shape
     if not rows:
@@ -41,7 +44,7 @@ def losses_and_gradient(logits: jax.Array, targets: jax.Array, weights: jax.Arra
         out_shape=[jax.ShapeDtypeStruct((rows,), jnp.float32), jax.ShapeDtypeStruct(logits.shape, logits.dtype)],
         input_output_aliases={0: 1},
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=2),
-        interpret=jax.default_backend() == "cpu",
+        interpret=interpret,
         name="cross_entropy",
     )
     losses, gradient = call(logits, targets, weights)

@@ -31,6 +31,7 @@ from nnx.nn.support.settings import (
     statistics_dtype,
 )
 from nnx.sharding.explicit import result_sharding, split_like
+from nnx.sharding.target import target
 
 # A lookup selects one row instead of summing over the vocabulary, so the rows, not the features, are the output axis:
 # the fan-in is then `features`, and each vector has a norm of about 1.
@@ -214,7 +215,7 @@ class LearnedPositionEmbed(Module):
             if length > self.max_length:
                 raise ValueError(TOO_LONG.format(max_length=self.max_length, length=length, shape=inputs.shape))
             vectors = lax.slice_in_dim(self.embedding, 0, length)
-            if inputs.ndim > 2 and jax.default_backend() in ("gpu", "cuda"):
+            if inputs.ndim > 2 and target(inputs).platform == "gpu":
                 # Looked up for each text, though they are all the same. Otherwise the gradient is a sum over texts, and
                 # XLA lays out every activation of the model to suit that one sum: a step of GPT-2 takes 7 % longer.
                 vectors = _looked_up(self, vectors, jnp.broadcast_to(jnp.arange(length), inputs.shape[:-1]))

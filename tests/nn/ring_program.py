@@ -5,6 +5,7 @@ Every case is one call of attention, with a ring and without. All cases of one m
 
 import json
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import nnx
+from nnx.nn.attention import blocks
 
 BATCH, LENGTH, HEADS, FEATURES = 2, 16, 4, 8
 MASK = jax.random.bernoulli(jax.random.key(9), 0.3, (BATCH, HEADS, LENGTH, LENGTH)).at[0, :, 3].set(False)
@@ -85,6 +87,12 @@ def differences(mesh, rules, cases=CASES):
     }
 
 
+def in_blocks(mesh, rules, cases):
+    """The same with each device's part of the text in blocks of one query."""
+    with mock.patch.multiple(blocks, LONG=1, SMALLEST=1, LARGEST=1):
+        return differences(mesh, rules, cases)
+
+
 def inside_shard_map():
     mesh, rules = ring()
     (x, *_), _ = arrays()
@@ -147,6 +155,8 @@ if __name__ == "__main__":
         "differences": {
             "a ring of eight": differences(*ring()),
             **{name: differences(*mesh, few) for name, mesh in meshes().items() if name != "a ring of eight"},
+            "a ring in blocks": in_blocks(*ring(), few),
+            "explicit axes in blocks": in_blocks(*meshes()["explicit axes"], few),
         },
         "inside shard_map": inside_shard_map(),
         "bfloat16": in_bfloat16(),

@@ -1,5 +1,7 @@
 """Dot-product attention, the choice of its kernel, and multi-head attention."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import nnx
+from nnx.sharding.target import compiling_for
 from tests.nn.arrays import numpy_normal
 from tests.nn.attention_by_hand import agrees, by_hand
 
@@ -224,9 +227,24 @@ class TestImplementation:
         assert self.choice(mask=struct(8, 1, 128, 128, dtype=bool)) == "cudnn"
         assert self.choice(bias=struct(12, 128, 128)) == "cudnn"
 
-    @pytest.mark.parametrize("platform", ["cpu", "tpu"])
-    def test_other_platforms_are_not(self, platform):
-        assert self.choice(platform=platform) == "xla"
+    def test_long_texts_on_a_tpu_are_fused(self):
+        choice = functools.partial(self.choice, platform="tpu")
+        assert choice() == self.choice(platform="cpu") == "xla"  # 128 tokens
+        long = (2, 2048, 8, 64)
+        assert choice(q=long) == choice(q=long, is_causal=True, logits_soft_cap=3.0) == "splash"
+        assert (
+            choice(q=long, is_causal=True, local_window_size=(31, 0)) == choice(q=long, k=(2, 128, 2, 64)) == "splash"
+        )
+        assert self.choice(q=long, platform="cpu") == "xla"
+
+    def test_unsupported_options_of_the_kernel_of_tpus_fall_back(self):
+        long = (2, 2048, 8, 64)
+        choice = functools.partial(self.choice, platform="tpu", q=long)
+        assert choice(dtype=jnp.float32) == choice(k=(2, 100, 2, 64)) == choice(q=(2, 2048, 8, 80)) == "xla"
+        for option in ("dropout", "weights", "sinks"):
+            assert choice(**{option: True}) == "xla"
+        assert choice(precision="highest") == choice(mask=struct(2, 1, 2048, 2048, dtype=bool)) == "xla"
+        assert choice(k=(2, 1024, 8, 64), local_window_size=(31, 0)) == "xla"
 
     def test_the_platform_is_that_of_jax_by_default(self):
         expected = "cudnn" if jax.default_backend() == "gpu" else "xla"
@@ -260,6 +278,24 @@ class TestImplementation:
         with pytest.raises(ValueError, match="implementation='cudnn' is not possible here: it needs an NVIDIA GPU"):
             nnx.dot_product_attention(QUERY, KEY, VALUE, implementation="cudnn")
 
+    def test_the_fused_kernel_of_tpus_is_refused_elsewhere(self):
+        x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+        with pytest.raises(ValueError, match="implementation='splash' is not possible here: it needs a TPU"):
+            nnx.dot_product_attention(x, x, x, implementation="splash")
+
+    def test_a_choice_for_the_default_backend_is_corrected_when_lowered(self, pretend):
+        x = struct(1, 2048, 2, 64)
+        pretend("gpu", capability="9.0")
+        assert nnx.attention_implementation(x, x, x) == "cudnn"
+        with compiling_for("tpu"):
+            assert nnx.attention_implementation(x, x, x) == "splash"
+        pretend("tpu")
+        assert nnx.attention_implementation(x, x, x) == "splash"
+        loss = lambda x: nnx.dot_product_attention(x, x, x).astype(jnp.float32).sum()  # noqa: E731
+        traced = jax.jit(jax.value_and_grad(loss)).trace(x)
+        for platform in ("cpu", "cuda"):
+            assert "tpu_custom_call" not in traced.lower(lowering_platforms=(platform,)).as_text()
+
     @pytest.mark.parametrize(("length", "gradient"), [(6, "cudnn"), (7, "xla")])
     def test_odd_lengths_are_differentiated_without_the_fused_kernel(self, monkeypatch, length, gradient):
         attend = jax.nn.dot_product_attention
@@ -288,7 +324,7 @@ class TestImplementation:
         assert (jax.grad(loss)(x) == expected).all() and jnp.isfinite(expected).all()
 
     def test_unknown_implementations_are_refused(self):
-        with pytest.raises(ValueError, match="expected implementation 'cudnn', 'xla' or None, got 'flash'"):
+        with pytest.raises(ValueError, match="expected implementation 'cudnn', 'splash', 'xla' or None, got 'flash'"):
             nnx.dot_product_attention(QUERY, KEY, VALUE, implementation="flash")  # type: ignore[arg-type]
 
 

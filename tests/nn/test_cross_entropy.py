@@ -1,5 +1,7 @@
 """`nnx.cross_entropy`: the textbook loss and gradient, by ordinary operations and by the kernel, and bad input."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,14 @@ import optax
 import pytest
 
 import nnx
+from nnx.sharding.target import compiling_for
 from tests.nn.arrays import numpy_normal
 
 IMPLEMENTATIONS = ["xla", "triton"]  # on a CPU, the kernel is interpreted
-implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def implementations(test):
+    return pytest.mark.usefixtures("interpreted")(pytest.mark.parametrize("implementation", IMPLEMENTATIONS)(test))
 
 
 def textbook(logits, targets, mask=None):
@@ -140,3 +146,40 @@ def test_the_gradient_keeps_nothing_but_the_logits_and_one_number_per_row():
 def test_bad_input_is_an_error(logits, targets, mask, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         nnx.cross_entropy(logits, targets, mask=mask)
+
+
+def test_the_kernel_is_refused_where_there_is_no_gpu_for_it():
+    logits, targets = batch(2, classes=5)
+    with pytest.raises(ValueError, match="implementation='triton' is not possible here: it needs an NVIDIA GPU"):
+        nnx.cross_entropy(logits, targets, implementation="triton")
+    with (
+        compiling_for("gpu", "Tesla T4"),
+        pytest.raises(ValueError, match="compute capability 8.0, and the GPU has"),
+    ):
+        nnx.cross_entropy(logits, targets, implementation="triton")
+
+
+def kernel_calls(platform):
+    logits, targets = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((4, 64), "bfloat16"), ((4,), "int32")))
+    traced = jax.jit(jax.grad(nnx.cross_entropy)).trace(logits, targets)
+    return traced.lower(lowering_platforms=(platform,)).as_text().count("__gpu$xla.gpu.triton")
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_the_kernel_is_chosen_for_the_target(pretend):
+    with compiling_for("gpu", "NVIDIA H100 80GB HBM3"):
+        assert kernel_calls("cuda") == 1
+    with compiling_for("gpu", "Tesla T4"):
+        assert kernel_calls("cuda") == 0
+    pretend("gpu")
+    with compiling_for("tpu"):
+        assert kernel_calls("tpu") == 0
+    assert kernel_calls("tpu") == kernel_calls("cpu") == 0  # which is known only when the program is lowered
+
+
+def test_a_program_lowered_elsewhere_computes_the_same(pretend):
+    logits, targets = batch(3, classes=50)
+    expected = jax.value_and_grad(nnx.cross_entropy)(logits, targets)
+    pretend("gpu")
+    found = jax.jit(jax.value_and_grad(nnx.cross_entropy))(logits, targets)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, expected)

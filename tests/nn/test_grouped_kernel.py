@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 import nnx
-from nnx.nn.moe import grouped
 from nnx.nn.moe.grouped import (
     LARGE,
     PADDING,
@@ -26,7 +25,8 @@ from nnx.nn.moe.grouped import (
 from nnx.nn.moe.grouped_kernel import block_products
 from tests.nn.arrays import numpy_normal
 
-IMPLEMENTATIONS = ["xla", "triton"]  # on a CPU, the kernel is interpreted
+IMPLEMENTATIONS = ["xla", "triton"]
+interpreted = pytest.mark.usefixtures("interpreted")
 
 
 def random_groups(num_rows: int, num_groups: int) -> jax.Array:
@@ -83,6 +83,7 @@ SIZES = {  # rows, groups, inputs, outputs
     [*((sizes, 2) for sizes in SIZES.values()), (SIZES["several tiles and parts"], 1)],
     ids=[*SIZES, "one kernel"],
 )
+@interpreted
 def test_the_kernel_computes_the_batched_product_and_its_gradients(sizes, kernels):
     inputs = arrays(*sizes, kernels=kernels)
     ours, expected = (compiled(way, *inputs) for way in ("triton", "xla"))
@@ -93,6 +94,7 @@ def test_the_kernel_computes_the_batched_product_and_its_gradients(sizes, kernel
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+@interpreted
 def test_half_precision_is_summed_in_float32(dtype):
     groups, *inputs = arrays(700, 3, 200, 300, dtype)
     ours = compiled("triton", groups, *inputs)
@@ -100,6 +102,7 @@ def test_half_precision_is_summed_in_float32(dtype):
     close(ours, jax.tree.map(lambda array: array.astype(dtype), expected), rtol=4e-3)
 
 
+@interpreted
 def test_gradients_of_wide_parameters_are_not_rounded():
     groups, x, kernel = arrays(700, 3, 64, 32, jnp.bfloat16, jnp.float32)
     out, (x_gradient, kernel_gradient) = compiled("triton", groups, x, kernel)
@@ -110,6 +113,7 @@ def test_gradients_of_wide_parameters_are_not_rounded():
     close(kernel_gradient, pull_back(*wide)[1], rtol=1e-5)
 
 
+@interpreted
 def test_blocks_that_are_not_needed_are_zero():
     groups, x, kernel = arrays(300, 4, 16, 32)
     blocks = jax.jit(make_blocks, static_argnums=(1, 2))(groups, 4, "triton")
@@ -121,6 +125,7 @@ def test_blocks_that_are_not_needed_are_zero():
 
 
 @pytest.mark.parametrize("batched", [(0, 0, 0), (0, 0, None), (None, None, 0)], ids=str)
+@interpreted
 def test_grouped_product_can_be_mapped(batched):
     examples = [arrays(300, 4, 16, 32), [array[::-1] for array in arrays(300, 4, 16, 32)]]
     inputs = [pair[0] if axis is None else jnp.stack(pair) for pair, axis in zip(zip(*examples), batched)]
@@ -130,6 +135,7 @@ def test_grouped_product_can_be_mapped(batched):
     close(ours, expected, rtol=1e-5)
 
 
+@interpreted
 def test_grouped_product_can_be_recomputed_and_scanned():
     groups, x, kernel = arrays(300, 4, 16, 16)
 
@@ -148,6 +154,7 @@ def test_grouped_product_can_be_recomputed_and_scanned():
 # The layer
 
 
+@interpreted
 def test_the_layer_computes_the_same_with_the_kernel():
     x, target = (jnp.asarray(numpy_normal(200, 8, seed=seed)) for seed in (0, 1))
 
@@ -162,6 +169,7 @@ def test_the_layer_computes_the_same_with_the_kernel():
     close(*(gradients(implementation) for implementation in IMPLEMENTATIONS), rtol=1e-5)
 
 
+@interpreted
 def test_scanned_layers_can_be_differentiated_with_the_kernel():
     class Block(nnx.Module):
         def __init__(self, implementation, *, ctx):
@@ -180,6 +188,7 @@ def test_scanned_layers_can_be_differentiated_with_the_kernel():
     close(*(gradients(implementation) for implementation in IMPLEMENTATIONS), rtol=1e-5)
 
 
+@interpreted
 def test_quantized_experts_use_the_batched_product_if_asked_for_the_kernel():
     x = jnp.asarray(numpy_normal(200, 8))
 
@@ -204,35 +213,25 @@ def test_a_cpu_uses_the_batched_product():
     if jax.default_backend() != "cpu":
         pytest.skip("about CPUs")
     assert chosen() == chosen(wanted="xla") == chosen(wanted="triton", dtype=jnp.float64) == "xla"
-    assert chosen(wanted="triton") == "triton"
+    with pytest.raises(ValueError, match="MoE: implementation='triton' is not possible here: it needs an NVIDIA GPU"):
+        chosen(wanted="triton")
 
 
-def test_a_single_gpu_uses_the_kernel_where_it_can(monkeypatch):
-    monkeypatch.setattr(grouped, "_has_one_gpu", lambda: True)
+def test_a_single_gpu_uses_the_kernel_where_it_can(pretend):
+    pretend("gpu")
     assert chosen() == chosen(dtype=jnp.bfloat16) == chosen(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16) == "triton"
     assert chosen(rows=64) == "xla"  # decoding
     assert chosen(wanted="xla") == "xla"
     assert chosen(dtype=jnp.float64) == chosen(param_dtype=jnp.int8, scales=(jnp.ones((4, 16)),)) == "xla"
 
 
-def test_more_than_the_default_precision_uses_the_batched_product(monkeypatch):
-    monkeypatch.setattr(grouped, "_has_one_gpu", lambda: True)
+def test_more_than_the_default_precision_uses_the_batched_product(pretend):
+    pretend("gpu")
     assert chosen(precision="highest") == chosen(precision=jax.lax.Precision.HIGH) == "xla"
     assert chosen(precision="default") == chosen(precision="highest", dtype=jnp.bfloat16) == "triton"
     with jax.default_matmul_precision("highest"):
         assert chosen() == "xla"
         assert chosen(precision="default") == "triton"
-
-
-def pretend(monkeypatch, backend: str, devices: int, capability: str) -> None:
-    """Makes the machine look like another one."""
-
-    class Device:
-        compute_capability = capability
-
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(jax, "device_count", lambda: devices)
-    monkeypatch.setattr(jax, "devices", lambda: [Device()] * devices)
 
 
 @pytest.mark.parametrize(
@@ -244,13 +243,13 @@ def pretend(monkeypatch, backend: str, devices: int, capability: str) -> None:
         ("cpu", 1, "9.0", False),
     ],
 )
-def test_kernel_needs_one_gpu_with_enough_shared_memory(monkeypatch, backend, devices, capability, expected):
-    pretend(monkeypatch, backend, devices, capability)
+def test_kernel_needs_one_gpu_with_enough_shared_memory(pretend, backend, devices, capability, expected):
+    pretend(backend, devices, capability)
     assert (chosen() == "triton") == expected
 
 
-def test_manual_axes_of_a_mesh_use_the_batched_product(monkeypatch):
-    pretend(monkeypatch, "gpu", 1, "9.0")
+def test_manual_axes_of_a_mesh_use_the_batched_product(pretend):
+    pretend("gpu")
     seen = []
 
     def body(x):
@@ -278,8 +277,7 @@ def test_tiles_are_as_large_as_their_padding_allows(rows, groups, expected):
     [(jnp.bfloat16, 16_384, 1024, 4096), (jnp.float32, 16_384, 1024, 4096), (jnp.bfloat16, 600, 72, 40)],
     ids=["bfloat16", "float32", "parts of tiles"],
 )
-def test_the_kernels_are_lowered_to_triton(monkeypatch, dtype, rows, inputs, outputs):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # otherwise they would be interpreted
+def test_the_kernels_are_lowered_to_triton(dtype, rows, inputs, outputs):
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 
     def function(x, gate, up, groups):
@@ -294,14 +292,22 @@ def test_the_kernels_are_lowered_to_triton(monkeypatch, dtype, rows, inputs, out
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-def test_a_layer_with_the_kernel_can_be_exported(monkeypatch, tmp_path):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def test_a_layer_with_the_kernel_can_be_exported(tmp_path):
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
     layer = nnx.MoE(32, 16, 4, 2, update_stats=False, implementation="triton", ctx=nnx.context(0))
     x = jnp.ones((64, 32))
     with use_abstract_mesh(AbstractMesh((1,), ("gpu",), abstract_device=h200)):
         nnx.export(tmp_path, layer, x, platforms=("cuda",))
     assert nnx.load_exported(tmp_path).platforms == ("cuda",)
+
+
+def test_a_program_lowered_elsewhere_computes_the_same(pretend):
+    inputs = arrays(512, 4, 16, 32, kernels=2)
+    expected = compiled("xla", *inputs)
+    pretend("gpu")
+    lowered = jax.jit(functools.partial(value_and_gradients, "triton")).trace(*inputs)
+    assert "triton" not in lowered.lower(lowering_platforms=("tpu",)).as_text()
+    close(lowered.lower().compile()(*inputs), expected, rtol=1e-5)
 
 
 # Blocks

@@ -98,26 +98,27 @@ def test_tilings_divide_the_inputs_the_outputs_and_the_groups():
         assert outputs % tiling.columns == group_size % tiling.depth == inputs % (tiling.depth * tiling.splits) == 0
 
 
-def test_many_rows_wide_numbers_and_other_devices_are_left_to_xla(monkeypatch):
+def test_many_rows_wide_numbers_and_other_devices_are_left_to_xla(monkeypatch, pretend):
     weight = quantized(128, 64, 4, 64, False)
     few = normal(MOST_ROWS, 128).astype(jnp.bfloat16)
     assert multiply_few_rows(few, *weight) is None  # there is no GPU here
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert multiply_few_rows(few, *weight) is not None
+    pretend("gpu")
+    assert jax.eval_shape(multiply_few_rows, few, *weight) is not None
     assert multiply_few_rows(normal(MOST_ROWS + 1, 128).astype(jnp.bfloat16), *weight) is None
     assert multiply_few_rows(few[:0], *weight) is None
     assert multiply_few_rows(few, *quantized(128, 64, 8, None, False)) is None
     assert multiply_few_rows(few.astype(jnp.float32), *weight) is None
-    with monkeypatch.context() as several:
-        several.setattr(jax, "device_count", lambda: 2)
+    for two_or_old in ({"devices": 2}, {"capability": "7.5"}):
+        pretend("gpu", **two_or_old)
         assert multiply_few_rows(few, *weight) is None
+    pretend("gpu")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # a JAX without Triton
     assert multiply_few_rows(few, *weight) is None
 
 
-def test_a_program_for_another_platform_than_the_default_one_has_no_kernel(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def test_a_program_for_another_platform_than_the_default_one_has_no_kernel(pretend):
     weight, x = quantized(128, 64, 4, None, False), normal(2, 128).astype(jnp.bfloat16)
+    pretend("gpu")
     compiled = jax.jit(multiply_few_rows)
     assert "custom_call @__gpu$xla.gpu.triton" in lowered(compiled, x, *weight)
     assert "custom_call" not in lowered(compiled, x, *weight, platform="cpu")

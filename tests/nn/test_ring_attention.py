@@ -10,7 +10,10 @@ import nnx
 from tests.sharding.programs import ROOT, finish, start
 
 LIMIT = 200  # seconds
-MESHES = ("a ring of eight", "with data and tensor parallelism", "explicit axes", "a ring over two axes")
+MESHES = (
+    *("a ring of eight", "with data and tensor parallelism", "explicit axes", "a ring over two axes"),
+    *("a ring in blocks", "explicit axes in blocks"),
+)
 
 
 @pytest.fixture(scope="module")

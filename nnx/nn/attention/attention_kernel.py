@@ -1,14 +1,24 @@
-"""The choice of the kernel that computes dot-product attention: cuDNN's fused one where it can, else XLA."""
+"""The choice of the kernel that computes dot-product attention: a fused one where it can, else XLA.
+
+Shapes, options and the target decide (see `nnx.sharding.target`): cuDNN's kernel on NVIDIA GPUs, JAX's splash attention
+on TPUs.
+"""
 
 import math
 from typing import Any, Literal, Protocol
 
-import jax
 import jax.numpy as jnp
 from jax.lax import PrecisionLike
 
-Implementation = Literal["cudnn", "xla"]
+from nnx.nn.attention.splits import splits_of_heads
+from nnx.sharding.target import Target, target
+
+Implementation = Literal["cudnn", "splash", "xla"]
 Window = int | tuple[int, int]
+
+
+LANES = 128  # of a TPU's vector unit; the splash kernel divides texts into blocks of a multiple of it
+SPLASH_FROM = 1024  # the number of queries from which on splash attention is chosen
 
 
 class Shaped(Protocol):
@@ -42,7 +52,7 @@ def attention_implementation(
     platform: str | None = None,
     compute_capability: str | None = None,
 ) -> Implementation:
-    """Returns the kernel that `dot_product_attention` chooses for such a call: "cudnn" where possible, else "xla".
+    """Returns the kernel that `dot_product_attention` chooses for such a call: a fused one where possible, else "xla".
 
     Args:
         query, key, value, bias, mask: arrays, or `jax.ShapeDtypeStruct`s in their place.
@@ -50,32 +60,43 @@ def attention_implementation(
         dropout: whether dropout is active.
         weights: whether the weights are requested.
         sinks: whether there are attention sinks.
-        platform: "gpu", "cpu" or "tpu"; by default, that of JAX's default backend.
-        compute_capability: the compute capability of the GPU, as in "9.0"; by default, that of the first device.
+        platform: "gpu", "cpu" or "tpu"; by default, the one that the program at this point is compiled for.
+        compute_capability: the compute capability of the GPU, as in "9.0"; by default, that of the same target.
 
     >>> x = jax.ShapeDtypeStruct((8, 1024, 12, 64), jnp.bfloat16)
     >>> nnx.attention_implementation(x, x, x, is_causal=True, platform="gpu", compute_capability="9.0")
     'cudnn'
+    >>> nnx.attention_implementation(x, x, x, is_causal=True, platform="tpu")
+    'splash'
     >>> nnx.attention_implementation(x, x, x, is_causal=True, platform="cpu")
     'xla'
     """
-    obstacle = fusion_obstacle(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        dropout=dropout,
-        weights=weights,
-        precision=precision,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        platform=platform,
-        compute_capability=compute_capability,
-    )
-    return "cudnn" if obstacle is None else "xla"
+    at = _target(platform, compute_capability, query, key, value)
+    options: dict[str, Any] = {
+        "is_causal": is_causal,
+        "local_window_size": local_window_size,
+        "dropout": dropout,
+        "weights": weights,
+        "precision": precision,
+        "logits_soft_cap": logits_soft_cap,
+        "sinks": sinks,
+        "at": at,
+    }
+    arrays = query, key, value, bias, mask
+    if at.platform == "gpu" and fusion_obstacle(*arrays, **options) is None:
+        return "cudnn"
+    long = isinstance(query.shape[-3], int) and query.shape[-3] >= SPLASH_FROM
+    if at.platform == "tpu" and long and splash_obstacle(*arrays, **options) is None:
+        return "splash"
+    return "xla"
+
+
+def _target(platform: str | None, compute_capability: str | None, *arrays: Any) -> Target:
+    at = target(*arrays)
+    if platform is not None:
+        platform = "gpu" if platform == "cuda" else platform
+        at = Target(platform, at.capability if platform == at.platform else "", 1, certain=True)
+    return at if compute_capability is None else at._replace(capability=compute_capability)
 
 
 def fusion_obstacle(
@@ -92,35 +113,72 @@ def fusion_obstacle(
     precision: PrecisionLike,
     logits_soft_cap: float | None = None,
     sinks: bool = False,
-    platform: str | None = None,
-    compute_capability: str | None = None,
+    at: Target | None = None,
 ) -> str | None:
     """Returns why cuDNN's kernel cannot compute this call, or `None` if it can."""
+    at = target(query, key, value) if at is None else at
     return (
-        _device_obstacle(platform, compute_capability)
-        or _input_obstacle(query, key, value, compute_capability)
-        or _option_obstacle(dropout, weights, precision, logits_soft_cap, sinks)
+        _device_obstacle(at)
+        or _input_obstacle(query, key, value, at)
+        or _option_obstacle(dropout, weights, precision, sinks)
+        or _cap_obstacle(logits_soft_cap)
         or _window_obstacle(query, key, is_causal, local_window_size)
         or _bias_obstacle(query, key, bias, mask)
     )
 
 
-def _device_obstacle(platform: str | None, compute_capability: str | None) -> str | None:
-    platform = jax.default_backend() if platform is None else platform
-    if platform not in ("gpu", "cuda"):
-        return f"it needs an NVIDIA GPU, and the platform is {platform!r}"
-    if _major(compute_capability) < 8:
-        return f"it needs compute capability 8.0, and the GPU has {_capability(compute_capability)!r}"
+def splash_obstacle(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    mask: Any,
+    *,
+    is_causal: bool,
+    local_window_size: Window | None,
+    dropout: bool,
+    weights: bool,
+    precision: PrecisionLike,
+    logits_soft_cap: float | None = None,
+    sinks: bool = False,
+    at: Target | None = None,
+) -> str | None:
+    """Returns why the splash kernel of TPUs cannot compute this call, or `None` if it can."""
+    del logits_soft_cap  # it caps them itself
+    at = target(query, key, value) if at is None else at
+    if at.platform != "tpu" and not at.interpreted:
+        return f"it needs a TPU, and the platform is {at.platform!r}"
+    if not query.dtype == key.dtype == value.dtype == jnp.bfloat16:
+        return f"it is used for bfloat16, and the inputs are {query.dtype}, {key.dtype}, {value.dtype}"
+    lengths, head_dim = (query.shape[-3], key.shape[-3]), query.shape[-1]
+    if any(not isinstance(n, int) or n == 0 or n % LANES for n in lengths):
+        return f"it takes lengths that are multiples of {LANES}, and they are {lengths[0]} and {lengths[1]}"
+    if head_dim % 64 or value.shape[-1] != head_dim:
+        return f"it takes one head size, a multiple of 64, and these are {head_dim} and {value.shape[-1]}"
+    if bias is not None or mask is not None:
+        return f"it takes no {'mask' if bias is None else 'bias'}"
+    if local_window_size is not None and lengths[0] > lengths[1]:
+        return f"with a window it takes no more queries than keys, and there are {lengths[0]} and {lengths[1]}"
+    if at.devices > 1 and splits_of_heads(query, key) is None:
+        return "it needs to know how the mesh splits batch and heads: use logical_axis_rules or explicit axes"
+    return _option_obstacle(dropout, weights, precision, sinks)
+
+
+def _device_obstacle(at: Target) -> str | None:
+    if at.platform != "gpu":
+        return f"it needs an NVIDIA GPU, and the platform is {at.platform!r}"
+    if at.major < 8:
+        return f"it needs compute capability 8.0, and the GPU has {at.capability!r}"
     return None
 
 
-def _input_obstacle(query: Any, key: Any, value: Any, compute_capability: str | None) -> str | None:
+def _input_obstacle(query: Any, key: Any, value: Any, at: Target) -> str | None:
     if not query.dtype == key.dtype == value.dtype or query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 or float16, and the inputs are {query.dtype}, {key.dtype}, {value.dtype}"
     query_length, key_length, head_dim = query.shape[-3], key.shape[-3], query.shape[-1]
     if query_length == 0 or key_length == 0:  # its gradient would end the process
         return f"it needs queries and keys, and there are {query_length} and {key_length}"
-    largest = 256 if _major(compute_capability) >= 9 else 128  # Hopper and later take twice the head size of Ampere
+    largest = 256 if at.major >= 9 else 128  # Hopper and later take twice the head size of Ampere
     if head_dim % 8 or head_dim > largest:
         return f"it takes head sizes up to {largest} that are multiples of 8, and this one is {head_dim}"
     if value.shape[-1] != head_dim:
@@ -128,18 +186,20 @@ def _input_obstacle(query: Any, key: Any, value: Any, compute_capability: str | 
     return None
 
 
-def _option_obstacle(
-    dropout: bool, weights: bool, precision: PrecisionLike, logits_soft_cap: float | None, sinks: bool
-) -> str | None:
+def _option_obstacle(dropout: bool, weights: bool, precision: PrecisionLike, sinks: bool) -> str | None:
     if dropout:
         return "it is only used without dropout"
     if weights:
         return "it does not produce the attention weights"
     if precision is not None:
         return f"it takes no precision, and precision={precision!r} was given"
-    if logits_soft_cap is not None:
-        return f"it does not cap the logits, and logits_soft_cap={logits_soft_cap} was given"
     return "it has no attention sinks, and sinks were given" if sinks else None
+
+
+def _cap_obstacle(logits_soft_cap: float | None) -> str | None:
+    if logits_soft_cap is None:
+        return None
+    return f"it does not cap the logits, and logits_soft_cap={logits_soft_cap} was given"
 
 
 def _window_obstacle(query: Any, key: Any, is_causal: bool, local_window_size: Window | None) -> str | None:
@@ -168,16 +228,6 @@ def _bias_obstacle(query: Any, key: Any, bias: Any, mask: Any) -> str | None:
             f"{bias.shape}{'' if mask is None else ' with a mask'}"
         )
     return None
-
-
-def _capability(given: str | None) -> str:
-    return str(getattr(jax.devices()[0], "compute_capability", "")) if given is None else given
-
-
-def _major(compute_capability: str | None) -> int:
-    """Returns the first number of a compute capability; 0 if there is none."""
-    major = _capability(compute_capability).partition(".")[0]
-    return int(major) if major.isdigit() else 0
 
 
 def _rows(array: Any) -> int:

@@ -1,13 +1,15 @@
 """Dot-product attention as a function.
 
 Shapes: queries `[batch..., query_length, heads, head_dim]`, keys and values `[batch..., key_length, kv_heads,
-head_dim]` with `heads` a multiple of `kv_heads` (grouped-query attention). There are three ways to compute it:
+head_dim]` with `heads` a multiple of `kv_heads` (grouped-query attention). These are the ways to compute it:
 
 - **cudnn**, the fused kernel of NVIDIA GPUs, which never writes the attention weights to memory; where it has no
   gradient, for odd lengths, differentiating the call uses xla instead;
-- **xla**, the same through `jax.nn.dot_product_attention` without a fused kernel;
-- the *explicit* weights below, also "xla", for what the other two cannot do: dropout, returning the weights, a soft
-  cap, sinks, a `precision`, values with a different head size, float64, float16 off the GPU, and no keys at all.
+- **splash**, the fused kernel of TPUs that comes with JAX (see `splash`);
+- **xla**, ordinary operations. Long texts are computed in *blocks* of queries (see `blocks`), whose memory grows
+  linearly with the length. For short ones it is `jax.nn.dot_product_attention`, or the weights written out (see
+  `weights`) for what that cannot do: dropout, returning the weights, a soft cap, sinks, a `precision`, values with a
+  different head size, float64, float16 off the GPU, and no keys at all.
 
 A *sink* is one more logit per head in the softmax. It takes its part of the attention and has no value, so the weights
 of the keys add up to less than one.
@@ -17,21 +19,27 @@ alone, the kernels disagree on such a query (the average of all values, zeros or
 """
 
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from nnx.core.module.module import Module
 from nnx.core.variables.variables import Intermediate
-from nnx.nn.attention.attention_kernel import Implementation, Window, attention_implementation, fusion_obstacle
-from nnx.nn.attention.masks import positions_visible
+from nnx.nn.attention.attention_kernel import (
+    Implementation,
+    Window,
+    attention_implementation,
+    fusion_obstacle,
+    splash_obstacle,
+)
+from nnx.nn.attention.blocks import attend_in_blocks, is_long
+from nnx.nn.attention.weights import Options, Settings, attend, bounded, may_see_nothing, which_see
 from nnx.nn.support.settings import PromoteDtype, compiled_body, default_promote_dtype
-from nnx.sharding.explicit import heads_like, split_like
+from nnx.sharding.explicit import heads_like
+from nnx.sharding.target import lowered_on, target
 
 WRONG_LENGTHS = "dot_product_attention: expected {name} of shape {expected}, one per row, got {got}."
 NO_DROPOUT_KEY = (
@@ -39,8 +47,8 @@ NO_DROPOUT_KEY = (
     "deterministic=True."
 )
 RATE_OUT_OF_RANGE = "{caller}: dropout_rate is a probability, a number from 0 to 1, got {got!r}."
-CANNOT_FUSE = "dot_product_attention: implementation='cudnn' is not possible here: {obstacle}."
-UNKNOWN_IMPLEMENTATION = "dot_product_attention: expected implementation 'cudnn', 'xla' or None, got {got!r}."
+CANNOT_FUSE = "dot_product_attention: implementation={name!r} is not possible here: {obstacle}."
+UNKNOWN_IMPLEMENTATION = "dot_product_attention: expected implementation 'cudnn', 'splash', 'xla' or None, got {got!r}."
 NOT_HEADS = "dot_product_attention: expected three arrays of shape [batch..., length, heads, head_dim], got {shapes}."
 DIFFERENT_BATCHES = "dot_product_attention: expected the same leading axes, got {shapes}."
 DIFFERENT_HEAD_DIMS = "dot_product_attention: expected keys with the queries' head_dim={expected}, got {got}: {shapes}."
@@ -54,10 +62,6 @@ DOES_NOT_BROADCAST = (
 )
 
 WRONG_SINKS = "dot_product_attention: expected sinks of shape ({heads},), one logit per query head, got {got}."
-
-# The logit of a hidden key. It is finite because a query that sees no key would otherwise compute `inf - inf` in the
-# softmax, and its gradient would be NaN. `jax.nn.dot_product_attention` uses the same number.
-_MASKED = -0.7 * float(np.finfo(np.float32).max)
 
 
 def dot_product_attention(
@@ -88,7 +92,9 @@ def dot_product_attention(
     """Attends from queries to keys, and averages the values accordingly.
 
     Pass causality, lengths and windows as arguments where you can: a fused kernel skips what they hide, while it has to
-    read a `mask`. A query that may see no key at all returns zeros, and no gradient flows through it.
+    read a `mask`. A query that may see no key at all returns zeros, and no gradient flows through it. The memory, also
+    that of the gradient, grows linearly with the length, except for a `bias` or `mask` of full size and for recorded
+    weights.
 
     Args:
         query: `[batch..., query_length, heads, head_dim]` with any number of batch axes, including none.
@@ -111,7 +117,7 @@ def dot_product_attention(
         query_seq_lengths: `[batch...]`, the number of real queries in each row; the output of the others is zero.
         key_value_seq_lengths: `[batch...]`, the number of real keys in each row; the others are hidden.
         local_window_size: a pair `(left, right)`: query `i` sees the keys `i - left..i + right`; an int means both.
-        implementation: "cudnn" or "xla"; by default, the one that `attention_implementation` returns.
+        implementation: "cudnn", "splash" or "xla"; by default, the one that `attention_implementation` returns.
         logits_soft_cap: a bound that the scaled logits approach smoothly, `cap * tanh(logits / cap)`; none by default.
         assume_seen: a promise that every query sees at least one key. It saves the pass over the output that sets the
             rows of queries without keys to zero.
@@ -122,8 +128,8 @@ def dot_product_attention(
         An array of shape `[batch..., query_length, heads, value_dim]`.
 
     Raises:
-        ValueError: if shapes do not fit together, or "cudnn" is requested and cannot compute this call; the message
-            says why.
+        ValueError: if shapes do not fit together, or a fused kernel is requested that cannot compute this call; the
+            message says why.
 
     >>> query = jnp.ones((2, 5, 4, 8))
     >>> key = value = jnp.ones((2, 5, 2, 8))  # two query heads share a key head
@@ -154,54 +160,75 @@ def dot_product_attention(
         "logits_soft_cap": logits_soft_cap,
         "sinks": sinks is not None,
     }
-    implementation = _chosen(implementation, (query, key, value, bias, mask), features)
     arrays = (query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths)
     window = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
-    visibility: dict[str, Any] = {
-        "is_causal": is_causal,
-        "scale": scale,
-        "window": window,
-        "assume_seen": assume_seen,
-    }
-    if not _needs_weights(query, key, value, features, implementation):
-        return _delegated(*arrays, **visibility, implementation=implementation)
-    out, weights = _explicit(
-        *arrays,
-        dropout_rng if dropout else None,
-        sinks,
-        **visibility,
-        dropout_rate=dropout_rate,
-        broadcast_dropout=broadcast_dropout,
-        precision=precision,
-        soft_cap=logits_soft_cap,
+    settings = Settings(
+        is_causal, scale, window, assume_seen, dropout_rate, broadcast_dropout, precision, logits_soft_cap
     )
-    if module is not None:
-        Module.sow(module, Intermediate, "attention_weights", weights)
-    return out
+    ordinary = functools.partial(_ordinary, settings, features, dropout_rng if dropout else None, sinks, module)
+    wanted = implementation
+    implementation = _chosen(wanted, arrays[:5], features)
+    if implementation == "xla":
+        return ordinary(*arrays)
+    fused = functools.partial(_fused, settings, implementation)
+    if wanted is not None:
+        return fused(*arrays)
+    return lowered_on(target(query, key, value), fused, ordinary, *arrays)
 
 
 def _chosen(implementation: Any, arrays: tuple[Any, ...], features: dict[str, Any]) -> Implementation:
     """Returns the kernel to use: the one that was asked for, if it can compute the call, or the best one."""
     if implementation is None:
         return attention_implementation(*arrays, **features)
-    if implementation not in ("cudnn", "xla"):
+    if implementation not in ("cudnn", "splash", "xla"):
         raise ValueError(UNKNOWN_IMPLEMENTATION.format(got=implementation))
-    obstacle = fusion_obstacle(*arrays, **features) if implementation == "cudnn" else None
+    obstacles = {"cudnn": fusion_obstacle, "splash": splash_obstacle}
+    obstacle = obstacles[implementation](*arrays, **features) if implementation in obstacles else None
     if obstacle is not None:
-        raise ValueError(CANNOT_FUSE.format(obstacle=obstacle))
+        raise ValueError(CANNOT_FUSE.format(name=implementation, obstacle=obstacle))
     return implementation
 
 
-def _needs_weights(
-    query: jax.Array, key: jax.Array, value: jax.Array, features: dict[str, Any], implementation: Implementation
-) -> bool:
+def _fused(settings: Settings, implementation: Implementation, *arrays: Any) -> jax.Array:
+    """Attends with a fused kernel."""
+    if implementation == "cudnn":
+        return _delegated(*arrays, settings=settings, implementation="cudnn")
+    from nnx.nn.attention.splash import splash_attention  # Pallas takes long to import
+
+    query, key, value, bias, mask, query_lengths, key_lengths = arrays
+    del bias, mask
+    return splash_attention(query, key, value, query_lengths, key_lengths, settings)
+
+
+def _ordinary(
+    settings: Settings,
+    features: dict[str, Any],
+    dropout_rng: jax.Array | None,
+    sinks: jax.Array | None,
+    module: Module | None,
+    *arrays: Any,
+) -> jax.Array:
+    """Attends without a fused kernel."""
+    query, key, value, bias, mask, query_lengths, key_lengths = arrays
+    options = Options(bias, mask, query_lengths, key_lengths, dropout_rng, sinks)
+    if module is None and is_long(query.shape[-3], key.shape[-3]) and jax.typeof(query).sharding.spec[-3] is None:
+        return attend_in_blocks(query, key, value, options, settings=settings)
+    if not _needs_weights(query, key, value, features):
+        return _delegated(*arrays, settings=settings, implementation="xla")
+    out, weights = _explicit(query, key, value, options, settings=settings)
+    if module is not None:
+        Module.sow(module, Intermediate, "attention_weights", weights)
+    return out
+
+
+def _needs_weights(query: jax.Array, key: jax.Array, value: jax.Array, features: dict[str, Any]) -> bool:
     """Whether a call has to compute the attention weights, because `jax.nn.dot_product_attention` cannot do it."""
     options = ("dropout", "weights", "precision", "logits_soft_cap", "sinks")
     return (
         any(features[name] is not None and features[name] is not False for name in options)
         or value.shape[-1] != key.shape[-1]
         or key.shape[-3] == 0
-        or (implementation == "xla" and query.dtype in (jnp.float16, jnp.float64))
+        or query.dtype in (jnp.float16, jnp.float64)
     )
 
 
@@ -253,23 +280,21 @@ def _delegated(
     query_lengths: jax.Array | None,
     key_lengths: jax.Array | None,
     *,
-    is_causal: bool,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    assume_seen: bool,
-    implementation: Implementation,
+    settings: Settings,
+    implementation: Literal["cudnn", "xla"],
 ) -> jax.Array:
     """Attends with `jax.nn.dot_product_attention`, which takes exactly one batch axis."""
     batch = query.shape[:-3]
     lengths = (query.shape[-3], key.shape[-3])
-    seen = None if assume_seen else _seen(mask, bias, *lengths, key_lengths, is_causal, window)
+    is_causal, window = settings.is_causal, settings.window
+    seen = _seen(mask, bias, *lengths, key_lengths, settings)
     # cuDNN's window is a causal one with a left bound; `fusion_obstacle` lets no other window through.
     if implementation == "cudnn" and window is not None:
         is_causal, window = True, (window[0], 0)
     if mask is not None:
         mask = _one_batch_axis(mask.astype(bool), batch)
     if bias is not None:
-        bias = _one_batch_axis(_bounded(bias), batch)
+        bias = _one_batch_axis(bounded(bias), batch)
     # cuDNN does not broadcast the last two axes of a mask, and takes a bias only in the dtype of the queries.
     if implementation == "cudnn":
         mask = None if mask is None else jnp.broadcast_to(mask, (*mask.shape[:2], *lengths))
@@ -280,7 +305,7 @@ def _delegated(
     # On the H200, with JAX 0.11, the gradient of cuDNN's kernel fails for odd lengths, with or without a mask.
     attend = _fused_unless_differentiated if implementation == "cudnn" and any(n % 2 for n in lengths) else _attend
     out = attend(
-        _Settings(scale, is_causal, window, implementation),
+        _Settings(settings.scale, is_causal, window, implementation),
         _collapsed(query),
         _collapsed(key),
         _collapsed(value),
@@ -293,13 +318,29 @@ def _delegated(
     return out if seen is None else jnp.where(jnp.swapaxes(seen, -3, -2), out, 0)
 
 
+def _seen(
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    query_length: int,
+    key_length: int,
+    key_lengths: jax.Array | None,
+    settings: Settings,
+) -> jax.Array | None:
+    """Returns which queries see at least one key; None if shapes and settings alone show that all of them do."""
+    options = Options(bias, mask, None, key_lengths, None, None)
+    visibility = settings.is_causal, settings.window
+    if settings.assume_seen or not may_see_nothing(options, query_length, key_length, *visibility):
+        return None
+    return which_see(mask, bias, jnp.arange(query_length), jnp.arange(key_length), key_lengths, *visibility)
+
+
 class _Settings(NamedTuple):
     """The static arguments of `jax.nn.dot_product_attention`."""
 
     scale: float | None
     is_causal: bool
     window: tuple[int, int] | None
-    implementation: Implementation
+    implementation: Literal["cudnn", "xla"]
 
 
 def _attend(
@@ -333,156 +374,29 @@ _fused_unless_differentiated = jax.custom_jvp(_attend, nondiff_argnums=(0,))
 @_fused_unless_differentiated.defjvp
 def _differentiate_without_fusion(settings: _Settings, primals: Any, tangents: Any) -> Any:
     """Computes the output as well as its derivative with XLA."""
-    return jax.jvp(functools.partial(_attend, settings._replace(implementation="xla")), primals, tangents)
+    return jax.jvp(functools.partial(_attend_without_fusion, settings), primals, tangents)
+
+
+def _attend_without_fusion(
+    settings: _Settings, query: Any, key: Any, value: Any, bias: Any, mask: Any, query_lengths: Any, key_lengths: Any
+) -> jax.Array:
+    if not is_long(query.shape[-3], key.shape[-3]):
+        ordinary = settings._replace(implementation="xla")
+        return _attend(ordinary, query, key, value, bias, mask, query_lengths, key_lengths)
+    in_blocks = Settings(settings.is_causal, settings.scale, settings.window, True, 0.0, False, None, None)
+    options = Options(bias, mask, query_lengths, key_lengths, None, None)
+    return attend_in_blocks(query, key, value, options, settings=in_blocks)
 
 
 @compiled_body
 def _explicit(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    query_lengths: jax.Array | None,
-    key_lengths: jax.Array | None,
-    dropout_rng: jax.Array | None,
-    sinks: jax.Array | None,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    assume_seen: bool,
-    dropout_rate: float,
-    broadcast_dropout: bool,
-    precision: PrecisionLike,
-    soft_cap: float | None,
+    query: jax.Array, key: jax.Array, value: jax.Array, options: Options, *, settings: Settings
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output and the attention weights, `[batch..., heads, query_length, key_length]`."""
-    *batch, query_length, heads, head_dim = query.shape
-    key_length, kv_heads = key.shape[-3:-1]
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    logits = _logits(query, key, precision) * scale
-    if soft_cap is not None:
-        logits = soft_cap * jnp.tanh(logits / soft_cap)
-    if bias is not None:
-        logits = logits + _bounded(bias).astype(logits.dtype)
-
-    visible = _visible(mask, query_length, key_length, key_lengths, is_causal, window)
-    if visible is not None:
-        logits = jnp.where(visible, logits, _MASKED)
-    weights = jax.nn.softmax(logits, axis=-1) if sinks is None else _softmax_with_sinks(logits, sinks)
-    weights = weights.astype(query.dtype)
-    seen = None if assume_seen else _seen(mask, bias, query_length, key_length, key_lengths, is_causal, window)
-    if seen is not None:
-        weights = jnp.where(seen, weights, 0)
-
-    if dropout_rng is not None:
-        weights = _dropped(weights, dropout_rng, dropout_rate, broadcast_dropout)
-
-    grouped = weights.reshape(*batch, kv_heads, heads // kv_heads, query_length, key_length)
-    out = jnp.einsum("...kgts,...skh->...tkgh", grouped, value, precision=precision)
-    out = out.reshape(*batch, query_length, heads, value.shape[-1])
-    if query_lengths is not None:
-        real = jnp.arange(query_length) < query_lengths[..., None]
-        out = jnp.where(real[..., None, None], out, 0.0)
-    return out, weights
-
-
-def _logits(query: jax.Array, key: jax.Array, precision: PrecisionLike) -> jax.Array:
-    """Returns the products of queries and keys, `[batch..., heads, query_length, key_length]`, in float32 or wider."""
-    *batch, query_length, heads, head_dim = query.shape
-    key_length, kv_heads = key.shape[-3:-1]
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    # Letters: t queries, s keys, k key heads, g query heads per key head, h features. Grouping the query heads avoids
-    # repeating the keys; the products are accumulated in float32 even for half-precision inputs.
-    grouped = query.reshape(*batch, query_length, kv_heads, heads // kv_heads, head_dim)
-    logits = jnp.einsum("...tkgh,...skh->...kgts", grouped, key, precision=precision, preferred_element_type=wide)
-    return logits.reshape(*batch, heads, query_length, key_length)
-
-
-def _dropped(weights: jax.Array, key: jax.Array, rate: float, broadcast: bool) -> jax.Array:
-    keep = jax.random.bernoulli(key, 1.0 - rate, weights.shape[-2:] if broadcast else weights.shape)
-    # At a rate of 1 nothing is kept, and the gradient of a division by zero would be NaN.
-    return jnp.where(keep, weights / (1.0 - rate or 1.0), 0.0).astype(weights.dtype)
-
-
-def _softmax_with_sinks(logits: jax.Array, sinks: jax.Array) -> jax.Array:
-    """Returns the weights of the keys, `[batch..., heads, query_length, key_length]`, next to a sink per head.
-
-    The sink is added to the sum instead of appended to the logits, which would copy them.
-    """
-    sinks = split_like(sinks.astype(logits.dtype), logits, (-3,))[:, None, None]
-    top = jax.lax.stop_gradient(jnp.maximum(logits.max(-1, keepdims=True, initial=_MASKED), sinks))
-    exponentials = jnp.exp(logits - top)
-    return exponentials / (exponentials.sum(-1, keepdims=True) + jnp.exp(sinks - top))
-
-
-def _visible(
-    mask: jax.Array | None,
-    query_length: int,
-    key_length: int,
-    key_lengths: jax.Array | None,
-    is_causal: bool,
-    window: tuple[int, int] | None,
-) -> jax.Array | None:
-    """Returns what mask, lengths, causality and window leave visible, or `None` for everything."""
-    visible = None if mask is None else mask.astype(bool)
-    parts = []
-    queries, keys = jnp.arange(query_length)[:, None], jnp.arange(key_length)
-    if is_causal:
-        parts.append(positions_visible(queries, keys, causal=True, window=None))
-    if window is not None:
-        left, right = window
-        parts.append((queries - keys <= left) & (keys - queries <= right))
-    if key_lengths is not None:
-        parts.append(keys < key_lengths[..., None, None, None])
-    for part in parts:
-        visible = part if visible is None else visible & part
-    return visible
-
-
-def _bounded(bias: jax.Array) -> jax.Array:
-    """Returns a bias whose entries are above the logit of a hidden key, so that this is never the largest of a row."""
-    if not jnp.issubdtype(bias.dtype, jnp.floating):
-        return bias
-    lowest = -0.3 * min(float(jnp.finfo(bias.dtype).max), float(jnp.finfo(jnp.float32).max))
-    return jnp.maximum(bias, jnp.asarray(lowest, bias.dtype))
-
-
-def _seen(
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-    query_length: int,
-    key_length: int,
-    key_lengths: jax.Array | None,
-    is_causal: bool,
-    window: tuple[int, int] | None,
-) -> jax.Array | None:
-    """Returns which queries see at least one key, or `None` if shapes and settings alone show that all of them do.
-
-    The result has at least three axes and broadcasts to `[batch..., heads, query_length, 1]`.
-    """
-    if mask is not None or bias is not None:
-        visible: Any = _visible(mask, query_length, key_length, key_lengths, is_causal, window)
-        if bias is not None:
-            visible = bias > -jnp.inf if visible is None else visible & (bias > -jnp.inf)
-        seen = visible.any(-1, keepdims=True)
-        return seen.reshape((1,) * (3 - seen.ndim) + seen.shape)
-
-    # Without a mask, query `i` sees the keys from `max(i - left, 0)` to `min(i + right, key_length - 1)`. Whether there
-    # are any takes one comparison per query, instead of one per query and key.
-    left, right = (query_length, key_length) if window is None else window
-    right = min(right, 0) if is_causal else right
-    if key_lengths is None:
-        # Query 0 is the first to look only before the first key, and the last query the first to look only past the
-        # last key. If they and the window itself are fine, so is every query.
-        if right >= 0 and left + right >= 0 and query_length - left <= key_length and key_length > 0:
-            return None
-        end = key_length
-    else:
-        end = jnp.minimum(key_lengths, key_length)[..., None, None, None]
-    queries = jnp.arange(query_length)[None, :, None]
-    return jnp.maximum(queries - left, 0) < jnp.minimum(queries + right + 1, end)
+    lengths = query.shape[-3], key.shape[-3]
+    unseen = not settings.assume_seen and may_see_nothing(options, *lengths, settings.is_causal, settings.window)
+    positions, key_positions = map(jnp.arange, lengths)
+    return attend(query, key, value, options, settings, positions, key_positions, unseen)
 
 
 def _collapsed(array: jax.Array) -> jax.Array:

@@ -4,6 +4,9 @@ A *partial* result is the attention to the keys seen so far: the largest logit, 
 values relative to it. Two of them are merged as in an online softmax, so that no row of logits is ever complete. The
 backward pass goes around the ring once more and recomputes the logits; the gradients of keys and values travel along.
 
+Within a device, long blocks of the ring are computed in smaller blocks of queries, so that memory grows linearly with
+the length (see `blocks`).
+
 Letters in the products: t queries, s keys, k key heads, g query heads per key head, h features.
 """
 
@@ -13,11 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.lax import PrecisionLike
 
-_MASKED = -0.7 * float(np.finfo(np.float32).max)  # finite, so that exp(masked - masked) is 1 and not NaN
+from nnx.nn.attention.blocks import block_size, is_long, over_blocks
+from nnx.nn.attention.weights import MASKED
+from nnx.nn.support.settings import statistics_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +61,20 @@ class Ring:
         logits = self.scale * self.product("...tkgh,...skh->...kgts", query, key, wide)
         return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
-    def visible(self, mask: jax.Array | None, lengths: jax.Array | None, step: Any, queries: int, keys: int) -> Any:
-        """Returns which keys of the block that arrives at a step the queries see; True for all of them."""
+    def visible(
+        self, mask: jax.Array | None, lengths: jax.Array | None, step: Any, counts: tuple[int, int], rows: jax.Array
+    ) -> Any:
+        """Returns which keys of the block that arrives at a step these rows of queries see; True for all of them."""
+        queries, keys = counts
         device = lax.axis_index(self.axes)
         source = (device - step) % self.size
-        query_positions = device * queries + jnp.arange(queries)[:, None]
+        query_positions = device * queries + rows[:, None]
         key_positions = source * keys + jnp.arange(keys)
         visible: Any = True
         if mask is not None:
             part = lax.dynamic_slice_in_dim(mask, source * keys, keys, axis=-1) if mask.shape[-1] > 1 else mask
+            if mask.shape[-2] > 1:
+                part = lax.dynamic_slice_in_dim(part, rows[0], rows.size, axis=-2)
             visible = visible & part
         if lengths is not None:
             visible = visible & (key_positions < lengths[..., None, None, None, None])
@@ -124,12 +133,16 @@ def forward(ring: Ring, queries: Any, rows: Any, keys: Any, mask: Any, lengths: 
     counts = (query.shape[-4], keys[0].shape[-3])
 
     def partial(step: Any, key: jax.Array, value: jax.Array) -> Partial:
-        visible = ring.visible(mask, lengths, step, *counts)
-        logits = jnp.where(visible, ring.logits(query, key), _MASKED)
-        largest = logits.max(-1)
-        weights = jnp.where(visible, jnp.exp(logits - largest[..., None]), 0.0)
-        values = ring.product("...kgts,...skh->...tkgh", weights.astype(value.dtype), value, weights.dtype)
-        return Partial(largest, weights.sum(-1), values)
+        def attend(_: None, start: Any, query: jax.Array) -> tuple[None, Any]:
+            visible = ring.visible(mask, lengths, step, counts, start + jnp.arange(query.shape[-4]))
+            logits = jnp.where(visible, ring.logits(query, key), MASKED)
+            largest = logits.max(-1)
+            weights = jnp.where(visible, jnp.exp(logits - largest[..., None]), 0.0)
+            values = ring.product("...kgts,...skh->...tkgh", weights.astype(value.dtype), value, weights.dtype)
+            return None, (_by_query(largest), _by_query(weights.sum(-1)), values)
+
+        _, (largest, total, values) = _over_blocks(attend, None, counts, (query,))
+        return Partial(_by_row(largest), _by_row(total), values)
 
     def body(carry: Any, step: Any) -> Any:
         seen, blocks = carry
@@ -156,13 +169,19 @@ def backward(ring: Ring, queries: Any, rows: Any, keys: Any, mask: Any, lengths:
     inner = jnp.moveaxis(jnp.sum(grad_out.astype(wide) * out.astype(wide), axis=-1), -3, -1)
 
     def gradients(step: Any, key: jax.Array, value: jax.Array) -> Any:
-        logits, pull = jax.vjp(ring.logits, query, key)
-        visible = ring.visible(mask, lengths, step, *counts)
-        weights = jnp.where(visible, jnp.exp(logits - log_weights[..., None]), 0.0)
-        grad_weights = ring.product("...tkgh,...skh->...kgts", grad_out, value, wide)
-        grad_query, grad_key = pull(weights * (grad_weights - inner[..., None]))
-        grad_value = ring.product("...kgts,...tkgh->...skh", weights.astype(value.dtype), grad_out, wide)
-        return grad_query.astype(wide), (grad_key.astype(wide), grad_value)
+        def differentiate(sums: Any, start: Any, query: Any, grad_out: Any, log_weights: Any, inner: Any) -> Any:
+            logits, pull = jax.vjp(ring.logits, query, key)
+            visible = ring.visible(mask, lengths, step, counts, start + jnp.arange(query.shape[-4]))
+            weights = jnp.where(visible, jnp.exp(logits - _by_row(log_weights)[..., None]), 0.0)
+            grad_weights = ring.product("...tkgh,...skh->...kgts", grad_out, value, wide)
+            grad_query, grad_key = pull(weights * (grad_weights - _by_row(inner)[..., None]))
+            grad_value = ring.product("...kgts,...tkgh->...skh", weights.astype(value.dtype), grad_out, wide)
+            more = grad_key.astype(wide), grad_value
+            return more if sums is None else jax.tree.map(jnp.add, sums, more), grad_query.astype(wide)
+
+        by_query = query, grad_out, _by_query(log_weights), _by_query(inner)
+        grad_keys, grad_query = _over_blocks(differentiate, (key, value), counts, by_query)
+        return grad_query, grad_keys
 
     def body(carry: Any, step: Any) -> Any:
         grad_query, grad_keys, blocks = carry
@@ -174,3 +193,19 @@ def backward(ring: Ring, queries: Any, rows: Any, keys: Any, mask: Any, lengths:
     (grad_query, grad_keys, _), _ = lax.scan(body, (*gradients(0, *keys), keys), jnp.arange(1, steps))
     grad_key, grad_value = ring.passed_on(grad_keys, by=1 - steps)  # home, to the device that has the block
     return (grad_query.astype(query.dtype),), (), (grad_key.astype(keys[0].dtype), grad_value.astype(keys[1].dtype))
+
+
+def _over_blocks(step: Any, like: Any, counts: tuple[int, int], by_query: tuple[jax.Array, ...]) -> Any:
+    """Runs `step(sums, start, *parts) -> sums, out` on blocks of queries, or on all of them if they are few.
+
+    The sums are None at first, or have the shapes of `like`, in float32.
+    """
+    if not is_long(*counts):
+        return step(None, 0, *by_query)
+    sums = jax.tree.map(lambda array: jnp.zeros_like(array, statistics_dtype(array.dtype)), like)
+    return over_blocks(step, sums, block_size(counts[1]), [(array, -4) for array in by_query], -4)
+
+
+def _by_row(by_query: jax.Array) -> jax.Array:
+    """The inverse of `_by_query`."""
+    return jnp.moveaxis(by_query[..., 0], -3, -1)

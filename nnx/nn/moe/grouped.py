@@ -24,6 +24,7 @@ from jax.sharding import AxisType
 from nnx.nn.quantized.quantized import as_operand
 from nnx.nn.support.settings import cast, statistics_dtype
 from nnx.sharding.meshes import current_mesh
+from nnx.sharding.target import target
 
 PADDING = 0.12
 """The limit of the places that may stay empty, as a fraction of the rows."""
@@ -43,6 +44,8 @@ _KERNEL_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _DEFAULT_PRECISIONS = (None, "default", "fastest", "bfloat16", lax.Precision.DEFAULT)
 
 Implementation = Literal["triton", "xla"]
+
+NO_KERNEL = "MoE: implementation='triton' is not possible here: {obstacle}."
 
 
 class Blocks(NamedTuple):
@@ -84,23 +87,27 @@ def choose_implementation(
     if not possible:
         return "xla"
     if wanted is not None:
+        obstacle = target(x, *kernels).triton_obstacle if wanted == "triton" else None
+        if obstacle is not None:
+            raise ValueError(NO_KERNEL.format(obstacle=obstacle))
         return wanted
     # Products of two numbers in half precision are exact in float32; those of float32 are rounded, unless asked not to.
     config: Any = jax.config
     asked = config.jax_default_matmul_precision if precision is None else precision
     exact = x.dtype == jnp.float32 and asked not in _DEFAULT_PRECISIONS
     enough = tile_size(x.shape[0], kernels[0].shape[0]) is not None
-    return "triton" if enough and not exact and _has_one_gpu() else "xla"
+    return "triton" if enough and not exact and _has_one_gpu(x, *kernels) else "xla"
 
 
-def _has_one_gpu() -> bool:
-    if jax.default_backend() not in ("gpu", "cuda") or jax.device_count() != 1:
+def _has_one_gpu(*arrays: jax.Array) -> bool:
+    at = target(*arrays)
+    if at.platform != "gpu" or at.devices != 1 or at.triton_obstacle is not None:
         return False
     # On axes that are not automatic (a mesh can have one device), JAX wants to know how the output is distributed.
     mesh = current_mesh()
     if mesh is not None and any(kind != AxisType.Auto for kind in mesh.axis_types):
         return False
-    return getattr(jax.devices()[0], "compute_capability", None) in _CAPABLE
+    return at.capability in _CAPABLE
 
 
 def tile_size(num_rows: int, num_groups: int) -> int | None:

@@ -20,6 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from nnx.sharding.target import lowered_on, target
+
 Arrays = tuple[jax.Array, ...]
 
 
@@ -69,20 +71,55 @@ def block_products(x: jax.Array, kernels: Arrays, groups: jax.Array, bounds: jax
     Returns:
         The products, `[blocks, size, outputs]`, one per array of kernels.
     """
-    return product(x, kernels, groups, bounds)
+    return _forward(x, kernels, groups, bounds)[0]
 
 
 def _forward(x: jax.Array, kernels: Arrays, groups: jax.Array, bounds: jax.Array) -> tuple[Arrays, Any]:
-    return product(x, kernels, groups, bounds), (x, kernels, groups, bounds)
+    out = lowered_on(target(x, *kernels), product, _ordinary_product, x, kernels, groups, bounds)
+    return out, (x, kernels, groups, bounds)
 
 
 def _backward(kept: Any, cotangents: Arrays) -> tuple[jax.Array, Arrays, None, None]:
     x, kernels, groups, bounds = kept
     dtypes = [kernel.dtype for kernel in kernels]
-    return row_gradient(cotangents, kernels, groups, bounds), kernel_gradient(x, cotangents, bounds, dtypes), None, None
+
+    def kernel(x: jax.Array, cotangents: Arrays, kernels: Arrays, groups: jax.Array, bounds: jax.Array) -> Any:
+        return row_gradient(cotangents, kernels, groups, bounds), kernel_gradient(x, cotangents, bounds, dtypes)
+
+    at = target(x, *kernels)
+    of_rows, of_kernels = lowered_on(at, kernel, _ordinary_gradients, x, cotangents, kernels, groups, bounds)
+    return of_rows, of_kernels, None, None
 
 
 block_products.defvjp(_forward, _backward)
+
+
+# The same by ordinary operations, for programs that turn out to be lowered for another platform.
+
+
+def _ordinary_product(x: jax.Array, kernels: Arrays, groups: jax.Array, bounds: jax.Array) -> Arrays:
+    x = jnp.where(_needed(groups, bounds), x, 0)
+    return tuple(jnp.einsum("bri,bio->bro", x, kernel.astype(x.dtype)[groups]) for kernel in kernels)
+
+
+def _ordinary_gradients(
+    x: jax.Array, cotangents: Arrays, kernels: Arrays, groups: jax.Array, bounds: jax.Array
+) -> tuple[jax.Array, Arrays]:
+    needed = _needed(groups, bounds)
+    cotangents = tuple(jnp.where(needed, cotangent, 0) for cotangent in cotangents)
+    of_rows: Any = 0.0
+    of_kernels = []
+    for cotangent, kernel in zip(cotangents, kernels, strict=True):
+        gathered = kernel.astype(cotangent.dtype)[groups]
+        of_rows += jnp.einsum("bro,bio->bri", cotangent, gathered, preferred_element_type=jnp.float32)
+        of_blocks = jnp.einsum("bri,bro->bio", x, cotangent, preferred_element_type=jnp.float32)
+        summed = jnp.zeros(kernel.shape, jnp.float32).at[groups].add(of_blocks, indices_are_sorted=True)
+        of_kernels.append(summed.astype(kernel.dtype))
+    return of_rows.astype(x.dtype), tuple(of_kernels)
+
+
+def _needed(groups: jax.Array, bounds: jax.Array) -> jax.Array:
+    return (jnp.arange(groups.size) < bounds[-1])[:, None, None]
 
 
 def product(
@@ -186,7 +223,7 @@ def _call(
         out_shape=out,
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         cost_estimate=pl.CostEstimate(flops=2 * entries * inner, bytes_accessed=moved, transcendentals=0),
-        interpret=jax.default_backend() == "cpu",
+        interpret=target(*operands).interpreted,
         name=name,
     )
     return tuple(call(*operands))

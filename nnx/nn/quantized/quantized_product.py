@@ -8,7 +8,6 @@ devices, and programs for several of them.
 """
 
 import functools
-import importlib.util
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +21,7 @@ from nnx.nn.quantized.quantized import as_operand, check_scale, is_per_channel
 from nnx.nn.quantized.quantized_tiling import MOST_ROWS, Tiling, make_tiling
 from nnx.nn.support.settings import cast, statistics_dtype
 from nnx.sharding.explicit import is_split
+from nnx.sharding.target import target
 
 Implementation = Literal["triton", "xla"]
 
@@ -84,16 +84,16 @@ def multiply_few_rows(
 
 
 def _kernel_pays(x: jax.Array, integers: jax.Array, rows: Any) -> bool:
+    at = target(x, integers)
     return (
-        jax.default_backend() in ("gpu", "cuda")
-        and jax.device_count() == 1
+        at.platform == "gpu"
+        and at.devices == 1
         and not is_split((x, integers))
         and x.dtype in (jnp.bfloat16, jnp.float16)
         and integers.dtype == jnp.int4
         and isinstance(rows, int)  # and not a symbolic size, as in `nnx.export`
         and 0 < rows <= MOST_ROWS
-        # JAX 0.11 announced that Pallas will lose its Triton backend.
-        and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+        and at.triton_obstacle is None
     )
 
 
