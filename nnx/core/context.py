@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx.core.absent import check_is_here
 from nnx.core.errors import CONTEXT_AT_OTHER_LEVEL, TraceContextError
 from nnx.core.hints import CONTEXT as HINTS
 from nnx.core.hints import add_hints
@@ -358,7 +359,11 @@ def _to_key(name: str, seed: Any) -> Any:
 
 def _named_key(name: str, seed: Any) -> Any:
     """Returns the key of a stream seeded by an int; it depends on the name, so equal seeds make independent streams."""
-    key = jax.random.key(seed)
+    try:
+        key = jax.random.key(seed)
+    except AttributeError:  # under `jax.set_mesh` of devices that can hold no arrays, JAX fails somewhere inside
+        check_is_here("nnx.context", jax.sharding.get_mesh())
+        raise
     return key if name == "params" else jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 

@@ -76,6 +76,8 @@ def _check_windows(layer: str, x: jax.Array, window: _Window) -> None:
 def _reduce_windows(x: jax.Array, init: Any, reduce_fn: Callable[..., Any], window: _Window) -> jax.Array:
     shape, strides, padding = window
     batch_axes = x.ndim - len(shape) - 1
+    if batch_axes == 0:  # on TPUs the gradient of a maximum needs two axes without a window
+        return _reduce_windows(x[None], init, reduce_fn, window)[0]
     around = (1,) * batch_axes
     if not isinstance(padding, str):
         padding = ((0, 0),) * batch_axes + padding + ((0, 0),)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from nnx.core.absent import check_is_here
 from nnx.core.context import Context, streams_of
 from nnx.core.module.module import Module
 from nnx.core.repr import short
@@ -31,6 +32,9 @@ def shard(model: T, mesh: Mesh | None = None, rules: RulesLike = None) -> T:
     Variables without names get the default names of their layer (`nnx.name_axes`). Arrays that have no name at all are
     replicated on every device; if they are large, a warning lists them.
 
+    An abstract model (`nnx.eval_shape`) gets shardings instead of places. The devices of the mesh then need not be
+    here: they can come from `jax.experimental.topologies`, to compile programs for them.
+
     Args:
         model: a Module, which is changed in place; or a State, TrainState or other pytree, which is copied.
         mesh: the mesh to place it on; by default that of `jax.set_mesh` or of a `with mesh:` block. Without a mesh,
@@ -43,7 +47,7 @@ def shard(model: T, mesh: Mesh | None = None, rules: RulesLike = None) -> T:
     Raises:
         ValueError: a rule names an axis the mesh does not have, a mesh axis does not divide a dimension, a name appears
             twice in one array, or there are more names than axes. The message has the path and the rule, and nothing
-            has been placed.
+            has been placed. Or the devices of the mesh are not here, and the model has arrays.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> model = nnx.shard(nnx.Dict(w=nnx.Param(jnp.ones((4, 2)), ("embed", None))), mesh, [("embed", "data")])
@@ -55,10 +59,12 @@ def shard(model: T, mesh: Mesh | None = None, rules: RulesLike = None) -> T:
         return model
     shardings = logical_to_mesh_sharding(model, mesh, rules)
     _warn_of_findings(model, mesh, rules)
-    if not isinstance(model, Module):
-        return _put(model, shardings)
-    state = Module.get_state(model)
+    state = Module.get_state(model) if isinstance(model, Module) else model
+    if any(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
+        check_is_here("nnx.shard", mesh)
     placed = _put(state, shardings)
+    if not isinstance(model, Module):
+        return placed
     Module.update_state(model, placed)
     name_axes(model)
     return model
@@ -101,6 +107,7 @@ def init_sharded(build: Callable[[Context], T], mesh: Mesh | None, rules: RulesL
     if mesh is None:
         with logical_axis_rules(rules):
             return build(ctx)
+    check_is_here("nnx.init_sharded", mesh)
     ctx.check_level("...")
     streams, building = streams_of(ctx), _Building(build, ctx)
     # With explicit axes every value would be computed whole before it is split, so the partitioner decides here.

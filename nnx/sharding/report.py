@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from nnx.core.absent import is_here
 from nnx.core.sizes import size_in_bytes
 from nnx.sharding.constraints import constrained_names
 from nnx.sharding.findings import find, size_text
@@ -188,7 +189,7 @@ def _row(
 
 def _memory_of(mesh: Any) -> int | None:
     """Returns the memory of the smallest device of this process; None if it is not known, as on a CPU."""
-    if not isinstance(mesh, jax.sharding.Mesh):
+    if not isinstance(mesh, jax.sharding.Mesh) or not is_here(mesh):
         return None
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     return min((entry["bytes_limit"] for entry in stats if "bytes_limit" in entry), default=None)
