@@ -155,6 +155,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         if info.level is not current_level():
             check_level(self, f"setting {name!r}")
         cls = type(self)
+        # The first assignment of a name looks at the class. Later ones, of this or any other instance, need not.
         if name not in info.kinds and name not in cls._nnx_free_names:
             on_class = getattr(cls, name, None)
             if on_class is not None or name[:2] == "__":

@@ -114,6 +114,7 @@ class Pytree(metaclass=PytreeType):
         spec = self._nnx_specs.get(name)
         if isinstance(value, Container):
             if spec is not None and spec is not _TREE_NODE:
+                # `replace` raises if the new container has another type or other metadata.
                 value = spec.box(self.__dict__[name]).replace(value)
             if isinstance(value, Static):
                 self._nnx_specs.pop(name, None)
@@ -122,6 +123,7 @@ class Pytree(metaclass=PytreeType):
             value = value.value
         elif spec is None and _is_data(value):
             self._nnx_specs[name] = _TREE_NODE
+        # A number in a field of data stays data: `record.replace(rate=0.1)` must not become another structure.
         elif spec is _TREE_NODE and not (_is_data(value) or isinstance(value, (int, float, complex, np.generic))):
             del self._nnx_specs[name]
         self._nnx_statics = None

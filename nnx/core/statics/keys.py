@@ -166,6 +166,7 @@ class KeyMaker:
             number = self.numbers.get(id(value))
             if number is not None:
                 return ("the mutable value", number)
+            # Before the keys of its parts, so that a list that contains itself has a key as well.
             self.numbers[id(value)] = len(self.mutables)
             self.mutables.append(value)
             self.watches.append([snapshot(*views) for views in content.readers(value)])

@@ -57,6 +57,7 @@ class Copier:
         if found is not None:
             return found
         if content.is_mutable:
+            # Entered in `made` before it is filled, so that a value that contains itself is copied once.
             items = content.base.items(value) if content.base.fill is None else ()
             found = self.made[id(value)] = content.make(cls, [self.copy(item) for item in items], value)
             for step in self.fill(found, value):

@@ -209,6 +209,7 @@ class Compiled:
             return current.run(call, use, self.cells_of(call), data, forks)
         except NeedsStaging:
             pass  # done below, outside the handler: errors must not be chained to this one
+        # Saved and restored, because the body that is traced may call this very function.
         outer = current.is_staging, current.program
         current.is_staging, current.program = True, None
         try:
