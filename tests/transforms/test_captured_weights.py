@@ -520,6 +520,79 @@ def test_a_weight_inside_a_program_that_cannot_be_opened_is_compiled_again_with_
         assert step(jnp.array(1.0)) == 3.0
 
 
+# Functions that JAX knows by identity, so that it finds their traces again
+KEPT_BY_JAX = {
+    "jit": lambda read: jax.jit(read),
+    "jit in jit": lambda read: jax.jit(jax.jit(read)),
+    "checkpoint": lambda read: jax.checkpoint(read),
+    "checkpoint of jit": lambda read: jax.grad(jax.checkpoint(jax.jit(lambda x: read(x) * x / 2))),
+    "scan": lambda read: functools.partial(scan_once, lambda x, _: (read(x), None)),
+    "scan of jit": lambda read: functools.partial(scan_once, jit_of_a_body(read)),
+    "cond": lambda read: functools.partial(if_positive, read),
+    "while": lambda read: functools.partial(while_first, lambda c: (c[0] + 1, read(c[1]))),
+}
+
+
+def scan_once(body, x):
+    return jax.lax.scan(body, x, None, length=1)[0]
+
+
+def jit_of_a_body(read):
+    inner = jax.jit(read)
+    return lambda x, _: (inner(x), None)
+
+
+def if_positive(read, x):
+    return jax.lax.cond(x > 0, read, zero, x)
+
+
+def zero(x):
+    return jnp.zeros_like(x)
+
+
+def while_first(body, x):
+    return jax.lax.while_loop(is_first, body, (0, x))[1]
+
+
+def is_first(carry):
+    return carry[0] < 1
+
+
+@pytest.mark.filterwarnings("ignore:.* was compiled again")
+@pytest.mark.parametrize("keep", KEPT_BY_JAX.values(), ids=KEPT_BY_JAX)
+def test_no_trace_that_jax_keeps_shows_old_weights(keep):
+    model, other = Scale(), Scale()
+    inner = keep(lambda x: model.w * x)
+    x = jnp.array(1.0)
+    inner(x)  # JAX keeps this trace, too
+    step, numbered = nnx.jit(lambda x: inner(x)), nnx.jit(lambda x, n: inner(x), static_argnums=1)
+    for n, value in enumerate((3.0, 5.0, 7.0)):
+        other.w, model.w = model.w, jnp.array(value)  # the old array is a weight still, but of another Module
+        assert step(x) == nnx.jit(lambda x: inner(x))(x) == numbered(x, n) == value
+
+
+def test_a_weight_that_is_read_outside_and_inside_of_a_loop_is_current_in_both():
+    model = Scale()
+
+    @nnx.jit
+    def step(x):
+        inner = jax.jit(lambda x: model.w * x)
+        return model.w + scan_once(lambda x, _: (inner(x), None), x), inner(x)
+
+    assert step(jnp.array(1.0)) == (4.0, 2.0)
+    model.w = jnp.array(3.0)
+    with pytest.warns(UserWarning, match=r"Scale\.w has changed"):
+        assert step(jnp.array(1.0)) == (6.0, 3.0)
+
+
+def test_functions_that_capture_nothing_share_the_traces_of_functions_inside():
+    traced = []
+    inner = jax.jit(lambda x: traced.append(1) or 2 * x)
+    for _ in range(3):
+        nnx.jit(lambda x: inner(x))(jnp.array(1.0))
+    assert len(traced) == 1
+
+
 def test_weights_that_jax_writes_into_the_equations_are_found():
     # JAX decides on import whether it does so; it has announced it as the default.
     program = """

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 import gc
 import types
 import weakref
@@ -281,6 +282,38 @@ def test_a_body_made_for_one_call_is_traced_in_that_call_and_forgotten(lift, run
     assert float(m.n) == 4 * runs
     gc.collect()
     assert kept_traces() == 0
+
+
+@each_transform
+def test_a_partial_made_for_one_call_is_traced_in_that_call_and_forgotten(lift, runs):
+    m, setting = counter(), types.SimpleNamespace(by=1.0)
+
+    def read():
+        return setting.by
+
+    def body(_, *args):
+        return add(args, read())
+
+    for setting.by in (1.0, 20.0, 300.0):
+        lift(functools.partial(body, None))(m)
+    assert float(m.n) == 321 * runs
+    gc.collect()
+    assert kept_traces() == 0
+
+
+@each_transform
+def test_a_body_whose_code_is_replaced_is_traced_again(lift, runs):
+    def body(*args):
+        return add(args, 1.0)
+
+    def edited(*args):
+        return add(args, 20.0)
+
+    run, m = lift(body), counter()
+    run(m)
+    body.__code__ = edited.__code__  # as the autoreload of a notebook does
+    run(m)
+    assert float(m.n) == 21 * runs
 
 
 @each_transform

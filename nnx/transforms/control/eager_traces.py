@@ -139,7 +139,8 @@ def _find(functions: Sequence[Callable[..., Any]], options: Any, signature: Any)
                 _traces.move_to_end(place)
                 return trace
         trace = _Trace(key, functools.partial(_traces.pop, place, None))
-        guarded = filter(None, map(_function_under, functions))
+        partials = [function for function in functions if isinstance(function, functools.partial)]
+        guarded = [*filter(None, map(_function_under, functions)), *partials]
         trace.guards = [weakref.ref(function, lambda _: _traces.pop(place, None)) for function in guarded]
     except (CanChange, TypeError):  # a TypeError: a part cannot be hashed
         return None

@@ -28,6 +28,7 @@ from nnx.core.module.info import ModuleBase
 from nnx.core.structure.flat import flat_of
 from nnx.core.structure.structure import GraphKey
 from nnx.core.trace import is_eager, is_tracer
+from nnx.transforms.engine.inner_traces import outdate_traces
 from nnx.transforms.engine.programs import constants_of, equations, identity, is_inlined, is_rule, programs_in
 from nnx.transforms.engine.routes import Route, reached
 
@@ -134,16 +135,20 @@ class Captured:
         before, cells = len(self.names), {}
         for key, places, has_name in _places_of(wanted, functions):
             first = places[0]
-            is_known = len(places) == 1 and first.route is not None and not has_name
-            if key in outer and is_known:
+            is_hidden = key in outer and len(places) == 1 and first.route is not None and not has_name
+            if is_hidden:
                 self._hide(first)
-            elif _is_array(wanted[key]):
-                self._watched += [(place, weakref.ref(wanted[key])) for place in places]
+            if (key in inner or not is_hidden) and not is_tracer(
+                wanted[key]
+            ):  # both, if it is read on the outside and inside a program
+                self._watched += [(place, _reference(wanted[key])) for place in places]
             for place in places:
                 if place.route is not None or len(places) == 1:
                     module = place.module()
                     _, _, held = cells.setdefault(id(module), (module, place.route, {}))
                     held[place.cell] = flat_of(module).dicts[place.cell]
+        if cells:
+            outdate_traces()
         if cells and _has_own_rules(closed):
             modules = {id(value): value for value, _ in reached(functions) if isinstance(value, ModuleBase)}
             self._rules_read = [(weakref.ref(m), [*map(weakref.ref, _arrays(m))]) for m in modules.values()]
@@ -168,17 +173,17 @@ def _constants(closed: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Returns the array constants of a program, and those of programs inside it that cannot be passed to them."""
     outer = {identity(const): const for const in constants_of(closed)}
     inner: dict[Any, Any] = {}
-    stack, seen = [(closed, True)], set()
+    stack, seen = [(closed, True)], set[Any]()
     while stack:
         program, can_inline = stack.pop()
         for eqn in program.eqns:
             for called in programs_in(eqn):
-                if id(called) not in seen:
-                    seen.add(id(called))
-                    inlined = can_inline and is_inlined(eqn)
+                inlined = can_inline and is_inlined(eqn)
+                if (id(called), inlined) not in seen:
+                    seen.add((id(called), inlined))
                     (outer if inlined else inner).update({identity(const): const for const in constants_of(called)})
                     stack.append((called, inlined))
-    return outer, {key: const for key, const in inner.items() if key not in outer and _is_array(const)}
+    return outer, inner
 
 
 def _has_own_rules(closed: Any) -> bool:
@@ -206,6 +211,11 @@ def _holds(weak: Any, arrays: Sequence[Any]) -> bool:
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, jax.Array) and not is_tracer(value)
+
+
+def _reference(array: Any) -> Any:
+    """Returns what returns an array as long as it is there; one of NumPy's stays, because another could follow it."""
+    return weakref.ref(array) if isinstance(array, jax.Array) else lambda: array
 
 
 def _places_of(wanted: Mapping[Any, Any], functions: Sequence[Any]) -> Iterator[tuple[Any, list[Place], bool]]:

@@ -1,10 +1,10 @@
 """Keys of functions: when the trace of a user's function can be used again.
 
-As in JAX, a trace is used again only for the same function object. Unlike in JAX, it ends when a name the function
-reads means something else: the contents of its closure cells, its defaults, and the globals that its code names.
-Numbers and strings count by value, other immutable objects by identity, a Module by identity and structure. A function
-that names something that can change without being replaced (a list, a dict, a numpy array, an instance of a user's
-class) has no key. What a function reads indirectly, through a helper or an attribute, is not part of the key.
+As in JAX, a trace is used again only for the same function object, or the same partial. Unlike in JAX, it ends when a
+name the function reads means something else: the contents of its closure cells, its defaults, and the globals that its
+code names. Numbers and strings count by value, other immutable objects by identity, a Module by identity and structure.
+A function that names something that can change without being replaced (a list, a dict, a numpy array, an instance of a
+user's class) has no key. What a function reads indirectly, through a helper or an attribute, is not part of the key.
 """
 
 import contextvars
@@ -63,14 +63,15 @@ def function_key(fun: Any) -> Any:
         CanChange: the function names something that can change unnoticed.
     """
     if isinstance(fun, functools.partial):
-        return type(fun), function_key(fun.func), stable_key((fun.args, *fun.keywords.items()))
+        return ById(fun), function_key(fun.func), stable_key((fun.args, *fun.keywords.items()))
     if isinstance(fun, types.MethodType):
         return function_key(fun.__func__), stable_key(fun.__self__)
     if not isinstance(fun, types.FunctionType):
         return stable_key(fun)
     # A library's function does not change; but a lifted function does what the user's function under it does.
     own = () if is_of_library(fun) else tuple(map(stable_key, _reads(fun)))
-    return ById(fun), own, function_key(getattr(fun, "__wrapped__", None))
+    # Its code is replaced by tools that reload a file while a notebook runs.
+    return ById(fun), ById(fun.__code__), own, function_key(getattr(fun, "__wrapped__", None))
 
 
 def is_of_library(fun: types.FunctionType) -> bool:

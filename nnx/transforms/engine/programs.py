@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jax.core import eval_jaxpr
 
+from nnx.transforms.engine.inner_traces import with_fresh_traces
+
 _ARRAYS = (jax.Array, np.ndarray)
 
 
@@ -78,7 +80,8 @@ class Program(NamedTuple):
 
 def trace_program(fun: Callable[..., Any], *operands: Any) -> Program:
     """Traces a function. Unlike in `jax.jit(fun).trace`, tracers that it captures are constants of the program."""
-    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*operands)
+    with with_fresh_traces():
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*operands)
     return Program(closed, jax.tree.structure(shapes))
 
 

@@ -17,6 +17,7 @@ from nnx.core.variables.untied import inputs_traced_as
 from nnx.transforms.engine.call import Call, Signature
 from nnx.transforms.engine.captured import Captured
 from nnx.transforms.engine.commit import finish
+from nnx.transforms.engine.inner_traces import with_fresh_traces
 from nnx.transforms.engine.leave import run
 from nnx.transforms.engine.outcome import Effects, Outcome
 from nnx.transforms.engine.programs import evaluate, trace_program
@@ -131,7 +132,7 @@ class Compiled:
         # The current call is None while the body runs: calls that the body makes are different calls, even if they are
         # calls of this function.
         try:
-            with inputs_traced_as(call.cells(), cells):
+            with inputs_traced_as(call.cells(), cells), with_fresh_traces():
                 outcome = owner.current.run(
                     None, run, owner.body, call.signature, call.statics, cells, data, forks, name
                 )
