@@ -25,6 +25,7 @@ from nnx.core.state.filters import Not
 from nnx.core.trace import is_tracer
 from nnx.core.variables.variables import Loss
 from nnx.models.architecture import Architecture
+from nnx.models.files.counts import check_counts
 from nnx.models.files.quantized_files import AnyFile, decoding, reopened
 from nnx.models.files.reading import Location, Reader
 from nnx.models.files.tables import Link, Parameter, Shape
@@ -39,7 +40,7 @@ from nnx.storage.placing import whole
 from nnx.storage.processes import Exchange, is_first
 from nnx.storage.safetensors.file import Pending, TensorFile
 from nnx.storage.safetensors.safetensors import write_arrays
-from nnx.storage.safetensors.shards import holds_safetensors, open_model
+from nnx.storage.safetensors.shards import holds_safetensors, open_model, refuse_pickles
 from nnx.transforms.control.eval_shape import eval_shape
 
 NO_DIRECTORY = (
@@ -47,11 +48,7 @@ NO_DIRECTORY = (
     "example with `hf download MODEL --local-dir DIRECTORY`, and pass that directory."
 )
 NO_CONFIG = "{path} contains no config.json, so it is not the directory of a published model."
-NO_WEIGHTS = "{path} contains no safetensors file{more}."
-ONLY_PICKLES = (
-    ", only {names}. Such files are pickles, which can run code when they are opened; they are not read. Convert them "
-    "to safetensors first"
-)
+NO_WEIGHTS = "{path} contains no safetensors file."
 BAD_JSON = "{path} cannot be read as JSON: {reason}."
 DOES_NOT_FIT = "The tensors in {path} do not fit its config.json (model_type {family!r}):\n{differences}"
 NOT_FLOATS = "Parameters are stored as floating-point numbers: expected such a dtype, got {got}."
@@ -125,13 +122,16 @@ def from_pretrained(
     True
     """
     path = local_path(directory).absolute()
-    fields, file = read_entries(path), str(path / "config.json")
-    architecture = architecture_named(fields.get("model_type"), file)
-    config, decoded = architecture.read_config(fields, file), decoding(fields, file)
-    options = _options(path, architecture, config, {"scan_layers": scan_layers, "remat": remat})
+    refuse_pickles(path)
+    fields, where = read_entries(path), str(path / "config.json")
+    architecture = architecture_named(fields.get("model_type"), where)
+    decoded = decoding(fields, where)
     with contextlib.ExitStack() as opened:
         files = decoded(_open(path, opened))
         found = {name: file.tensors[name] for name, file in files.items()}
+        check_counts(fields, found, where)
+        config = architecture.read_config(fields, where)
+        options = _options(path, architecture, config, {"scan_layers": scan_layers, "remat": remat})
         config = architecture.completed(config, found)
         param_dtype = _stored_dtype(architecture, config, found) if dtype is None else as_dtype(dtype)
         if not jnp.issubdtype(param_dtype, jnp.floating):
@@ -215,9 +215,7 @@ def _open(directory: Path, opened: contextlib.ExitStack) -> dict[str, TensorFile
     if holds_safetensors(usual):
         return open_model(usual, opened)
     if not holds_safetensors(directory):
-        names = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
-        more = ONLY_PICKLES.format(names=_listed(names)) if names else ""
-        raise FileNotFoundError(NO_WEIGHTS.format(path=directory, more=more))
+        raise FileNotFoundError(NO_WEIGHTS.format(path=directory))
     return open_model(directory, opened)
 
 

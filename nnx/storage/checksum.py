@@ -1,10 +1,11 @@
-"""The checksum of array data: as good as a CRC-32 at finding the errors that disks make, and several times faster.
+"""The checksum of array data in checkpoints, made of sums: it finds the errors that disks make, faster than a CRC-32.
 
 Data are processed in blocks of 1 MB, each seen as a table of 64-bit words with 512 to a row (4 KB, a page of memory or
 of a disk). The checksum is the CRC-32 of the sums of all rows and of all columns. A change within one row changes the
-sum of a column; swapped rows, or data that moved, change the sums of rows. Bytes left over at the end of a block, less
-than a row, enter the CRC-32 directly. NumPy adds 22 GB/s while `zlib.crc32` reads 4 GB/s and `hashlib.blake2b` 0.9 GB/s
-(one core, data in the cache), so verifying costs less than reading.
+sum of a column; swapped rows, or data that moved, change the sums of rows. Changes that cancel each other in both are
+missed, such as flips of the highest bits of four words at the corners of a rectangle. Bytes left over at the end of a
+block, less than a row, enter the CRC-32 directly. NumPy adds 22 GB/s while `zlib.crc32` reads 4 GB/s and
+`hashlib.blake2b` 0.9 GB/s (one core, data in the cache), so verifying costs less than reading.
 """
 
 import zlib

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -251,8 +252,17 @@ class TestBadDirectories:
         (llama / "model.safetensors").unlink()
         with pytest.raises(FileNotFoundError, match="contains no safetensors file.$"):
             nnx.models.from_pretrained(llama)
-        (llama / "pytorch_model.bin").write_bytes(b"\x80")
-        with pytest.raises(FileNotFoundError, match="only 'pytorch_model.bin'. Such files are pickles"):
+
+    @pytest.mark.parametrize("problem", ["none", "no config", "broken config", "unknown model", "unknown quantization"])
+    def test_pickles_are_refused_by_name_before_anything_else_fails(self, llama, problem):
+        (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+        if problem == "no config":
+            (llama / "config.json").unlink()
+        elif problem == "broken config":
+            (llama / "config.json").write_text("{")
+        elif problem != "none":
+            edited(llama, model_type="mamba", quantization_config={"quant_method": "gguf"})
+        with pytest.raises(FileNotFoundError, match=r"weights as pickles \(pytorch_model.bin\).*safetensors.torch"):
             nnx.models.from_pretrained(llama)
 
     def test_a_missing_shard(self, directory):
@@ -273,6 +283,50 @@ class TestBadDirectories:
         shard.write_bytes(data)
         with pytest.raises(nnx.CheckpointError, match="is damaged: the bytes of .* do not match their checksum"):
             nnx.models.from_pretrained(directory)
+
+
+COUNTED = ("num_hidden_layers", "n_layer", "num_local_experts", "num_experts", "num_labels", "head_dim")
+
+
+def numbers_in(fields: dict, path: tuple = ()):
+    """The paths of all integers in a config, also in lists and objects."""
+    for key, value in fields.items() if isinstance(fields, dict) else enumerate(fields):
+        if isinstance(value, (dict, list)):
+            yield from numbers_in(value, (*path, key))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield (*path, key)
+
+
+@pytest.mark.parametrize("name", [*GOLDENS, "bert_classifier", "clip", "resnet_classifier", "t5", "vit", "whisper"])
+def test_a_config_with_a_huge_number_is_refused_or_loads_in_no_time(name, tmp_path):
+    directory = shutil.copytree(GOLDEN / name, tmp_path / name)
+    fields = json.loads((directory / "config.json").read_text())
+    added = {"num_labels": 2} if name in ("bert_classifier", "vit") else {}
+    for path in numbers_in({**fields, **added}):
+        changed_fields = json.loads(json.dumps({**fields, **added}))
+        inner = changed_fields
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = 10**9
+        changed_fields.pop("id2label" if path == ("num_labels",) else "", None)
+        (directory / "config.json").write_text(json.dumps(changed_fields))
+        begin = time.process_time()
+        try:
+            nnx.models.from_pretrained(directory, abstract=True)
+        except ValueError as error:  # also a CheckpointError
+            if path[-1] in COUNTED:
+                assert f"{path[-1]}=1000000000 cannot be, because the files next to it have" in str(error)
+        else:
+            assert path[-1] not in COUNTED
+        assert time.process_time() - begin < 5, path
+
+
+def test_layers_and_experts_are_counted_together(tmp_path):
+    directory = shutil.copytree(GOLDEN / "mixtral", tmp_path / "mixtral")
+    changed(directory, lambda arrays: arrays.update({f"x{i}": np.zeros(0) for i in range(1000)}, y=np.zeros(10**6)))
+    edited(directory, num_hidden_layers=1000, num_local_experts=10**6)
+    with pytest.raises(ValueError, match="num_local_experts=1000000 cannot be, .* 1048 tensors, whose longest axis is"):
+        nnx.models.from_pretrained(directory)
 
 
 class TestTensorsThatDoNotFit:

@@ -154,6 +154,23 @@ def test_tools_are_written_as_plain_json():
     assert chat_text("{{ tools | tojson(indent=4) }}", tools=[tool]) == json.dumps([tool], ensure_ascii=False, indent=4)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i %}{% endfor %}{% endfor %}",
+        "{% macro twice() %}{{ twice() }}{{ twice() }}{% endmacro %}{{ twice() }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{{ messages[0].content }}{% endfor %}{% endfor %}",
+    ],
+    ids=["loops", "macros", "output"],
+)
+def test_a_template_that_runs_on_is_stopped(template, monkeypatch):
+    monkeypatch.setattr("nnx.models.inputs.chat_template.MAX_SECONDS", 0.2)
+    monkeypatch.setattr("nnx.models.inputs.chat_template.MAX_CHARACTERS", 1000)
+    with pytest.raises(ValueError, match="was stopped: it (had not finished after|wrote more than 1,000)|recursion"):
+        chat_text(template)
+    assert chat_text("{% for i in range(9) %}{{ i }}{% endfor %}") == "012345678"
+
+
 def test_a_chat_without_tools_tells_the_template_so():
     assert chat_text("{{ tools is none }}{{ tools is defined }}") == "TrueTrue"
 

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import struct
+import time
 from pathlib import Path
 
 import jax
@@ -76,6 +77,8 @@ MALFORMED = {
     "metadata that are a tensor": '{"__metadata__":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
     "deep nesting": "{" + '"a":{' * 50_000 + "}" * 50_001,
     "deep lists": one(shape="[" * 50_000 + "]" * 50_000),
+    "CRCs that are no numbers": f'{{"__metadata__":{{"nnx.crc32":"16:xx"}},{W}}}',
+    "too many CRCs": f'{{"__metadata__":{{"nnx.crc32":"4:0000000000000000"}},{W}}}',
     "checksums that are no numbers": f'{{"__metadata__":{{"nnx.checksums":"16:xx"}},{W}}}',
     "too few checksums": f'{{"__metadata__":{{"nnx.checksums":"2:00000000"}},{W}}}',
     "chunks of no size": f'{{"__metadata__":{{"nnx.checksums":"0:00000000"}},{W}}}',
@@ -266,3 +269,52 @@ def test_a_flipped_bit_is_noticed_in_every_tensor(tmp_path):
         with pytest.raises(nnx.CheckpointError, match=f"the bytes of '{name}' do not match their checksum"):
             nnx.load_safetensors(path, state)
         assert nnx.load_safetensors(path, state, verify=False) != state
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_flips_of_top_bits_at_the_corners_of_a_rectangle_are_noticed(seed, tmp_path):
+    path, draw = tmp_path / "model.safetensors", random.Random(seed)
+    state = nnx.State({"w": np.random.default_rng(seed).integers(0, 256, (64, 4096), np.uint8)})
+    nnx.save_safetensors(path, state)
+    damaged = bytearray(path.read_bytes())
+    begin = len(damaged) - 64 * 4096
+    rows, words = draw.sample(range(64), 2), draw.sample(range(512), 2)
+    for row in rows:
+        for word in words:
+            damaged[begin + 4096 * row + 8 * word + 7] ^= 128
+    path.write_bytes(damaged)
+    with pytest.raises(nnx.CheckpointError, match="the bytes of 'w' do not match their checksum"):
+        nnx.load_safetensors(path, state)
+
+
+def test_files_of_version_0_2_are_read_and_verified(tmp_path):
+    whole = (Path(__file__).parent / "safetensors_0_2.safetensors").read_bytes()
+    assert b"nnx.checksums" in whole and b"nnx.crc32" not in whole
+    state = nnx.State({"w": np.arange(3000, dtype=np.float32), "b": np.zeros(3, np.int8)})
+    path = tmp_path / "old.safetensors"
+    path.write_bytes(whole)
+    assert nnx.load_safetensors(path, state) == state
+    for at in (len(whole) - 1, len(whole) - 5000):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises(nnx.CheckpointError, match="do not match their checksum"):
+            nnx.load_safetensors(path, state)
+
+
+def test_a_header_of_150_000_entries_takes_a_second(tmp_path):
+    entries = ",".join(f'"w{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(150_000))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(pack(f"{{{entries}}}", b""))
+    begin = time.process_time()
+    assert len(nnx.load_safetensors(path)) == 150_000
+    assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt", "weights.pkl"])
+def test_pickles_are_refused_by_name(tmp_path, name):
+    (tmp_path / name).write_bytes(b"\x80\x04K\x01.")
+    for path, error in ((tmp_path / name, nnx.CheckpointError), (tmp_path, FileNotFoundError)):
+        with pytest.raises(error, match=f"weights as pickles .{name}.. A pickle can run code"):
+            nnx.load_safetensors(path)
+    state = nnx.State({"w": np.ones(1)})
+    nnx.save_safetensors(tmp_path / name, state)  # an unusual name, and no pickle
+    assert nnx.load_safetensors(tmp_path / name, state) == state

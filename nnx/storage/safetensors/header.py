@@ -7,6 +7,7 @@ integer. Anything else is a `CheckpointError` that names the file.
 
 import json
 import math
+import re
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,10 +26,13 @@ DTYPES = {
     "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NUMPY_DTYPES = {name: np.dtype(jnp.dtype(dtype)) for name, dtype in DTYPES.items()}
 
 MAX_LENGTH = 100_000_000  # bytes, the limit of the reference package
 METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
+_INTEGERS = {int}
+_MINUS = re.compile(r"[\s\[,:]-")  # before every negative number, and seldom within a name
 _MAX_DIMENSIONS = 64  # the limit of NumPy
 _MAX_BYTES = 2**63 - 1
 
@@ -75,7 +79,7 @@ def parse_header(path: Path, text: bytes, data_size: int) -> Header:
     try:
         fields = _parse_json(text)
         metadata = _metadata(fields.pop(METADATA, None))
-        tensors = {name: _tensor(name, entry) for name, entry in fields.items()}
+        tensors = {name: e if type(e) is Tensor else _tensor(name, e) for name, e in fields.items()}
         _check_coverage(tensors, data_size)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(INVALID.format(path=path, reason=error)) from error
@@ -90,8 +94,9 @@ def _parse_json(text: bytes) -> dict[str, Any]:
     try:
         return json.loads(
             decoded,
-            object_pairs_hook=_object,
-            parse_int=_integer,
+            # Without escapes, text that UTF-8 can decode is text that it can encode.
+            object_pairs_hook=_escaped_object if "\\u" in decoded else _object,
+            parse_int=_integer if _MINUS.search(decoded) else None,
             parse_float=_refuse_number,
             parse_constant=_refuse_number,
         )
@@ -101,15 +106,25 @@ def _parse_json(text: bytes) -> dict[str, Any]:
         raise ValueError(f"its header is not JSON ({error})") from error
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> Any:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a key appears twice in its header")
+    if len(found) == 3 and found.keys() == _FIELDS:
+        # At once, so that the dicts and lists of a million entries do not exist together.
+        try:
+            return _tensor("", found)
+        except ValueError:  # it will be raised again where the name is known
+            return found
+    return found
+
+
+def _escaped_object(pairs: list[tuple[str, Any]]) -> Any:
     for key, value in pairs:
         for text in (key, value) if isinstance(value, str) else (key,):
             if not _is_encodable(text):
                 raise ValueError("its header contains half of a surrogate pair")
-    return found
+    return _object(pairs)
 
 
 def _integer(text: str) -> int:
@@ -135,24 +150,24 @@ def _tensor(name: str, entry: Any) -> Tensor:
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         raise ValueError(f"the entry of {name!r} must have dtype, shape and data_offsets, got {reprlib.repr(entry)}")
     dtype_name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
+    dtype = _NUMPY_DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+    if dtype is None:
         raise ValueError(f"{name!r} has the dtype {reprlib.repr(dtype_name)}, which is not one of {', '.join(DTYPES)}")
     if not _are_integers(shape) or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"{name!r} has the shape {reprlib.repr(shape)}")
     if not _are_integers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{name!r} has the data_offsets {reprlib.repr(offsets)}")
-    dtype = jnp.dtype(DTYPES[dtype_name])
+    start, end = offsets
     # Zeros are left out of this product, because NumPy cannot represent an empty array with huge dimensions either.
-    if math.prod(n for n in shape if n) * dtype.itemsize > _MAX_BYTES:
+    if math.prod(filter(None, shape)) * dtype.itemsize > _MAX_BYTES:
         raise ValueError(f"{name!r} has the shape {reprlib.repr(shape)}, which is too large for any memory")
-    tensor = Tensor(dtype, tuple(shape), *offsets)
-    if tensor.nbytes != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name!r} ({dtype_name} of shape {reprlib.repr(shape)}) has {tensor.nbytes} bytes")
-    return tensor
+    if end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name!r} ({dtype_name} of shape {reprlib.repr(shape)}) has {end - start} bytes")
+    return Tensor(dtype, tuple(shape), start, end)
 
 
 def _are_integers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int for n in value)  # not bool, which is an int as well
+    return isinstance(value, list) and _INTEGERS.issuperset(map(type, value))  # not bool, which is an int as well
 
 
 def _check_coverage(tensors: Mapping[str, Tensor], data_size: int) -> None:

@@ -29,7 +29,7 @@ from nnx.storage.safetensors.file import Pending
 from nnx.storage.safetensors.header import data_order, make_header
 from nnx.storage.safetensors.matching import match
 from nnx.storage.safetensors.replacing import read_like
-from nnx.storage.safetensors.shards import Shards, divide, open_model, write_model
+from nnx.storage.safetensors.shards import Shards, divide, open_model, refuse_pickles, write_model
 from nnx.storage.safetensors.source import Notes, Source
 from nnx.storage.writer_lock import WriterLock
 
@@ -198,6 +198,7 @@ def load_safetensors(
     ['body/w']
     """
     file = local_path(path).absolute()
+    refuse_pickles(file)
     if target is _NO_TARGET:
         _refuse_options(strict=strict is not True, cast=cast, report=report is not None)
         with contextlib.ExitStack() as opened:

@@ -32,6 +32,12 @@ NOT_IN_SHARD = "The index {path} says that {name!r} is in {file!r}, but it is no
 NOT_IN_INDEX = "The index {path} does not list {name!r}, which is in {file!r}."
 MIXED = "The index {path} and the file {file!r} are from two different saves. Copy the files of one save together."
 
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+ONLY_PICKLES = (
+    "{path} holds weights as pickles ({names}). A pickle can run code when it is opened, so none is read. Convert it "
+    "to safetensors where you trust it: `safetensors.torch.save_file(torch.load(name, weights_only=True), new_name)`."
+)
+
 SAVE_ID, SHARD_OF = "nnx.save_id", "nnx.shard_of"
 _SHARD = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.[^.]+")
 _ATTEMPTS = 20
@@ -47,6 +53,22 @@ def holds_safetensors(path: Path) -> bool:
     if path.is_dir():
         return any(True for pattern in ("*.safetensors", "*.safetensors.index.json") for _ in path.glob(pattern))
     return path.is_file() or index_path(path).is_file()
+
+
+def refuse_pickles(path: Path) -> None:
+    """Raises an error if a path leads to a pickle, or to a directory that contains pickles and no safetensors."""
+    if path.is_dir():
+        names = (
+            [] if holds_safetensors(path) else sorted(file.name for file in path.iterdir() if file.suffix in PICKLES)
+        )
+        if names:
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise FileNotFoundError(ONLY_PICKLES.format(path=path, names=shown))
+    elif path.suffix in PICKLES and path.is_file():
+        with open(path, "rb") as file:
+            start = file.read(9)
+        if not start.endswith(b"{"):  # safetensors under that name have the length of their header first
+            raise CheckpointError(ONLY_PICKLES.format(path=path.parent, names=path.name))
 
 
 # Reading
