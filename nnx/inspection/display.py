@@ -50,7 +50,7 @@ def display(model: Any, path: str | os.PathLike[str] | None = None, *, visualize
         The path of the page; None if none was written.
 
     >>> nnx.display(nnx.Sequence([jnp.sin]))
-    Sequence([jax.numpy.sin])
+    Sequence(0: jax.numpy.sin)
     """
     if path is None and not _in_notebook():
         print(model)

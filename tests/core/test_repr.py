@@ -139,9 +139,8 @@ class Block(nnx.Module):
 
 def test_print_has_one_line_per_layer_and_one_entry_for_equal_items():
     model = nnx.Dict(blocks=[Block(2), Block(2), Block(2), Block(4)], scale=0.5)
-    features = "in_features: {0}, out_features: {0}"
-    linear = f"Linear({features}, kernel: Param(float32[{{0}},{{0}}]), bias: Param(float32[{{0}}]))"
-    conv = f"Conv({features}, kernel_size: (3, 3), use_bias: False, kernel: Param(float32[3,3,{{0}},{{0}}]))"
+    linear = "Linear({0}, {0}, kernel: Param(float32[{0},{0}]), bias: Param(float32[{0}]))"
+    conv = "Conv({0}, {0}, (3, 3), use_bias: False, kernel: Param(float32[3,3,{0},{0}]))"
     expected = f"""\
 Dict(
   blocks: Sequence(
@@ -160,10 +159,40 @@ Dict(
     assert len(repr(model).splitlines()) > 40
 
 
+def test_a_layer_prints_on_one_line_of_at_most_100_columns():
+    ctx = nnx.context(0)
+    model = nnx.Dict(
+        down=nnx.Conv(64, 128, (3, 3), strides=2, padding="VALID", ctx=ctx),
+        norm=nnx.BatchNorm(64),
+        attention=nnx.MultiHeadAttention(4, 64, ctx=ctx),
+    )
+    lines = str(model).splitlines()
+    assert lines[1].strip() == (  # too long even so
+        "down: Conv(64, 128, (3, 3), strides: (2, 2), padding: 'VALID', kernel: float32[3,3,64,128], ...)"
+    )
+    assert lines[2].strip() == (  # too long in full: without the types of the Variables
+        "norm: BatchNorm(64, scale: float32[64], bias: float32[64], mean: float32[64], var: float32[64])"
+    )
+    assert lines[11].strip() == "query: LinearGeneral((64,), (4, 16), kernel: float32[64,4,16], bias: float32[4,16])"
+    model.text, model.tail = "x" * 300, nnx.Dict(name="n" * 60, other="o" * 60)
+    deep = nnx.Dict(block=nnx.Dict(a_layer_with_a_long_name=model))
+    assert max(map(len, str(deep).splitlines())) <= 100
+    assert f"tail: Dict(name: '{'n' * 60}', ...)" in str(deep)
+
+
+def test_a_line_starts_like_the_call_of_the_constructor_as_far_as_its_arguments_are_attributes():
+    class Half(nnx.Module):
+        def __init__(self, size, seed, scale=2.0, *, bias):
+            self.bias, self.scale, self.size = bias, scale, size
+
+    assert str(Half(3, 0, bias=1)) == "Half(3, bias: 1)"
+    assert str(Half(3, 0, 4.0, bias=1)) == "Half(3, bias: 1, scale: 4.0)"
+
+
 def test_print_shows_sharing_and_cycles():
     model = nnx.Dict(a=nnx.Dropout(0.5))
     model.b, model.me = model.a, model
-    assert str(model) == "Dict(\n  a: Dropout(rate: 0.5)\n  b: Dropout(...)\n  me: Dict(...)\n)"
+    assert str(model) == "Dict(\n  a: Dropout(0.5)\n  b: Dropout(...)\n  me: Dict(...)\n)"
 
 
 def test_items_that_differ_or_are_not_next_to_each_other_are_not_one_entry():

@@ -2,13 +2,16 @@
 
 Both print a Module once; where it appears again, it is `Name(...)`. The repr leaves out options that have their default
 value. `print` shows a model in as few lines as it takes to see what it is made of: a Module without submodules is one
-line, unless that is very long; consecutive items of a Sequence that print alike are one entry, `0-11: Block(`; static
-attributes that are None, or equal to the default of the constructor, are left out as well.
+line, which starts like the call that made it; consecutive items of a Sequence that print alike are one entry, `0-11:
+Block(`; static attributes that are None, empty, or equal to the default of the constructor, are left out as well. A
+line has at most 100 columns: in a longer one, Variables lose their type, and `...` stands for what does not fit.
 """
 
 import inspect
+import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +22,7 @@ from nnx.core.state.paths import segment_of
 from nnx.core.variables.refs import Ref
 from nnx.core.variables.variables import Spec
 
-WIDTH = 160  # of a line that holds a whole Module
+WIDTH = 100  # of a line that `print` shows
 
 Labeled = tuple[str, Any]  # a label, and a text or the number of a Module to print there
 
@@ -27,18 +30,25 @@ Labeled = tuple[str, Any]  # a label, and a text or the number of a Module to pr
 def module_repr(root: Any) -> str:
     """Returns a Module as an indented tree."""
     tree = _Tree(root, _is_option_left_alone)
-    return _printed(tree, tree.attributes.__getitem__, lambda attributes, _: not attributes)
+    return _printed(tree, tree.attributes.__getitem__, lambda prefix, number, attributes: None, cut=lambda line: line)
 
 
 def module_str(root: Any) -> str:
     """Returns a Module as a short indented tree."""
     tree = _Tree(root, _is_uninteresting)
     tree.compare()
-    return _printed(tree, tree.grouped, lambda attributes, width: width <= WIDTH and not _has_modules(attributes))
+
+    def on_one_line(prefix: str, number: int, attributes: list[Labeled]) -> str | None:
+        return None if _has_modules(attributes) else _one_line(prefix, tree.names[number], tree.parts(number))
+
+    return _printed(tree, tree.grouped, on_one_line, cut=_cut)
 
 
 def _printed(
-    tree: "_Tree", attributes_of: Callable[[int], list[Labeled]], fits_on_one_line: Callable[[list[Labeled], int], bool]
+    tree: "_Tree",
+    attributes_of: Callable[[int], list[Labeled]],
+    on_one_line: Callable[[str, int, list[Labeled]], str | None],
+    cut: Callable[[str], str],
 ) -> str:
     lines: list[str] = []
     stack: list[tuple[int, str, Any]] = [(0, "", 0)]  # depth, label, and a text or the number of a Module
@@ -46,21 +56,43 @@ def _printed(
         depth, label, value = stack.pop()
         prefix = f"{'  ' * depth}{label}"
         if isinstance(value, str):
-            lines.append(f"{prefix}{value}")
+            lines.append(cut(f"{prefix}{value}"))
             continue
-        name, attributes = tree.names[value], attributes_of(value)
-        line = f"{prefix}{name}({', '.join(f'{label}: {text}' for label, text in attributes)})"
-        if fits_on_one_line(attributes, len(line)):
+        attributes = attributes_of(value)
+        line = on_one_line(prefix, value, attributes) if attributes else f"{prefix}{tree.names[value]}()"
+        if line is not None:
             lines.append(line)
             continue
-        lines.append(f"{prefix}{name}(")
+        lines.append(f"{prefix}{tree.names[value]}(")
         stack.append((depth, "", ")"))
         stack.extend((depth + 1, f"{label}: ", inner) for label, inner in reversed(attributes))
     return "\n".join(lines)
 
 
+def _one_line(prefix: str, name: str, parts: Sequence["_Part"]) -> str:
+    """Returns a Module without submodules as one line: in full, else with short Variables, else as much as fits."""
+    for texts in ([part.text for part in parts], [part.short for part in parts]):
+        line = f"{prefix}{name}({', '.join(texts)})"
+        if len(line) <= WIDTH:
+            return line
+    ends = itertools.accumulate((len(part.short) + 2 for part in parts), initial=len(f"{prefix}{name}(...)"))
+    fitting = sum(end <= WIDTH for end in ends) - 1
+    return f"{prefix}{name}({', '.join([*(part.short for part in parts[: max(fitting, 0)]), '...'])})"
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
+
+
 def _has_modules(attributes: Sequence[Labeled]) -> bool:
     return any(not isinstance(value, str) for _, value in attributes)
+
+
+class _Part(NamedTuple):
+    """One attribute in the line of a Module, in full and in short."""
+
+    text: str
+    short: str
 
 
 class _Tree:
@@ -74,9 +106,10 @@ class _Tree:
     def __init__(self, root: Any, is_hidden: Callable[[dict[str, Any], str, Any], bool]):
         self.names: list[str] = []  # of the classes, by number
         self.attributes: list[list[Labeled]] = []
+        self.required: list[list[str]] = []  # the labels that the call of the constructor starts with
         self.looks: list[int] = []  # Modules that print alike have the same number here; see `compare`
         self._is_hidden = is_hidden
-        self._defaults: dict[type, dict[str, Any]] = {}
+        self._parameters: dict[type, dict[str, Any]] = {}  # of constructors: their defaults, by name
         seen: dict[int, int] = {}
         # Depth first, by an explicit stack: the attributes of each open Module that are still to come.
         stack: list[tuple[int, Iterator[Labeled]]] = [self._open(root, seen)]
@@ -98,18 +131,37 @@ class _Tree:
         number = seen[id(module)] = len(self.names)
         self.names.append(class_of(module).__name__)
         self.attributes.append([])
-        return number, iter(self._shown(module))
+        shown = self._shown(module)
+        required = (name for name, default in self._parameters_of(module).items() if default is _REQUIRED)
+        labels = {label for label, value in shown if isinstance(value, str)}
+        self.required.append(list(itertools.takewhile(labels.__contains__, required)))
+        return number, iter(shown)
 
     def _shown(self, module: Any) -> list[Labeled]:
-        info, values, cls = info_of(module), values_of(module), class_of(module)
-        if cls not in self._defaults:
-            self._defaults[cls] = _constructor_defaults(cls)
-        defaults, found = self._defaults[cls], []
+        info, values, found = info_of(module), values_of(module), []
+        defaults = {name: default for name, default in self._parameters_of(module).items() if default is not _REQUIRED}
         for name in info.printed_names():
             kind, value = info.kinds[name], values.get(name)
             if kind is not STATIC or not self._is_hidden(defaults, name, value):
                 found.append((segment_of(name), value if kind is SUBMODULE else _text(kind, value)))
         return found
+
+    def _parameters_of(self, module: Any) -> dict[str, Any]:
+        cls = class_of(module)
+        if cls not in self._parameters:
+            self._parameters[cls] = _constructor_parameters(cls)
+        return self._parameters[cls]
+
+    def parts(self, number: int) -> list[_Part]:
+        """Returns the attributes of a Module without submodules, the required arguments of its constructor first."""
+        texts = {label: value for label, value in self.grouped(number)}
+        required = [label for label in self.required[number] if label in texts]
+        first = [_Part(texts[label], texts[label]) for label in required]
+        rest = [label for label in texts if label not in required]
+        return [
+            *first,
+            *(_Part(f"{label}: {texts[label]}", f"{label}: {_without_type(texts[label])}") for label in rest),
+        ]
 
     def compare(self) -> None:
         """Numbers what Modules look like; the last ones first, because a Module looks as its submodules do."""
@@ -144,13 +196,30 @@ def _text(kind: Any, value: Any) -> str:
     return repr(kind.box(value)) if type(kind) is Spec else short(value)
 
 
-def _constructor_defaults(cls: type) -> dict[str, Any]:
-    """Returns the default values in the signature of a class's constructor, by name."""
+_REQUIRED: Any = object()
+
+
+def _constructor_parameters(cls: type) -> dict[str, Any]:
+    """Returns the positional parameters of a class's constructor, and the others that have a default, with defaults."""
     try:
-        parameters = inspect.signature(cls.__init__).parameters
+        parameters = [*inspect.signature(cls.__init__).parameters.values()][1:]
     except (TypeError, ValueError):  # a constructor without a signature
         return {}
-    return {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return {
+        p.name: _REQUIRED if p.default is p.empty else p.default
+        for p in parameters
+        if p.default is not p.empty or p.kind in positional
+    }
+
+
+def _without_type(text: str) -> str:
+    """Returns what a Variable prints as without its type, `float32[3]`; other texts unchanged."""
+    found = _VARIABLE.fullmatch(text)
+    return found[1] if found else text
+
+
+_VARIABLE = re.compile(r"\w+\((\w+\[[\d,]*\]).*\)")
 
 
 def _is_option_left_alone(defaults: dict[str, Any], name: str, value: Any) -> bool:
@@ -164,8 +233,10 @@ def _is_option_left_alone(defaults: dict[str, Any], name: str, value: Any) -> bo
 
 
 def _is_uninteresting(defaults: dict[str, Any], name: str, value: Any) -> bool:
-    """Whether a static value is None, the default for that name, or a tuple that repeats the default for every axis."""
-    if value is None or _is_option_left_alone(defaults, name, value):
+    """Whether a static value is None, empty, the default for that name, or a tuple that repeats the default."""
+    if value is None or (type(value) is tuple and not value) or _is_option_left_alone(defaults, name, value):
+        return True
+    if callable(value) and getattr(value, "__name__", None) == name:  # `dot_general: dot_general`
         return True
     default = defaults.get(name)
     if isinstance(value, tuple) and isinstance(default, int):
