@@ -383,7 +383,7 @@ else:  # a checker would take `__getattr__` to mean that the package has every n
         """Returns an initializer; explains what a name of an earlier version, Flax or PyTorch is called here."""
         if name in _INITIALIZERS:
             return getattr(initializers, name)
-        from nnx.core.hints import package_error
+        from nnx.core.hints.hints import package_error
 
         raise package_error(name)
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from nnx.core.absent import check_is_here
 from nnx.core.errors import CONTEXT_AT_OTHER_LEVEL, TraceContextError
-from nnx.core.hints import CONTEXT as HINTS
-from nnx.core.hints import add_hints
+from nnx.core.hints.hints import add_hints
+from nnx.core.hints.table import CONTEXT as HINTS
 from nnx.core.repr import short
 from nnx.core.statics.statics import Keyed, own_copy
 from nnx.core.trace import NO_GUARD, current_level, same_level, transfer_guard

@@ -1,4 +1,4 @@
-"""Models of other libraries where one of ours is expected: the errors name the bridge that takes them across.
+"""Models and tensors of other libraries where ours are expected: the errors say how to take them across.
 
 No other library is imported. Whoever passes one of its models has imported it, so that `sys.modules` has its name.
 """
@@ -30,6 +30,12 @@ KERAS = (
     "Make a Module of its stateless_call with nnx.bridge.from_functions; the page 'Bring your model' shows how.",
 )
 
+TORCH_TENSOR = """{where} was given a tensor of PyTorch ({name}), which JAX does not know. Convert it first: \
+`jnp.asarray(tensor.detach().cpu().numpy())`."""
+TORCH_MODULE = """{where} was given a Module of PyTorch ({name}), which JAX cannot run. Write it as an nnx.Module; \
+`nnx.load_torch_state_dict(model, torch_module.state_dict())` takes its weights."""
+
+_TORCH = {"Tensor": TORCH_TENSOR, "Module": TORCH_MODULE}
 _BASES = {
     ("flax", "Module"): FLAX,
     ("haiku", "Module"): HAIKU,
@@ -39,11 +45,11 @@ _BASES = {
     ("haiku", "MultiTransformedWithState"): TRANSFORMED,
     ("keras", "Layer"): KERAS,
 }
-_LIBRARIES = ("flax", "haiku", "keras")
+_LIBRARIES = ("flax", "haiku", "keras", "torch")
 
 
 def refuse_foreign_model(value: Any, where: str) -> None:
-    """Raises TypeError if a value is a model of Flax, Linen, Haiku or Keras, or Flax's Rngs.
+    """Raises TypeError if a value is a model of Flax, Linen, Haiku, Keras or PyTorch, a tensor, or Flax's Rngs.
 
     Args:
         value: what was passed or assigned.
@@ -57,6 +63,8 @@ def refuse_foreign_model(value: Any, where: str) -> None:
             continue
         if library == "flax" and base.__name__ == "Rngs":
             raise TypeError(FLAX_RNGS.format(where=where))
+        if library == "torch" and base.__name__ in _TORCH:
+            raise TypeError(_TORCH[base.__name__].format(where=where, name=type(value).__name__))
         found = _BASES.get((library, base.__name__))
         if found is not None:
             what, advice = LINEN if base.__module__.startswith("flax.linen") else found

@@ -1,5 +1,7 @@
 """Published architectures, made from public layers, and their checkpoints. See README.md in this folder."""
 
+import typing as _typing
+
 from nnx.models.activations_by_name import ACTIVATIONS as ACTIVATIONS
 from nnx.models.architectures.bert import Bert as Bert
 from nnx.models.architectures.bert import BertConfig as BertConfig
@@ -47,3 +49,11 @@ from nnx.models.inputs.tokenizer import Tokenizer as Tokenizer
 from nnx.models.pretrained import from_pretrained as from_pretrained
 from nnx.models.pretrained import save_pretrained as save_pretrained
 from nnx.models.registry import ARCHITECTURES as ARCHITECTURES
+
+if not _typing.TYPE_CHECKING:  # a checker would take `__getattr__` to mean that the package has every name
+
+    def __getattr__(name: str) -> object:
+        """Explains what a name of transformers is called here."""
+        from nnx.core.hints.hints import models_error
+
+        raise models_error(name)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from nnx.core.context import context
+from nnx.core.hints.hints import explain_keywords
 from nnx.core.module.module import Module
 from nnx.core.repr import short
 from nnx.core.state.filters import Not
@@ -77,6 +78,7 @@ _SETTINGS = (
 _SHOWN = 30  # lines of an error; a wrong config makes every tensor wrong
 
 
+@explain_keywords
 def from_pretrained(
     directory: str | os.PathLike[str],
     *,

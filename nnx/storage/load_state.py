@@ -7,6 +7,7 @@ import jax
 import jax.core
 import numpy as np
 
+from nnx.core.hints.hints import torch_names_hint
 from nnx.core.module.info import ModuleBase, info_of
 from nnx.core.module.kinds import Absent, box
 from nnx.core.repr import short
@@ -64,7 +65,8 @@ def load_state(root: Any, mapping: Any, strict: bool, cast: bool) -> LoadReport:
             values[path] = value[0]
     report.missing = sorted({*flat.key.layout.paths, *absent} - names.keys(), key=path_order)
     if report and strict:
-        raise ValueError(DOES_NOT_FIT.format(module=type(root).__name__, differences=report))
+        text = DOES_NOT_FIT.format(module=type(root).__name__, differences=report)
+        raise ValueError(text + torch_names_hint(report.unexpected))
     update(root, State(values))
     return report
 

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from nnx.core.hints.hints import add_hints
+from nnx.core.hints.table import OPTIMIZER as HINTS
 from nnx.core.module.dict_sequence import Dict
 from nnx.core.module.freezing import is_frozen
 from nnx.core.module.info import ModuleBase, info_of
@@ -293,6 +295,9 @@ class Optimizer(Module, Generic[M]):
 
 def _is_trained(path: str, leaf: Any) -> bool:
     return not is_frozen(leaf)
+
+
+add_hints(Optimizer, HINTS)
 
 
 def _as(param: Any, grad: Any, path: str) -> Any:

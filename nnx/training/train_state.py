@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from nnx.core.hints import TRAIN_STATE as HINTS
-from nnx.core.hints import add_hints
+from nnx.core.hints.hints import add_hints
+from nnx.core.hints.table import TRAIN_STATE as HINTS
 from nnx.core.module.call_chains import Access
 from nnx.core.old_names import former_names
 from nnx.core.state.moduledef import ModuleDef

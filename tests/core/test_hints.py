@@ -3,17 +3,20 @@
 import collections.abc
 import inspect
 import re
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
 import flax.nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import nnx
-from nnx.core import hints
+from nnx.core.hints import hints, table
 from tests.lineage.names import ALL_NAMES
 
 
@@ -67,6 +70,21 @@ def adam(model: Any) -> Any:
 
 def gradients(model: Any) -> Any:
     return model.filter(nnx.Param)
+
+
+class Called(nnx.Module):
+    def __call__(self, x):
+        return jnp.sin(x)
+
+
+def torch_tensor() -> Any:
+    """A value whose class is called like the tensors of PyTorch, which is not installed where tests run."""
+    return type("Tensor", (), {"__module__": "torch"})()
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", types.ModuleType("torch")))
 
 
 N: Any = nnx  # the names below do not exist, which a type checker would say
@@ -187,6 +205,97 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "Linear(2, 3, bias=False)": (lambda: linear(bias=False), "use_bias"),
     "Dropout(p=0.5)": (lambda: nnx.Dropout(p=0.5), "rate"),  # pyright: ignore[reportCallIssue]
     "LayerNorm(3, eps=1e-5)": (lambda: nnx.LayerNorm(3, eps=1e-5), "epsilon"),  # pyright: ignore[reportCallIssue]
+    **{
+        f"nnx.{name}": (lambda name=name: getattr(N, name), here)
+        for name, here in {
+            "optim": "nnx.Optimizer(model, optax.adam(1e-3))",
+            "Adam": "optax.adam",
+            "SGD": "optax.sgd",
+            "init": "nnx.initializers",
+            "utils": "nnx.prefetch(batches)",
+            "manual_seed": "nnx.context(0)",
+            "mse_loss": "optax.squared_error",
+            "CrossEntropyLoss": "nnx.cross_entropy(logits, labels)",
+            "Dropout2d": "broadcast_dims=(1, 2)",
+            "PixelShuffle": "einops.rearrange(x",
+            "TransformerEncoderLayer": "nnx.models.EncoderBlock",
+            "DataLoader": "nnx.prefetch(batches)",
+            "device": "jax.default_device",
+            "compile": "nnx.jit(f)",
+            # Equinox
+            "filter_jit": "nnx.jit(f)",
+            "filter_grad": "nnx.grad(f)",
+            "filter_value_and_grad": "nnx.value_and_grad(f)",
+            "filter_vmap": "variable_axes={nnx.Param: 0}",
+            "partition": "model.partition(",
+            "combine": "moduledef.merge(params, rest)",
+            "tree_at": 'model.set_path("out/kernel", new)',
+            "is_array": "model.filter(nnx.Param)",
+            # transformers
+            "AutoModelForCausalLM": "nnx.models.from_pretrained(directory)",
+        }.items()
+    },
+    "nnx.models.AutoModelForCausalLM": (lambda: N.models.AutoModelForCausalLM, "nnx.models.from_pretrained(directory)"),
+    "model.get_submodule('a.b')": (lambda: linear().get_submodule("a.b"), "model.get_path("),
+    "model.get_parameter('a.b')": (lambda: linear().get_parameter("a.b"), "model.get_path("),
+    "model.register_forward_pre_hook(f)": (lambda: linear().register_forward_pre_hook(1), "nnx.intercept(f, hook"),
+    "model.register_full_backward_hook(f)": (lambda: linear().register_full_backward_hook(1), "grads=True"),
+    "model.device": (lambda: linear().device, "model.kernel.device"),
+    "model.dtype": (lambda: Forward().dtype, "nnx.set_dtypes(model"),
+    "model.compile()": (lambda: linear().compile(), "nnx.jit(model)"),
+    "model.generate(tokens)": (lambda: linear().generate(1), "nnx.generate(model, prompts"),
+    "model.save_pretrained(d)": (lambda: linear().save_pretrained("d"), "nnx.models.save_pretrained(model, directory)"),
+    "model.requires_grad = False": (lambda: setattr(linear(), "requires_grad", False), "model.freeze(where)"),
+    "model.training = False": (lambda: setattr(linear(), "training", False), "model.train() and model.eval()"),
+    "layer.weight": (lambda: linear().weight, "the attribute `kernel`"),
+    "layer.weight = w": (lambda: setattr(linear(), "weight", jnp.ones((3, 2))), "layer.kernel = weight.T"),
+    "norm.weight = w": (lambda: setattr(nnx.LayerNorm(3), "weight", jnp.ones(3)), "layer.scale = weight"),
+    "conv.weight": (lambda: nnx.Conv(1, 1, (3, 3), ctx=nnx.context(0)).weight, "weight.transpose(2, 3, 1, 0)"),
+    "embed.weight": (lambda: nnx.Embed(3, 2, ctx=nnx.context(0)).weight, "`embedding`"),
+    "norm.running_mean = m": (lambda: setattr(nnx.BatchNorm(3), "running_mean", 0.0), "the attribute `mean`"),
+    "optimizer.param_groups": (lambda: adam(linear()).param_groups, "optimizer.learning_rate"),
+    "optimizer.state_dict()": (lambda: adam(linear()).state_dict(), "nnx.save(path, optimizer)"),
+    "Optimizer(model, lr=1e-3)": (lambda: N.Optimizer(linear(), lr=1e-3), "optax.adam(1e-3)"),
+    "Upsample(mode='bilinear')": (lambda: N.Upsample((2, 2), mode="bilinear"), "Here: method"),
+    "GroupNorm(8, 64)": (lambda: nnx.GroupNorm(8, 64), "nnx.GroupNorm(64, 8)"),
+    "MultiHeadAttention(64, 4)": (
+        lambda: nnx.MultiHeadAttention(64, 4, ctx=nnx.context(0)),
+        "nnx.MultiHeadAttention(4, 64, ctx=ctx)",
+    ),
+    "Linear(2, 3, key=key)": (lambda: linear(key=jax.random.key(0)), "`ctx=nnx.context(key)`"),
+    "Linear(2, 3, key)": (lambda: N.Linear(2, 3, jax.random.key(0)), "`ctx=nnx.context(key)`"),
+    "Linear(None, 4)": (lambda: N.Linear(None, 4, ctx=nnx.context(0)), "in_features=x.shape[-1]"),
+    "model(x, train=True)": (lambda: linear()(jnp.ones(2), train=True), "model.train() and model.eval()"),
+    "model(x, train=True) inside": (
+        lambda: nnx.grad(lambda m: m(jnp.ones(2), train=True).sum())(linear()),
+        "model.train() and model.eval()",
+    ),
+    "model(x, key=key)": (lambda: linear()(jnp.ones(2), key=1), "`ctx=nnx.context(dropout=key)`"),
+    "model(tensor)": (lambda: Called()(torch_tensor()), "`jnp.asarray(tensor.detach()"),
+    "nnx.jit(f)(model, tensor)": (
+        lambda: nnx.jit(lambda m, x: x)(linear(), torch_tensor()),
+        "given a tensor of PyTorch",
+    ),
+    "self.w = tensor": (
+        lambda: setattr(Forward(), "w", torch_tensor()),
+        "'w' of Forward was given a tensor of PyTorch",
+    ),
+    "model.load_state(torch names)": (
+        lambda: linear().load_state({"weight": np.ones((3, 2)), "bias": np.ones(3)}),
+        "nnx.load_torch_state_dict(model, mapping)",
+    ),
+    "nnx.load('x.pt')": (lambda: nnx.load("x.pt"), 'nnx.load_torch_state_dict(model, torch.load("x.pt"'),
+    "nnx.load('x.safetensors', model)": (
+        lambda: nnx.load("x.safetensors", linear()),
+        'nnx.load_safetensors("x.safetensors", model)',
+    ),
+    "tokenizer(text)": (lambda: object.__new__(N.models.Tokenizer)("text"), "tokenizer.encode(text)"),
+    "from_pretrained(d, load_in_4bit=True)": (
+        lambda: N.models.from_pretrained("d", load_in_4bit=True),
+        "nnx.quantize(model, bits=4)",
+    ),
+    "nnx.scan(f)(carry, xs)": (lambda: nnx.scan(lambda c, x: (c, x))(0.0, jnp.ones(3)), "jax.lax.scan(f, carry, xs)"),
+    "nnx.scan(f, carry, xs)": (lambda: N.scan(lambda c, x: (c, x), 0.0, jnp.ones(3)), "jax.lax.scan(f, carry, xs)"),
     # earlier versions of NNX
     "Linear.init(key)": (lambda: N.Linear.init(0)(2, 3), "is from NNX 0.0.2, and from Flax"),
     "Context(key)": (lambda: N.Context(jax.random.PRNGKey(0)), "nnx.context(key"),
@@ -214,7 +323,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("use", WRONG)
 def test_the_error_names_the_right_call(use):
     wrong, names = WRONG[use]
-    with pytest.raises((AttributeError, TypeError, ValueError)) as raised:
+    with pytest.raises((AttributeError, TypeError, ValueError, FileNotFoundError)) as raised:
         wrong()
     assert names in str(raised.value)
 
@@ -227,19 +336,22 @@ def test_there_are_many_hints():
 
 
 TABLES = {
-    "PACKAGE": hints.PACKAGE,
-    "MODULE": hints.MODULE,
-    "STATE": hints.STATE,
-    "CONTEXT": hints.CONTEXT,
-    "PURE": hints.PURE,
-    "TRAIN_STATE": hints.TRAIN_STATE,
-    "SCAN_MODULE": hints.SCAN_MODULE,
+    "PACKAGE": table.PACKAGE,
+    "MODULE": table.MODULE,
+    "STATE": table.STATE,
+    "CONTEXT": table.CONTEXT,
+    "PURE": table.PURE,
+    "OPTIMIZER": table.OPTIMIZER,
+    "MODELS": table.MODELS,
+    "TRAIN_STATE": table.TRAIN_STATE,
+    "SCAN_MODULE": table.SCAN_MODULE,
 }
 CLASSES = {
     "MODULE": nnx.Module,
     "STATE": nnx.State,
     "CONTEXT": nnx.Context,
     "PURE": nnx.Pure,
+    "OPTIMIZER": nnx.Optimizer,
     "TRAIN_STATE": nnx.TrainState,
     "SCAN_MODULE": type(two_layers()),
 }
@@ -249,8 +361,12 @@ OWNERS = {
     "ctx": nnx.Context,
     "moduledef": nnx.ModuleDef,
     "pure": nnx.Pure,
+    "optimizer": nnx.Optimizer,
     "train_state": nnx.TrainState,
 }
+
+
+ATTRIBUTES = {"kernel", "out"}  # of the model in hints
 
 
 def entries(table: str) -> dict[str, str]:
@@ -263,15 +379,17 @@ def test_hints_name_only_existing_attributes(table):
     for name, hint in entries(table).items():
         for found in re.findall(r"(?<![.\w])nnx\.(\w+)", hint):
             assert hasattr(nnx, found), f"{name}: nnx.{found}"
+        for found in re.findall(r"(?<![.\w])nnx\.models\.(\w+)", hint):
+            assert hasattr(nnx.models, found), f"{name}: nnx.models.{found}"
         for owner, found in re.findall(rf"\b({'|'.join(OWNERS)})\.(\w+)", hint):
-            assert hasattr(OWNERS[owner], found), f"{name}: {owner}.{found}"
+            assert hasattr(OWNERS[owner], found) or found in ATTRIBUTES, f"{name}: {owner}.{found}"
 
 
 def test_no_hint_is_for_a_name_that_exists():
     assert [name for name in entries("PACKAGE") if hasattr(nnx, name)] == []
-    for table, owner in CLASSES.items():
-        assert [name for name in entries(table) if hasattr(owner, name)] == []
-        assert all(type(vars(owner)[name]) is hints.Hint for name in entries(table))
+    for place, owner in CLASSES.items():
+        assert [name for name in entries(place) if hasattr(owner, name)] == []
+        assert all(type(vars(owner)[name]) is hints.Hint for name in entries(place))
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -280,7 +398,7 @@ def test_a_name_has_one_origin(table):
 
 
 def test_hints_of_earlier_versions_are_about_names_of_earlier_versions():
-    earlier = {name for origin, names in hints.PACKAGE.items() if origin.startswith("NNX ") for name in names}
+    earlier = {name for origin, names in table.PACKAGE.items() if origin.startswith("NNX ") for name in names}
     assert earlier <= set(ALL_NAMES)
 
 
@@ -289,7 +407,7 @@ def test_arguments_of_layers_that_have_a_hint_are_not_arguments_of_a_layer():
         value for value in vars(nnx).values() if isinstance(value, type) and value.__module__.startswith("nnx.nn.")
     ]
     taken = {name for layer in layers for name in inspect.signature(layer.__init__).parameters}
-    assert taken & set(hints.LAYER_KEYWORDS) == set()
+    assert taken & {name for names in table.CONSTRUCTOR.values() for name in names} <= {"key"}  # of a cache
 
 
 # They are in nobody's way
@@ -363,6 +481,55 @@ def test_a_module_without_all_its_state_still_explains_both():
         _ = rebuilt.kernel
     with pytest.raises(AttributeError, match=r"model.load_state\(mapping\)"):
         rebuilt.load_state_dict({})
+
+
+def test_names_that_are_refused_in_a_finished_module_can_be_set_in_its_constructor_and_in_a_dict():
+    class Own(nnx.Module):
+        def __init__(self):
+            self.training, self.requires_grad = False, True
+
+    class WithWeight(nnx.Linear):
+        def __init__(self, *, ctx):
+            super().__init__(2, 2, ctx=ctx)
+            self.weight = nnx.Param(jnp.ones(2))
+
+    own, layer, items = Own(), WithWeight(ctx=nnx.context(0)), nnx.Dict(weight=1)
+    own.training, layer.weight, items.training = True, jnp.zeros(2), 2
+    assert own.training and list(items) == ["weight", "training"] and not layer.weight.any()
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        ctx = nnx.context(0)
+        self.inner = [nnx.Conv(1, 2, (3, 3), ctx=ctx), nnx.Dict(head=nnx.Linear(2, 3, ctx=ctx))]
+
+    def __call__(self, x):
+        return self.inner[1].head(self.inner[0](x))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit, nnx.value_and_grad], ids=["eager", "jit", "grad"])
+def test_a_parameter_of_a_wrong_shape_is_named_with_its_path_when_the_model_is_called(wrap):
+    net = Net()
+    net.inner[1].head.kernel = jnp.ones((5, 3))
+    with pytest.raises(TypeError) as raised:
+        wrap(lambda net, x: net(x).sum())(net, jnp.ones((1, 4, 4, 1)))
+    expected = (
+        "'kernel' of the Linear at 'inner/1/head' is float32[5,3], "
+        "and with in_features=2, out_features=3 it would be float32[2,3]"
+    )
+    assert str(raised.value).count("would be") == 1 and expected in str(raised.value)
+
+
+def fails(x):
+    raise ValueError("no")
+
+
+def test_nested_calls_add_no_frames_of_the_library_to_a_traceback():
+    model = nnx.Sequence([nnx.Sequence([nnx.Sequence([fails])])])
+    with pytest.raises(ValueError, match="^no$") as raised:
+        model(1)
+    assert raised.traceback[-1].name == "fails"
+    assert not any(frame.path.name == "scopes.py" for frame in raised.traceback)
 
 
 def test_other_missing_names_are_ordinary_errors():

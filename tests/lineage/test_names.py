@@ -27,7 +27,7 @@ def test_removed_name_raises_with_its_versions_and_replacement(name):
     with pytest.raises(AttributeError) as raised:
         getattr(nnx, name)
     text = str(raised.value)
-    assert re.search(rf"That name is from NNX {re.escape(versions_of(name))}(, and from Flax)?\. Here: ", text), text
+    assert re.search(rf"That name is from NNX {re.escape(versions_of(name))}(, and from \w+)?\. Here: ", text), text
     assert text.endswith(f"{HINTS[name]}.")
 
 

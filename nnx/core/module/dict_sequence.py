@@ -76,6 +76,10 @@ class Dict(Module, MutableMapping[str, Any]):
     def _nnx_reserves(cls, name: str) -> bool:
         return hasattr(Dict, name)
 
+    @classmethod
+    def _nnx_check_new_name(cls, name: str) -> None:
+        pass  # any name is an item
+
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...

@@ -15,7 +15,8 @@ In the structure of a graph, which knows no Refs and no live objects, an `Absent
 from typing import Any
 
 from nnx.core.errors import NO_STATE_GIVEN
-from nnx.core.hints import MODULE, Hint, called
+from nnx.core.hints.hints import Hint, called
+from nnx.core.hints.table import MODULE
 from nnx.core.module.info import ModuleBase, info_of
 from nnx.core.variables.variables import Node, Spec, Static, Variable
 

@@ -19,8 +19,8 @@ from nnx.core.errors import (
     NOT_A_MODULE_CLASS,
     RESERVED_NAME,
 )
-from nnx.core.hints import MODULE as HINTS
-from nnx.core.hints import Hint, add_hints, explain_constructor, forward_only
+from nnx.core.hints.hints import Hint, add_hints, add_layer_hints, explain_constructor, forward_only, refuse_name
+from nnx.core.hints.table import MODULE as HINTS
 from nnx.core.module.attributes import assign, decide_again, refuse_state, variable_of
 from nnx.core.module.call_chains import Access
 from nnx.core.module.copying import deep_copy, shallow_copy
@@ -76,8 +76,8 @@ class ModuleType(_ProtocolType):
             is_dataclass = dataclasses.is_dataclass(cls)
         try:
             module = type.__call__(cls, *args, **kwargs)
-        except (TypeError, AttributeError) as error:
-            explain_constructor(cls, kwargs, error)
+        except (TypeError, AttributeError, ValueError) as error:
+            explain_constructor(cls, args, kwargs, error)
             raise
         if cls._nnx_is_dataclass is None:
             refuse_pytree(module)
@@ -144,6 +144,7 @@ class Module(ModuleBase, metaclass=ModuleType):
         if "forward" in vars(cls) and not any("__call__" in vars(base) for base in cls.__mro__):
             type.__setattr__(cls, "__call__", forward_only)
         scope_calls(cls)
+        add_layer_hints(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         return new_module(cls, {}, None, True)
@@ -174,6 +175,8 @@ class Module(ModuleBase, metaclass=ModuleType):
             if name in cls._nnx_fields:
                 value = cls._nnx_fields[name](value)
             elif on_class is None:
+                if not info.constructing:
+                    cls._nnx_check_new_name(name)
                 cls._nnx_free_names.add(name)
         if cls._nnx_frozen and not info.constructing:
             raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
@@ -210,6 +213,11 @@ class Module(ModuleBase, metaclass=ModuleType):
     @classmethod
     def _nnx_reserves(cls, name: str) -> bool:
         return False
+
+    @classmethod
+    def _nnx_check_new_name(cls, name: str) -> None:
+        """Raises AttributeError if a finished Module should not get an attribute of this name."""
+        refuse_name(cls, name)
 
     @property
     def __jax_array__(self) -> Any:

@@ -3,8 +3,8 @@
 import types
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
-from nnx.core.hints import PURE as HINTS
-from nnx.core.hints import add_hints
+from nnx.core.hints.hints import add_hints
+from nnx.core.hints.table import PURE as HINTS
 from nnx.core.module.call_chains import Access
 from nnx.core.state.filters import Filter, describe
 from nnx.core.state.state import State

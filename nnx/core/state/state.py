@@ -13,8 +13,8 @@ from typing import Any, overload
 
 import jax
 
-from nnx.core.hints import STATE as HINTS
-from nnx.core.hints import add_hints
+from nnx.core.hints.hints import add_hints
+from nnx.core.hints.table import STATE as HINTS
 from nnx.core.repr import short
 from nnx.core.state.filters import Filter, classify
 from nnx.core.state.paths import listing, path_order

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.errors import INCOMPATIBLE_CONTAINER, JAX_REF_IN_CONTAINER, MODULE_IN_CONTAINER
-from nnx.core.hints import refuse_axis_names
+from nnx.core.hints.hints import refuse_axis_names
 from nnx.core.module.info import ModuleBase
 from nnx.core.repr import short
 from nnx.core.statics.statics import Keyed, own_copy

@@ -8,12 +8,13 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never, NoReturn
 
 import jax
 import numpy as np
 
 from nnx.core.extras import require
+from nnx.core.hints.transformers import TOKENIZER
 from nnx.models.inputs.chat_template import ChatTemplate
 from nnx.storage.files import local_path
 
@@ -26,6 +27,7 @@ BAD_TEMPLATES = "its chat_template is neither a text nor a list of {'name': ...,
 NO_TEMPLATE = """{source} has no chat template, neither in tokenizer_config.json nor in chat_template.jinja: its model \
 may not have been trained to chat. Use encode for plain text, or pass a template: \
 Tokenizer.from_pretrained(directory, chat_template=...)."""
+NOT_CALLED = "A Tokenizer is not called, as one of transformers is. Here: {hint}."
 NOT_TEXT = "encode takes one text, a str. Got {got}."
 NOT_TOKENS = """decode takes the tokens of one text: a list or a one-dimensional array of integers, none of them \
 negative. Got {got}."""
@@ -192,6 +194,9 @@ class Tokenizer:
             chat_template=_chat_templates(folder, config) if chat_template is None else chat_template,
             source=str(folder),
         )
+
+    def __call__(self, *args: Never) -> NoReturn:
+        raise TypeError(NOT_CALLED.format(hint=TOKENIZER))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the tokens of a text.

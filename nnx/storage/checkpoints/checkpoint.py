@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar, overload
 
+from nnx.core.hints.hints import refuse_foreign_file
 from nnx.storage.checkpoints.loading import Loading, load_all
 from nnx.storage.checkpoints.manifest import read_manifest
 from nnx.storage.checkpoints.saving import Saving
@@ -169,6 +170,7 @@ def load(
     (2, 3)
     """
     directory = local_path(path).absolute()
+    refuse_foreign_file(directory)
     if target is _NO_TARGET:
         return load_all(directory, verify, rename)
     loading = Loading(directory, target, strict, cast, verify, rename)

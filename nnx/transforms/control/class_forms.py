@@ -10,7 +10,8 @@ wrapped one's `__call__` transformed, and `.call.method(...)` does the same for 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Unpack
 
-from nnx.core.hints import SCAN_MODULE, add_hints
+from nnx.core.hints.hints import add_hints
+from nnx.core.hints.table import SCAN_MODULE
 from nnx.core.module.attributes import decide_again
 from nnx.core.module.call_chains import Access, Way
 from nnx.core.module.info import info_of, new_module

@@ -1,14 +1,14 @@
 """`scan`: a body that runs step by step, with Modules sliced, carried, or shared as the options choose."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack, overload
+from typing import Any, Never, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.context import SharedBy
-from nnx.core.hints import explain_order
+from nnx.core.hints.hints import explain_order
 from nnx.core.old_names import old_names
 from nnx.core.repr import type_text
 from nnx.core.structure.structure import GraphKey
@@ -40,6 +40,10 @@ return `carry, None`."""
 
 TOO_FEW_ARGUMENTS = "nnx.scan({name}) takes (module, carry, xs, ...), got {count} arguments."
 
+ARGUMENTS_OF_LAX = """nnx.scan takes a function and options by keyword, got {count} arguments after the function. It \
+returns the loop, which takes the rest: nnx.scan(f)(module, carry, xs), with f(module, carry, x). Without a Module, \
+write `jax.lax.scan(f, carry, xs)` with f(carry, x)."""
+
 TOO_MANY_AXES = """nnx.scan: in_axes has {given} entries, but {name} was called with {rest} arguments after the carry. \
 The Module and the carry have no entry: in_axes is for what follows them."""
 
@@ -63,7 +67,7 @@ def scan(
 @decorator
 def scan(
     fun: Any,
-    *,
+    *misplaced: Never,
     variable_axes: Mapping[Any, int] | None = None,
     variable_broadcast: Any = None,
     variable_carry: Any = ...,
@@ -106,6 +110,8 @@ def scan(
     >>> float(carry), ys.tolist()
     (6.0, [1.0, 1.0, 2.0])
     """
+    if misplaced:
+        raise TypeError(ARGUMENTS_OF_LAX.format(count=len(misplaced)))
     stacking = Stacking(
         name="nnx.scan",
         size_name="length",
@@ -131,12 +137,20 @@ def scan(
             scanned = ScanCall(stacking, callee.fun, callee.name, args, kwargs, in_axes, shared_by)
             outcome = scanned.run(in_axes, out_axes, reverse, unroll)
         except (TypeError, ValueError) as error:
-            if is_module(args[1]) and not is_module(args[0]) and args[0] is not None:
-                explain_order(error)
+            if args[0] is not None and not is_module(args[0]):
+                _explain_first_argument(error, args, kwargs)
             raise
         return finish(scanned.call, outcome, stateful)
 
     return lifted
+
+
+def _explain_first_argument(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Adds a hint to an error of a call whose first argument is no Module, if another one or none of them is."""
+    if is_module(args[1]):
+        explain_order(error, has_module=True)
+    elif not any(map(is_module, jax.tree.leaves((args, kwargs)))):
+        explain_order(error, has_module=False)
 
 
 class ScanCall:
