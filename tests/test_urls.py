@@ -1,4 +1,7 @@
-"""Whatever reads or writes files works on local disks only, and refuses URLs: none ever becomes a local folder."""
+"""Checkpoints take URLs of object stores (tests/storage/test_locations.py); everything else refuses them.
+
+No URL ever becomes a local folder.
+"""
 
 import inspect
 import io
@@ -61,7 +64,11 @@ def test_everything_that_takes_a_path_is_tested_here():
     assert set(takers()) == set(CALLS)
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+ANY_STORE = ("nnx.CheckpointManager", "nnx.checkpoint_entries", "nnx.load", "nnx.save")
+LOCAL = {name: call for name, call in CALLS.items() if name not in ANY_STORE}
+
+
+@pytest.mark.parametrize("call", LOCAL.values(), ids=LOCAL)
 @pytest.mark.parametrize("url", ["gs://bucket/model", pathlib.Path("s3://bucket/model")], ids=["str", "Path"])
 def test_a_url_is_refused_and_nothing_is_written(call, url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -70,10 +77,19 @@ def test_a_url_is_refused_and_nothing_is_written(call, url, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ANY_STORE)
+@pytest.mark.parametrize("url", ["http://bucket/model", pathlib.Path("s3://bucket/model")], ids=["str", "Path"])
+def test_a_url_that_is_no_store_is_refused_for_checkpoints(name, url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is a URL that cannot be read or written|was a URL before pathlib"):
+        CALLS[name](url)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("url", ["file:///tmp/model", pathlib.Path("file:///tmp/model"), "FILE:///tmp/model"])
 def test_a_file_url_is_refused_with_the_path_to_write(url):
     with pytest.raises(ValueError, match=r"without its scheme: '/tmp/model'"):
-        nnx.load(url)
+        nnx.load_safetensors(url)
 
 
 @pytest.mark.parametrize("name", ["run:1", "a:b/c", "C:model", "10:30/model"])

@@ -1,5 +1,6 @@
 """Entries of a checkpoint: what is saved about a leaf besides its data, and the dtypes that can be saved."""
 
+import base64
 import dataclasses
 import math
 from typing import Any
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.repr import short
+from nnx.storage.states import decode, methods_of
 
-NOT_SAVABLE = """Cannot save {path!r}: {value} is not data. Arrays, keys, numbers, strings, Modules, Contexts and \
-pytrees of them can be saved."""
+NOT_SAVABLE = """Cannot save {path!r}: {value} is not data. Arrays, keys, numbers, strings, bytes, data iterators, \
+Modules, Contexts and pytrees of them can be saved."""
 ABSTRACT = """Cannot save {path!r}: it is {value}, which has no values. An abstract model (from nnx.eval_shape) can \
 only be a target of nnx.load."""
 TRACED = "Cannot save {path!r}: it is {value}. Save it outside jit and other transforms."
@@ -31,6 +33,9 @@ _ADVICE = {
     "O": "Save a list of its elements instead.",
 }
 
+IN_MANIFEST = {"text": "a string", "bytes": "bytes", "state": "the state of a data iterator"}
+"""Kinds of entries whose values are in the manifest and have no dtype, in words."""
+
 _PARTS = {"bool": (bool,), "int": (int,), "float": (float,), "complex": (list,)}  # JSON types of Python's numbers
 _PLAIN_DTYPES = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -43,11 +48,12 @@ class Entry:
     """What a checkpoint says about one saved value, without its data.
 
     Attributes:
-        kind: "array", "key" (typed random keys), "number" (a Python number) or "text" (a string).
+        kind: "array", "key" (typed random keys), "number" (a Python number), "text" (a string), "bytes", or "state"
+            (that of a data iterator).
         dtype: the name of the dtype, or of the Python type of a number.
         shape: the shape; that of keys does not include the words of each key.
         type: the name of the Variable type that held it, if any.
-        value: the number (a complex one as its two parts) or text.
+        value: the number (a complex one as its two parts), the text, the bytes in base64, or the states by process.
         impl: the implementation of the keys.
         weak: whether it was a scalar of weak type.
         stored: the dtype in the files, if version 1 of the format could not store the original one.
@@ -65,7 +71,7 @@ class Entry:
     def to_json(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"type": self.type} if self.type else {}
         fields["kind"] = self.kind
-        if self.kind == "text":
+        if self.kind in IN_MANIFEST:
             return {**fields, "value": self.value}
         fields["dtype"] = self.dtype
         if self.kind == "number":
@@ -81,7 +87,11 @@ class Entry:
 
     @property
     def plain_value(self) -> Any:
-        """The value of a number or text, which is part of the manifest."""
+        """The value of anything but an array, which is part of the manifest; of states, the list of them."""
+        if self.kind == "bytes":
+            return base64.b64decode(self.value)
+        if self.kind == "state":
+            return [decode(state) for state in self.value]
         return complex(*self.value) if self.dtype == "complex" else self.value
 
     @property
@@ -95,11 +105,14 @@ class Entry:
         return jnp.dtype(np.uint32 if self.kind == "key" else self.dtype)
 
     def __str__(self) -> str:
-        if self.kind == "text":
-            return "a string"
+        if self.kind in IN_MANIFEST:
+            return IN_MANIFEST[self.kind]
         if self.kind == "number":
             return f"the number {self.plain_value!r}"
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+_FIELDS = {field.name for field in dataclasses.fields(Entry)}
 
 
 def key_words(impl: str) -> tuple[int, ...]:
@@ -108,7 +121,7 @@ def key_words(impl: str) -> tuple[int, ...]:
 
 
 def entry_of(path: str, value: Any, type_name: str) -> Entry:
-    """Returns the entry of a leaf.
+    """Returns the entry of a leaf; that of a data iterator without its states, which only a save asks for.
 
     Raises:
         TypeError: the value cannot be saved.
@@ -119,6 +132,10 @@ def entry_of(path: str, value: Any, type_name: str) -> Entry:
         return Entry("number", number.__name__, type=type_name, value=stored)
     if isinstance(value, str) and not isinstance(value, np.generic):
         return Entry("text", type=type_name, value=str(value))
+    if isinstance(value, bytes) and not isinstance(value, np.generic):
+        return Entry("bytes", type=type_name, value=base64.b64encode(value).decode())
+    if methods_of(value) is not None:
+        return Entry("state", type=type_name, value=[])
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(NOT_SAVABLE.format(path=path, value=short(value)))
     dtype, shape = str(value.dtype), tuple(value.shape)
@@ -174,7 +191,7 @@ def parse_entry(fields: Any) -> Entry:
     """
     if not isinstance(fields, dict):
         raise ValueError(f"an entry is {short(fields)} instead of an object")
-    unknown = set(fields) - {field.name for field in dataclasses.fields(Entry)}
+    unknown = set(fields) - _FIELDS
     if unknown:
         raise ValueError(f"an entry has the unknown field {sorted(unknown)[0]!r}")
     shape = fields.get("shape", [])
@@ -192,6 +209,14 @@ def _check_entry(entry: Entry) -> None:
     if entry.kind == "text":
         if not isinstance(entry.value, str):
             raise ValueError(f"a text is {short(entry.value)}")
+    elif entry.kind == "bytes":
+        if not isinstance(entry.value, str):
+            raise ValueError(f"bytes are {short(entry.value)}")
+        base64.b64decode(entry.value, validate=True)
+    elif entry.kind == "state":
+        if not isinstance(entry.value, list):
+            raise ValueError(f"the states of an iterator are {short(entry.value)}")
+        _ = entry.plain_value
     elif entry.kind == "number":
         if not isinstance(entry.value, _PARTS.get(entry.dtype, ())) or (
             entry.dtype != "bool" and isinstance(entry.value, bool)

@@ -9,6 +9,7 @@ writer that holds the lock of the path (see `writer_lock`) removes it.
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -110,6 +111,9 @@ def sync_directory(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # what file systems answer that cannot, such as some network disks
+            raise
     finally:
         os.close(handle)
 
@@ -131,6 +135,12 @@ def remove_leftovers(directory: Path, name: str | re.Pattern[str] | None = None)
             path.unlink(missing_ok=True)
             found.append(path)
     return found
+
+
+def remove_empty(directory: Path) -> None:
+    """Removes a directory if there is nothing in it."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()
 
 
 # Reading

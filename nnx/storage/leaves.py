@@ -1,8 +1,8 @@
 """Anything that can be saved, as leaves by path, and how to fill it from such leaves.
 
-A *target* is a Module, a Context, or any pytree of these and of arrays, numbers and strings: a State, a TrainState, a
-dict of all of them. The paths of a Module are those of its State. A shared value is one *leaf*, at its canonical path,
-with an *alias* (another path, or the beginning of other paths) for every other way to reach it.
+A *target* is a Module, a Context, a data iterator, or any pytree of these and of arrays, numbers and strings: a State,
+a TrainState, a dict of all of them. The paths of a Module are those of its State. A shared value is one *leaf*, at its
+canonical path, with an *alias* (another path, or the beginning of other paths) for every other way to reach it.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,6 +20,7 @@ from nnx.core.structure.structure import ROOT, ChildAttribute, DataAttribute
 from nnx.core.structure.walk import Traversal, traverse
 from nnx.core.variables.variables import Node, Spec, spec_of
 from nnx.storage.checkpoints.hyperparameters import hyperparameters_of
+from nnx.storage.states import methods_of, set_state, state_of
 
 SAME_PATH = "Two leaves have the same path, {path!r}: keys of dicts must differ as text. Nothing was saved or changed."
 
@@ -52,6 +53,7 @@ class Leaves:
         self.modules: dict[str, str] = {}
         self._target = target
         self._order: list[str] = []
+        self._iterators: dict[str, Any] = {}
         self._outside: list[str] = []  # leaves of Contexts and of pytrees that are not in a Module
         self._roots: list[tuple[str, Any]] = []
         self._contexts: list[tuple[str, Context]] = []
@@ -83,7 +85,11 @@ class Leaves:
                 parts.append(_boxed(spec_of(leaf), inner))
             else:
                 self._add(path, leaf, type_name)
-                parts.append(_leaf(path, leaf))
+                if methods_of(leaf) is not None:
+                    self._iterators[path] = leaf
+                    parts.append(_constant(leaf))
+                else:
+                    parts.append(_leaf(path, leaf))
         return lambda values: treedef.unflatten([part(values) for part in parts])
 
     def _collect_modules(self) -> None:
@@ -150,6 +156,16 @@ class Leaves:
         for _, context in self._contexts:
             context.check_level("...")
 
+    def iterator_states(self) -> dict[str, Any]:
+        """Returns the state of each data iterator as JSON, by path."""
+        return {path: state_of(path, iterator) for path, iterator in self._iterators.items()}
+
+    def set_iterators(self, states: Mapping[str, Any]) -> None:
+        """Sets the states of data iterators, given by path."""
+        for path, iterator in self._iterators.items():
+            if path in states:
+                set_state(path, iterator, states[path])
+
     def fill(self, values: Mapping[str, Any]) -> Any:
         """Writes values into the target, in place where it is mutable.
 
@@ -190,7 +206,7 @@ def fills_in_place(target: Any) -> bool:
     """Whether all of a target can be filled in place, so that its owner sees the loaded values."""
     if type(target) is tuple:
         return all(map(fills_in_place, target))
-    return isinstance(target, (ModuleBase, Context, list, dict))
+    return isinstance(target, (ModuleBase, Context, list, dict)) or methods_of(target) is not None
 
 
 def _into(target: Any, filled: Any) -> Any:

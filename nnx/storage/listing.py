@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nnx.storage.checkpoints.checkpoint import CheckpointEntry
 from nnx.storage.checkpoints.checkpoint import checkpoint_entries as entries_of_checkpoint
-from nnx.storage.files import local_path
+from nnx.storage.locations import location
 from nnx.storage.safetensors.shards import holds_safetensors, open_model
 from nnx.storage.safetensors.source import Source
 
@@ -15,7 +15,8 @@ def checkpoint_entries(path: str | os.PathLike[str]) -> dict[str, CheckpointEntr
     """Lists what a checkpoint or a safetensors file contains, by path, without reading arrays.
 
     Args:
-        path: the directory of a checkpoint; or a safetensors file, an index, or a directory that contains one of them.
+        path: the directory or URL of a checkpoint; or a safetensors file, an index, or a directory that contains one of
+            them.
 
     Returns:
         The type, shape and dtype of each entry, by path.
@@ -35,8 +36,10 @@ def checkpoint_entries(path: str | os.PathLike[str]) -> dict[str, CheckpointEntr
     >>> sorted(nnx.checkpoint_entries(path + "/model.safetensors"))
     ['bias', 'kernel']
     """
-    file = local_path(path).absolute()
-    return entries_of_safetensors(file) if holds_safetensors(file) else entries_of_checkpoint(file)
+    place = location(path)
+    if place.local is not None and holds_safetensors(place.local):
+        return entries_of_safetensors(place.local)
+    return entries_of_checkpoint(place)
 
 
 def entries_of_safetensors(path: Path) -> dict[str, CheckpointEntry]:

@@ -1,4 +1,4 @@
-"""Renaming the paths of a checkpoint: each rule has a glob for old paths and a pattern for the new ones."""
+"""Patterns of paths: renaming those of a checkpoint, and choosing which to load."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +45,24 @@ def renamed(paths: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
             shown = ", ".join(map(repr, paths[:8])) + (" ..." if len(paths) > 8 else "")
             reason = MATCHES_NOTHING.format(old=old, paths=shown)
             raise ValueError(BAD_RENAME.format(old=old, new=new, reason=reason))
+    return found
+
+
+def selected(paths: Iterable[str], only: str | Sequence[str] | None) -> set[str]:
+    """Returns the paths that are to be loaded: those that a pattern of `only` matches, and all below them.
+
+    >>> sorted(selected(["model/a", "model/b/c", "ema/a", "step"], ["model", "s*"]))
+    ['model/a', 'model/b/c', 'step']
+    """
+    if only is None:
+        return set(paths)
+    patterns = [_split(pattern, pattern, pattern) for pattern in ([only] if isinstance(only, str) else only)]
+    found = set()
+    for path in paths:
+        segments = path.split("/")
+        beginnings = [segments[:count] for count in range(1, len(segments) + 1)]
+        if any(_match(pattern, beginning) is not None for pattern in patterns for beginning in beginnings):
+            found.add(path)
     return found
 
 

@@ -21,6 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 import nnx
 from nnx.storage import processes
+from nnx.storage.checkpoints import saving
+from nnx.storage.locations import Location, location
+
+Place = Path | Location
 
 RULES = [("row", "data"), ("col", None)]
 
@@ -71,19 +75,21 @@ def seen(things):
     }
 
 
-def loop(directory: Path, own: int, count: int):
+def loop(directory: Place, own: int, count: int):
     """Saves and loads at once, over and over, at one path."""
     things, target, wrong, found = make(own), make(own + 5), [], {}
     for i in range(count):
+        saving.LARGE = 8 << 20 if i % 2 else 32  # bytes: parts of one pack per process, and files of their own
         set_values(things, 10 * i)
         nnx.save(directory / "loop", things)
         found = seen(nnx.load(directory / "loop", target))
         if not found["right"] or found["position"] != 10 * i:
             wrong.append(i)
+    saving.LARGE = 8 << 20
     return {"wrong": wrong, **{name: found[name] for name in ("position", "local", "order", "key", "flags")}}
 
 
-def managed(directory: Path, own: int):
+def managed(directory: Place, own: int):
     """Steps in the background, the last two kept, and resumed by a new manager."""
     things, found = make(own), {}
     with nnx.CheckpointManager(directory / "steps", keep_last=2, every_steps=2, every_minutes=60) as manager:
@@ -128,7 +134,7 @@ def failing(directory: Path, own: int):
         set_values(things, step)
         manager.save(step, things)
     if jax.process_index() == 0:  # in what process 1 wrote, and process 0 does not read
-        file = next((directory / "damaged" / "2").glob("nnx-data-*/1.bin"))
+        file = next((directory / "damaged" / "2").glob("nnx-data-*/pack-1/c.0"))
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
@@ -137,7 +143,7 @@ def failing(directory: Path, own: int):
     try:
         nnx.load(directory / "damaged" / "2", fresh)
     except nnx.CheckpointError as error:
-        found["damage"] = "checksum of bytes" in str(error) and fresh["data"]["position"] == own + 5
+        found["damage"] = "differs from what was saved" in str(error) and fresh["data"]["position"] == own + 5
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found["fell back to"] = manager.resume(fresh)
@@ -153,6 +159,12 @@ def checks(directory: Path, own: int):
         "failing": failing(directory, own),
         "shards": sorted(seen(make(own))["shards"]),
     }
+
+
+def remote(directory: str, own: int):
+    """The checks in an object store."""
+    place = location(directory)
+    return {"loop": loop(place, own, 4), "managed": managed(place, own)}
 
 
 def killed(directory: Path, own: int):
@@ -183,10 +195,14 @@ def until_terminated(directory: Path, own: int):
 
 
 if __name__ == "__main__":
-    mode, address, process, directory = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+    mode, address, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    directory = sys.argv[4] if mode == "remote" else Path(sys.argv[4])
     jax.distributed.initialize(address, num_processes=2, process_id=process, initialization_timeout=100)
-    work = {"checks": checks, "killed": killed}[mode]
+    work = {"checks": checks, "killed": killed, "remote": remote}[mode]
     print(json.dumps(work(directory, own=10 * (process + 1))), flush=True)
     if mode == "killed":
         os._exit(0)  # what is left is JAX waiting for the dead process
-    until_terminated(directory, own=process)
+    if mode == "remote":
+        jax.distributed.shutdown()
+    else:
+        until_terminated(directory, own=process)

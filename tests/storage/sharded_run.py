@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx
+from nnx.storage.checkpoints import saving
 
 SHAPES = {"big": (16, 8), "wide": (8, 16), "bias": (16,)}
 
@@ -61,6 +62,7 @@ def save(directory: str, devices: int) -> None:
     place(things, mesh, lambda shape: 0)
     assert len(things["model"].big.sharding.device_set) == devices
     assert things["model"].big.addressable_shards[0].data.shape == (16 // devices, 8)
+    saving.LARGE = 32  # bytes: arrays with files of their own, and packed ones
     nnx.save(directory, things)
 
 

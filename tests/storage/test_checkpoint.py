@@ -17,6 +17,7 @@ import optax
 import pytest
 
 import nnx
+from nnx.storage.checkpoints import saving
 
 
 class Mixed(nnx.Module):
@@ -348,18 +349,22 @@ def test_missing_path_file_and_folder_of_steps_have_different_errors(tmp_path):
 
 
 def data_files(path: Path) -> list[Path]:
-    return sorted(file for file in path.glob("nnx-data-*/**/*") if file.is_file())
+    """The files with values; the metadata is for other programs, and a load does not need it."""
+    return sorted(file for file in path.glob("nnx-data-*/*/c.*"))
 
 
-def test_every_truncated_or_missing_file_is_noticed(tmp_path):
+def test_every_truncated_or_missing_file_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "LARGE", 40)  # bytes: some arrays have files of their own
     nnx.save(tmp_path / "c", make_net(0))
     target = make_net(1)
+    assert len(data_files(tmp_path / "c")) > 1
     for file in data_files(tmp_path / "c"):
         whole = file.read_bytes()
         file.write_bytes(whole[: len(whole) // 2])
-        check_refused(tmp_path / "c", target, f"damaged: the file nnx-data-.*/{file.name} has {len(whole) // 2} bytes")
+        name = file.relative_to(tmp_path / "c")
+        check_refused(tmp_path / "c", target, f"damaged: the file {name} differs from what was saved, or cannot be")
         file.unlink()
-        check_refused(tmp_path / "c", target, f"damaged: the file .*{file.name} is missing")
+        check_refused(tmp_path / "c", target, f"damaged: the file {name} differs .*NOT_FOUND")
         file.write_bytes(whole)
     assert same(nnx.load(tmp_path / "c", target), make_net(0))
 
@@ -374,7 +379,7 @@ def test_a_damaged_or_foreign_manifest_is_noticed(tmp_path):
     manifest.write_text('{"format": "something", "version": 1}')
     check_refused(tmp_path / "c", target, "is not an NNX checkpoint: .*'something'")
     manifest.write_text(json.dumps({**json.loads(text), "version": 99}))
-    check_refused(tmp_path / "c", target, "format version 99; this version of NNX reads up to version 2")
+    check_refused(tmp_path / "c", target, "format version 99; this version of NNX reads up to version 3")
     manifest.unlink()
     check_refused(tmp_path / "c", target, "not a finished checkpoint: it has no manifest.json.*interrupted")
 

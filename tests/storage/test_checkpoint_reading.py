@@ -213,3 +213,35 @@ def test_nested_dicts_and_lists_are_filled_in_place(tmp_path):
     as_list = [{"x": 0}]
     nnx.save(tmp_path / "l", [{"x": 7}])
     assert nnx.load(tmp_path / "l", as_list) is as_list and as_list == [{"x": 7}]
+
+
+# Only a part
+
+
+def test_only_a_part_is_loaded_without_a_warning(tmp_path):
+    nnx.save(tmp_path / "c", {"model": make_net(0), "ema": make_net(1), "head": {"w": jnp.ones(2)}, "epoch": 3})
+    model = make_net(5)
+    nnx.load(tmp_path / "c", {"model": model}, only="model")
+    assert model.get_state() == make_net(0).get_state()
+    whole = {"model": make_net(6), "ema": make_net(7), "head": {"w": jnp.zeros(2)}, "epoch": 0, "new": 1}
+    nnx.load(tmp_path / "c", whole, only=["ema", "epoc*"])
+    assert whole["epoch"] == 3 and not whole["head"]["w"].any() and whole["new"] == 1
+    assert whole["ema"].get_state() == make_net(1).get_state() and whole["model"].get_state() == make_net(6).get_state()
+    assert sorted(nnx.load(tmp_path / "c", only="head")) == ["head"]
+    nnx.load(tmp_path / "c", {"new": {"model": model}}, rename={"ema/**": "new/model/**"}, only="new/model")
+    assert model.get_state() == make_net(1).get_state()
+
+
+def test_what_is_missing_in_the_part_is_still_an_error(tmp_path):
+    nnx.save(tmp_path / "c", {"model": nnx.Dict(w=nnx.Param(jnp.ones(2))), "epoch": 3})
+    with pytest.raises(nnx.CheckpointError, match="missing from the checkpoint: 'model/b'"):
+        nnx.load(tmp_path / "c", {"model": nnx.Dict(w=nnx.Param(jnp.ones(2)), b=nnx.Param(jnp.ones(1)))}, only="model")
+    with pytest.raises(nnx.CheckpointError, match="in the checkpoint, but not in the target: 'model/w'"):
+        nnx.load(tmp_path / "c", {"model": {"b": 1}}, only="model")
+    with pytest.raises(ValueError, match="only='modle' matches no path of the target; its paths are: 'epoch'"):
+        nnx.load(tmp_path / "c", {"epoch": 0}, only="modle")
+
+
+def test_a_changed_setting_outside_of_the_part_is_not_reported(tmp_path):
+    nnx.save(tmp_path / "c", {"a": make_net(0), "b": make_net(0)})
+    nnx.load(tmp_path / "c", {"a": make_net(0), "b": make_net(1, rate=0.5)}, only="a")

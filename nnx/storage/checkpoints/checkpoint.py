@@ -2,15 +2,15 @@
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
 from nnx.core.hints.hints import refuse_foreign_file
 from nnx.storage.checkpoints.loading import Loading, load_all
 from nnx.storage.checkpoints.manifest import read_manifest
 from nnx.storage.checkpoints.saving import Saving
-from nnx.storage.files import local_path
 from nnx.storage.load_report import LoadReport
+from nnx.storage.locations import location
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
     >>> restored["epoch"], bool((other.kernel == model.kernel).all())
     (4, True)
     """
-    Saving(path, obj, wait=True).finish()
+    Saving(location(path), obj, wait=True).finish()
 
 
 class CheckpointEntry(NamedTuple):
@@ -85,7 +85,7 @@ def checkpoint_entries(path: str | os.PathLike[str]) -> dict[str, CheckpointEntr
     bias float32 (3,) Param
     kernel float32 (2, 3) Param
     """
-    manifest = read_manifest(local_path(path).absolute())
+    manifest = read_manifest(location(path))
     return {
         name: CheckpointEntry(entry.kind, entry.shape, entry.dtype, entry.type)
         for name, entry in manifest.entries.items()
@@ -101,6 +101,7 @@ def load(
     *,
     verify: bool = True,
     rename: Mapping[str, str] | None = None,
+    only: str | Sequence[str] | None = None,
 ) -> Any: ...
 
 
@@ -113,6 +114,7 @@ def load(
     cast: bool = False,
     verify: bool = True,
     rename: Mapping[str, str] | None = None,
+    only: str | Sequence[str] | None = None,
     report: LoadReport | None = None,
 ) -> T: ...
 
@@ -128,6 +130,7 @@ def load(
     cast: bool = False,
     verify: bool = True,
     rename: Mapping[str, str] | None = None,
+    only: str | Sequence[str] | None = None,
     report: LoadReport | None = None,
 ) -> Any:
     """Fills a target from a checkpoint and returns it; without a target, returns the contents of the checkpoint.
@@ -150,6 +153,8 @@ def load(
         verify: whether to verify the checksums of the data that are read.
         rename: new names for paths of the checkpoint, e.g. `{"old/**": "new/**"}`; the first pattern that matches is
             used.
+        only: the part to load, as a path or a pattern, or several: `only="model"` loads the model of a run. Whatever
+            is elsewhere, in the checkpoint or in the target, is ignored.
         report: a LoadReport to fill with the entries that do not fit and the settings that changed, instead of
             warning.
 
@@ -160,7 +165,7 @@ def load(
         FileNotFoundError: there is nothing at the path.
         CheckpointError: the checkpoint is damaged or incomplete, or does not fit and `strict` is set. The target is
             unchanged.
-        ValueError: a pattern of `rename` matches nothing.
+        ValueError: a pattern of `rename` or `only` matches nothing.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/model"
@@ -169,17 +174,18 @@ def load(
     >>> nnx.load(path)["kernel"].shape
     (2, 3)
     """
-    directory = local_path(path).absolute()
-    refuse_foreign_file(directory)
+    place = location(path)
+    if place.local is not None:
+        refuse_foreign_file(place.local)
     if target is _NO_TARGET:
-        return load_all(directory, verify, rename)
-    loading = Loading(directory, target, strict, cast, verify, rename)
+        return load_all(place, verify, rename, only)
+    loading = Loading(place, target, strict, cast, verify, rename, only)
     filled = loading.run()
     if report is not None:
         report.__dict__.update(loading.report.__dict__)
     elif loading.report:
-        warnings.warn(LOADED_IN_PART.format(path=directory, differences=loading.report), stacklevel=2)
+        warnings.warn(LOADED_IN_PART.format(path=place, differences=loading.report), stacklevel=2)
     elif loading.report.changed:
         changed = "\n".join(loading.report.changes())
-        warnings.warn(SETTINGS_CHANGED.format(path=directory, changes=changed), stacklevel=2)
+        warnings.warn(SETTINGS_CHANGED.format(path=place, changes=changed), stacklevel=2)
     return filled

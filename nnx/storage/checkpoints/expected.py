@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx.storage.checkpoints.chunks import Box, box_of
-from nnx.storage.entry import Entry
+from nnx.storage.checkpoints.boxes import Box, box_of
+from nnx.storage.entry import IN_MANIFEST, Entry
 from nnx.storage.fitting import bound_sharding
 
 
@@ -72,8 +72,8 @@ class Expected:
             entry: the entry of the saved value.
             parts: the data of `boxes`; None if the entry has no data.
         """
-        if entry.kind == "text":
-            return entry.value
+        if entry.kind in IN_MANIFEST:
+            return entry.plain_value
         if entry.kind == "number":
             value = entry.plain_value
             if self.kind == "number" or self.weak:
@@ -114,5 +114,5 @@ class Expected:
             return np.asarray(array)
         if self.sharding is not None:
             return jax.device_put(array, self.sharding)
-        # An uncommitted array goes where JAX would put it; `device_put` does not copy aligned memory on a CPU.
-        return array if isinstance(array, jax.Array) else jax.device_put(array)
+        # An uncommitted array goes where JAX would put it. JAX does not copy aligned memory on a CPU.
+        return jnp.asarray(array)

@@ -10,54 +10,57 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nnx.storage.checkpoints.chunk_reader import ChunkReader
-from nnx.storage.checkpoints.chunks import Box
+import jax
+
+from nnx.storage.checkpoints.array_reader import ArrayReader
+from nnx.storage.checkpoints.boxes import Box
 from nnx.storage.checkpoints.expected import Expected
+from nnx.storage.checkpoints.format_1 import Format1Reader
+from nnx.storage.checkpoints.format_2 import Format2Reader
 from nnx.storage.checkpoints.manifest import FILE_NAME, Manifest, read_manifest
 from nnx.storage.checkpoints.matching import match
-from nnx.storage.checkpoints.orbax_format import OrbaxReader
 from nnx.storage.entry import Entry
 from nnx.storage.errors import CheckpointError, DamagedError, first_line
 from nnx.storage.leaves import Leaves
 from nnx.storage.load_report import LoadReport
+from nnx.storage.locations import Location
 from nnx.storage.processes import Exchange, ProcessError
-from nnx.storage.renaming import renamed
+from nnx.storage.renaming import renamed, selected
 
 DOES_NOT_FIT = """The checkpoint at {path} does not fit the target. Nothing was loaded.
 {differences}
 Build the target as the saved object was built, or load what fits with nnx.load(path, target, strict=False)."""
 FILLED_IN_PART = """The checkpoint at {path} was checked, but could not be read again: {reason}. The target is only \
 filled in part: build it again before loading another checkpoint."""
+REPLACED = "another job keeps replacing it"
 OTHER_MANIFEST = """Process {peer} and process 0 read different checkpoints at {path}: another job is saving there, or \
 the processes do not share a disk. Nothing was loaded."""
 
 _ATTEMPTS = 20  # to read a checkpoint that another job keeps replacing in the meantime
-SMALL = 16 << 20
+SMALL = 256 << 20
 """The bytes that may always be read at once, even if no array is that large."""
 
 
-def _reader(directory: Path, manifest: Manifest, verify: bool) -> ChunkReader | OrbaxReader:
-    if manifest.version == 1:
-        return OrbaxReader(directory, manifest)
-    return ChunkReader(directory, manifest, verify)
+_READERS = {1: Format1Reader, 2: Format2Reader, 3: ArrayReader}  # by the version of the format
+Reader = Format1Reader | Format2Reader | ArrayReader
 
 
-def load_all(directory: Path, verify: bool, rename: Mapping[str, str] | None) -> Any:
+def load_all(place: Location, verify: bool, rename: Mapping[str, str] | None, only: str | Sequence[str] | None) -> Any:
     """Returns the contents of a checkpoint as nested dicts, by the segments of the paths."""
     for attempt in range(_ATTEMPTS):
-        before = _manifest_identity(directory)
+        before = _generation(place)
         try:
-            manifest = read_manifest(directory)
-            expected, parts = _read_all(directory, manifest, verify)
+            manifest = read_manifest(place)
+            names = renamed(manifest.entries, rename or {})
+            names = {name: names[name] for name in names if name in selected(names, only)} if only else names
+            expected, parts = _read_all(place, manifest, verify, names.values())
             break
         except DamagedError:
-            if attempt == _ATTEMPTS - 1 or _manifest_identity(directory) == before:
+            if attempt == _ATTEMPTS - 1 or _generation(place) == before:
                 raise
-    names = renamed(manifest.entries, rename or {})
     root: dict[str, Any] = {}
     for name, path in names.items():
         value = expected[path].value(manifest.entries[path], parts.pop(path, None))
@@ -74,12 +77,15 @@ def load_all(directory: Path, verify: bool, rename: Mapping[str, str] | None) ->
     return root
 
 
-def _read_all(directory: Path, manifest: Manifest, verify: bool) -> tuple[dict[str, Expected], dict[str, Any]]:
-    expected = {path: _on_host(entry) for path, entry in manifest.entries.items()}
-    boxes = {path: expected[path].boxes(entry) for path, entry in manifest.entries.items() if entry.has_data}
+def _read_all(
+    place: Location, manifest: Manifest, verify: bool, paths: Iterable[str]
+) -> tuple[dict[str, Expected], dict[str, Any]]:
+    entries = {path: manifest.entries[path] for path in paths}
+    expected = {path: _on_host(entry) for path, entry in entries.items()}
+    boxes = {path: expected[path].boxes(entry) for path, entry in entries.items() if entry.has_data}
     if not boxes:
         return expected, {}
-    with contextlib.closing(_reader(directory, manifest, verify)) as reader:
+    with contextlib.closing(_READERS[manifest.version](place, manifest, verify)) as reader:
         return expected, reader.read(boxes)
 
 
@@ -96,13 +102,12 @@ class _Outcome(NamedTuple):
     replaced: bool = False  # whether the checkpoint was replaced by another one in the meantime
 
 
-def _manifest_identity(directory: Path) -> tuple[int, int] | None:
-    """Returns a value that changes when a checkpoint is replaced."""
+def _generation(place: Location) -> bytes | None:
+    """Returns a value that changes when a checkpoint is replaced; None if it cannot be read."""
     try:
-        found = (directory / FILE_NAME).stat()
+        return place.read(FILE_NAME, 1).generation
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
 
 
 class Loading:
@@ -110,79 +115,96 @@ class Loading:
 
     def __init__(
         self,
-        directory: Path,
+        place: Location,
         target: Any,
         strict: bool,
         cast: bool,
         verify: bool,
         rename: Mapping[str, str] | None,
+        only: str | Sequence[str] | None,
     ):
-        self._directory, self._target = directory, target
-        self._strict, self._cast, self._verify, self._rename = strict, cast, verify, rename
-        self._reader: ChunkReader | OrbaxReader | None = None
+        self._place, self._target = place, target
+        self._strict, self._cast, self._verify, self._rename, self._only = strict, cast, verify, rename, only
+        self._reader: Reader | None = None
+        self._filled: Any = None
         self._first: dict[str, Any] = {}
         self.report: LoadReport = LoadReport()
 
     def run(self) -> Any:
         try:
-            self._agree()
-            if len(self._groups) == 1:
-                return self._target_leaves.fill(self._first)
-            with _no_interrupt():
-                return self._fill_part_by_part()
-        finally:
-            if self._reader is not None:
-                self._reader.close()
-
-    def _agree(self) -> None:
-        """Prepares on every process; a failure on one is raised on all, before anything is changed."""
-        try:
-            exchange = Exchange(f"nnx.load({str(self._directory)!r})")
-            for attempt in range(_ATTEMPTS):
-                outcomes = [_Outcome(*outcome) for outcome in exchange.together(self._try_to_prepare)]
-                same = len({outcome.checksum for outcome in outcomes}) == 1
-                if same and not any(outcome.replaced for outcome in outcomes):
-                    break
-                time.sleep(0.02 * attempt)  # another job has just saved there; all processes read the new one
+            exchange = Exchange(f"nnx.load({str(self._place)!r})")
+            self._agree(exchange)
+            for _ in range(_ATTEMPTS):
+                if not any(exchange.together(self._try_to_fill)):
+                    return self._filled
+                try:
+                    self._agree(exchange)
+                except (CheckpointError, FileNotFoundError) as error:  # the new checkpoint does not fit
+                    raise CheckpointError(FILLED_IN_PART.format(path=self._place, reason=first_line(error))) from error
+            raise CheckpointError(FILLED_IN_PART.format(path=self._place, reason=REPLACED))
         except ProcessError as error:
             raise CheckpointError(str(error)) from error
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _agree(self, exchange: Exchange) -> None:
+        """Prepares on every process; a failure on one is raised on all, before anything is changed."""
+        outcomes: list[_Outcome] = []
+        for attempt in range(_ATTEMPTS):
+            outcomes = [_Outcome(*outcome) for outcome in exchange.together(self._try_to_prepare)]
+            same = len({outcome.checksum for outcome in outcomes}) == 1
+            if same and not any(outcome.replaced for outcome in outcomes):
+                break
+            time.sleep(0.02 * attempt)  # another job has just saved there; all processes read the new one
         if self._failure is not None:
             raise self._failure
         for peer, outcome in enumerate(outcomes):
             if outcome.error:
                 raise (DamagedError if outcome.damaged else CheckpointError)(f"Process {peer}: {outcome.error}")
             if outcome.checksum != outcomes[0].checksum:
-                raise CheckpointError(OTHER_MANIFEST.format(peer=peer, path=self._directory))
+                raise CheckpointError(OTHER_MANIFEST.format(peer=peer, path=self._place))
 
     def _try_to_prepare(self) -> "_Outcome":
         self._failure: Exception | None = None
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+        self._close()
         self._first = {}  # frees what a failed attempt has read
-        before = _manifest_identity(self._directory)
+        self._generation = _generation(self._place)
         try:
             self._prepare()
         except (CheckpointError, FileNotFoundError) as error:
             self._failure = error
             damaged = isinstance(error, DamagedError)
-            replaced = damaged and _manifest_identity(self._directory) != before
+            replaced = damaged and self._is_replaced()
             return _Outcome(0, str(error), damaged, replaced)
         return _Outcome(self._manifest.checksum)
 
+    def _is_replaced(self) -> bool:
+        return _generation(self._place) != self._generation
+
     def _prepare(self) -> None:
-        manifest = self._manifest = read_manifest(self._directory)
+        manifest = self._manifest = read_manifest(self._place)
         leaves = self._target_leaves = Leaves(self._target)
         leaves.check_level()
         self._expected = {path: Expected.of(leaf.value) for path, leaf in leaves.by_path.items()}
         self._found, self.report = match(
-            manifest, leaves, self._expected, strict=self._strict, cast=self._cast, rename=self._rename
+            manifest,
+            leaves,
+            self._expected,
+            strict=self._strict,
+            cast=self._cast,
+            rename=self._rename,
+            only=self._only,
         )
         if self.report and self._strict:
-            raise CheckpointError(DOES_NOT_FIT.format(path=self._directory, differences=self.report))
+            raise CheckpointError(DOES_NOT_FIT.format(path=self._place, differences=self.report))
         leaves.release()
         if any(manifest.entries[saved].has_data for saved in self._found.values()):
-            self._reader = _reader(self._directory, manifest, self._verify)
+            self._reader = _READERS[manifest.version](self._place, manifest, self._verify)
         self._groups = self._grouped()
         # The first group is verified while it is read. The others are read twice: now, to be verified and dropped, and
         # again once nothing can fail anymore, because keeping them would take the memory of a second target.
@@ -230,9 +252,9 @@ class Loading:
                 boxes += [box for box in self._expected[path].boxes(entry) if box not in boxes]
         return wanted
 
-    def _values(self, group: list[str], verify: bool | None = None) -> dict[str, Any]:
+    def _values(self, group: list[str]) -> dict[str, Any]:
         boxes = self._boxes(group)
-        parts = self._reader.read(boxes, verify=verify) if self._reader is not None and boxes else {}
+        parts = self._reader.read(boxes) if self._reader is not None and boxes else {}
         values: dict[str, Any] = {}
         for path in group:
             saved, expected = self._found[path], self._expected[path]
@@ -244,19 +266,36 @@ class Loading:
             values[path] = expected.value(entry, own)
         return values
 
+    def _try_to_fill(self) -> bool:
+        """Fills the target; returns whether the checkpoint was replaced meanwhile, so that all have to begin again."""
+        self._target_leaves.set_iterators(self._states())
+        if len(self._groups) == 1:
+            self._filled = self._target_leaves.fill(self._first)
+            return False
+        try:
+            with _no_interrupt():
+                self._filled = self._fill_part_by_part()
+        except Exception as error:
+            if isinstance(error, DamagedError) and self._is_replaced():
+                return True
+            reason = first_line(error)
+            raise CheckpointError(FILLED_IN_PART.format(path=self._place, reason=reason)) from error
+        return False
+
+    def _states(self) -> dict[str, Any]:
+        """Returns the states of the data iterators of this process, by path."""
+        entries = {path: self._manifest.entries[saved] for path, saved in self._found.items()}
+        return {path: e.plain_value[jax.process_index()] for path, e in entries.items() if e.kind == "state"}
+
     def _fill_part_by_part(self) -> Any:
         outside: dict[str, Any] = {}
         own = set(self._target_leaves.units()[-1])
-        try:
-            for number, group in enumerate(self._groups):
-                values = self._values(group, verify=False) if number else self._first
-                self._first = {}
-                outside |= {path: value for path, value in values.items() if path in own}
-                self._target_leaves.fill_cells(values)
-                del values
-        except Exception as error:
-            reason = first_line(error)
-            raise CheckpointError(FILLED_IN_PART.format(path=self._directory, reason=reason)) from error
+        for number, group in enumerate(self._groups):
+            values = self._values(group) if number else self._first
+            self._first = {}
+            outside |= {path: value for path, value in values.items() if path in own}
+            self._target_leaves.fill_cells(values)
+            del values
         return self._target_leaves.fill_outside(outside)
 
 

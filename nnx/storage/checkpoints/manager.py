@@ -1,7 +1,7 @@
 """CheckpointManager: the checkpoints of one run, by step. It writes them during training and removes old ones."""
 
 import atexit
-import contextlib
+import json
 import operator
 import os
 import sys
@@ -16,16 +16,16 @@ from typing import Any, Literal, TypeVar
 import jax
 from jax.experimental import multihost_utils
 
+from nnx.core.repr import short
 from nnx.storage.checkpoints import sigterm
-from nnx.storage.checkpoints.checkpoint import Saving, load
-from nnx.storage.checkpoints.manifest import LOCK_NAME
-from nnx.storage.checkpoints.saving import SAVE_FAILED
-from nnx.storage.checkpoints.steps import Steps
+from nnx.storage.checkpoints.checkpoint import load
+from nnx.storage.checkpoints.saving import SAVE_FAILED, Saving
+from nnx.storage.checkpoints.steps import Rest, Steps, remove
 from nnx.storage.errors import CheckpointError, DamagedError
-from nnx.storage.files import local_path, unique_token
+from nnx.storage.files import unique_token
 from nnx.storage.leaves import fills_in_place
+from nnx.storage.locations import location
 from nnx.storage.processes import Exchange, ProcessError, on_first
-from nnx.storage.writer_lock import WriterLock
 
 T = TypeVar("T")
 
@@ -33,6 +33,7 @@ NO_STEPS = "There is no finished checkpoint in {directory}."
 NO_STEP = "There is no finished checkpoint of step {step} in {directory}; the available steps are: {steps}."
 BAD_STEP = "A step is an integer, 0 or larger, got {step!r}."
 BAD_KEEP_LAST = "CheckpointManager keeps at least the last checkpoint: keep_last >= 1, got {got}."
+BAD_PERIOD = "keep_period is at least 1, got {got}."
 BAD_MODE = 'best_mode is "min" or "max", got {got!r}.'
 BAD_STEPS = "every_steps is at least 1, got {got}."
 BAD_MINUTES = "every_minutes is more than 0, got {got}."
@@ -42,6 +43,9 @@ LOWER_STEP = """Step {step} comes before step {latest}, which was saved to {dire
 go back with manager.save(..., overwrite=True), which removes the steps after {step}."""
 NO_METRIC = """CheckpointManager(keep_best={keep_best}) keeps the best by metrics[{metric!r}], but save got the \
 metrics: {given}. Pass manager.save(step, obj, metrics={{{metric!r}: value}})."""
+READ_ONLY = "This CheckpointManager of {directory} cannot save: it was made with read_only=True."
+BAD_METADATA = """metadata is stored as JSON, which cannot hold {got}: {reason}. Pass strings, numbers, lists and \
+dicts of them; arrays belong to the saved object."""
 SKIPPED = """Resumed from step {step}, because later checkpoints in {directory} are damaged:
 {damages}
 They will be removed when the next step is saved."""
@@ -63,8 +67,9 @@ class CheckpointManager:
     checkpoint is visible to all of them.
 
     Args:
-        directory: the directory of the steps; created if it does not exist.
+        directory: the directory or URL of the steps; the first save creates it.
         keep_last: the number of latest steps to keep, at least 1; None keeps all. The one just saved is always kept.
+        keep_period: the interval of steps to keep for good: multiples of it are not removed, whatever `keep_last` says.
         keep_best: the number of best steps to keep in addition.
         best_metric: the metric that decides which step is best, one of those given to `save`.
         best_mode: "min" if the smallest value is best, "max" if the largest is.
@@ -73,6 +78,7 @@ class CheckpointManager:
             manager decide.
         every_minutes: the interval in minutes since the last save. With both intervals, either one is enough.
         save_on_sigterm: whether the next call of `save` after SIGTERM saves in any case and then ends the program.
+        read_only: whether `save` is refused, for a program that only looks at the run of another one.
 
     >>> import tempfile
     >>> model = nnx.Linear(2, 3, ctx=nnx.context(0))
@@ -90,6 +96,7 @@ class CheckpointManager:
         directory: str | os.PathLike[str],
         *,
         keep_last: int | None = 3,
+        keep_period: int | None = None,
         keep_best: int = 0,
         best_metric: str = "loss",
         best_mode: Literal["min", "max"] = "min",
@@ -97,18 +104,23 @@ class CheckpointManager:
         every_steps: int | None = None,
         every_minutes: float | None = None,
         save_on_sigterm: bool = False,
+        read_only: bool = False,
     ):
         if keep_last is not None and keep_last < 1:
             raise ValueError(BAD_KEEP_LAST.format(got=keep_last))
+        if keep_period is not None and keep_period < 1:
+            raise ValueError(BAD_PERIOD.format(got=keep_period))
         if best_mode not in ("min", "max"):
             raise ValueError(BAD_MODE.format(got=best_mode))
         if every_steps is not None and every_steps < 1:
             raise ValueError(BAD_STEPS.format(got=every_steps))
         if every_minutes is not None and not every_minutes > 0:
             raise ValueError(BAD_MINUTES.format(got=every_minutes))
-        self.directory: Path = local_path(directory).absolute()
-        self._steps = Steps(self.directory)
+        self._steps = Steps(location(directory))
+        local = self._steps.place.local
+        self.directory: Path | str = str(self._steps.place) if local is None else local
         self._keep_last = keep_last
+        self._keep_period = keep_period
         self._keep_best = keep_best
         self._best_metric = best_metric
         self._best_mode = best_mode
@@ -116,13 +128,13 @@ class CheckpointManager:
         self._every_steps = every_steps
         self._every_minutes = every_minutes
         self._save_on_sigterm = save_on_sigterm
+        self._read_only = read_only
         self._last_time = time.monotonic()
         self._damaged: set[int] = set()  # the steps that `resume` found to be damaged
-        self._writer: threading.Thread | None = None
+        self._writing: list[_Writing] = []  # the saves in progress, and those that still remove old data
         self._error: BaseException | None = None
         self._busy = False  # whether the main thread is saving, which a signal handler cannot wait for
         self._ending = False  # whether SIGTERM has arrived
-        self._lock: WriterLock | None = None
 
     # Questions
 
@@ -141,6 +153,10 @@ class CheckpointManager:
     def metrics(self, step: int) -> dict[str, float]:
         """Returns the metrics that were saved with a step."""
         return self._ask("metrics()", lambda: self._metrics(step))
+
+    def metadata(self, step: int) -> dict[str, Any]:
+        """Returns the metadata that was saved with a step."""
+        return self._ask("metadata()", lambda: dict(self._steps.info(step).get("metadata") or {}))
 
     def _ask(self, what: str, question: Callable[[], T]) -> T:
         """Asks process 0, so that all processes get the same answer."""
@@ -173,6 +189,7 @@ class CheckpointManager:
         obj: Any,
         *,
         metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         force: bool = False,
     ) -> bool:
@@ -182,6 +199,7 @@ class CheckpointManager:
             step: the number of the step; any integer, including those of NumPy and JAX.
             obj: the object to save, as in `nnx.save`.
             metrics: numbers to store with it, by name.
+            metadata: anything else to store with it that JSON can hold, by name.
             overwrite: whether the step may be saved if it does not come after the last one. The steps after it belong
                 to an abandoned part of the run; they are removed once this one is complete.
             force: whether to save even if the step is not due by `every_steps` and `every_minutes`.
@@ -193,6 +211,8 @@ class CheckpointManager:
             ValueError: the step was saved before, comes before the last one, or lacks the metric of `keep_best`.
             CheckpointError: this step, or the one still being written, could not be written.
         """
+        if self._read_only:
+            raise ValueError(READ_ONLY.format(directory=self.directory))
         number = _step_number(step)
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         if self._keep_best and self._best_metric not in numbers:
@@ -204,10 +224,10 @@ class CheckpointManager:
         ending = self._must_end(number)
         if not (force or ending or self._is_due(number)):
             return False
-        self.wait()
+        self._wait_for_save()
         saved = not (ending and number in self.steps())
         if saved:
-            self._save(number, obj, numbers, overwrite)
+            self._save(number, obj, {"metrics": numbers, "metadata": _plain(metadata)}, overwrite)
         if ending or self._ending:
             self.wait()
             self._end()
@@ -223,32 +243,22 @@ class CheckpointManager:
         seconds = 60 * self._every_minutes
         return self._ask("is_due", lambda: time.monotonic() - self._last_time >= seconds)
 
-    def _save(self, step: int, obj: Any, metrics: Mapping[str, float], overwrite: bool) -> None:
+    def _save(self, step: int, obj: Any, info: Mapping[str, Any], overwrite: bool) -> None:
         self._busy = True
         sigterm.watch(self)
         try:
             save = unique_token()
             self._ask(f"save({step})", lambda: self._begin(step, save, overwrite))
-            lock, self._lock = self._lock, None
             exchange = Exchange(f"CheckpointManager({str(self.directory)!r}).save({step})")
-            try:
-                saving = Saving(
-                    self._steps.path(step),
-                    obj,
-                    {"step": step, "metrics": dict(metrics), "save": save},
-                    wait=not self._asynchronous,
-                )
-            except BaseException:
-                self._release(lock)
-                raise
-            if not self._asynchronous:
-                self._complete(step, saving, exchange, lock)
-            else:
-                # The thread is not a daemon, so a program that ends waits for it.
-                arguments = (step, saving, exchange, lock)
-                self._writer = threading.Thread(target=self._complete, args=arguments, name=f"nnx-save-{step}")
+            info = {"step": step, **info, "save": save}
+            saving = Saving(self._steps.path(step), obj, info, wait=not self._asynchronous)
+            writing = _Writing(lambda done: self._complete(step, saving, exchange, done))
+            if self._asynchronous:
+                self._writing.append(writing)
                 _unfinished.add(self)
-                self._writer.start()
+                writing.start()
+            else:
+                writing.run()
             self._last_time = time.monotonic()
         finally:
             self._busy = False
@@ -257,67 +267,74 @@ class CheckpointManager:
             self._raise_error()
 
     def _begin(self, step: int, save: str, overwrite: bool) -> None:
-        """Acquires the lock of the directory, on process 0, and checks that the step may be saved."""
+        """Checks, on process 0, that the step may be saved."""
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            lock = WriterLock(self.directory / LOCK_NAME, self.directory)
-            lock.acquire()
-        except OSError as error:
-            reason = f"{type(error).__name__}: {error}".rstrip(".")
-            raise CheckpointError(SAVE_FAILED.format(path=self._steps.path(step), reason=reason)) from error
-        try:
-            self._steps.tidy()
-            latest = max(self._finished(), default=-1)
+            if self._steps.has_intent():
+                remove(self._steps.tidy())
+            finished = self._finished()
+            latest = max(finished, default=-1)
             if step <= latest and not overwrite:
-                text = STEP_EXISTS if step in self._finished() else LOWER_STEP
+                text = STEP_EXISTS if step in finished else LOWER_STEP
                 raise ValueError(text.format(step=step, directory=self.directory, latest=latest))
             # Damaged steps are not among the finished ones, but would be again if they came after the last step.
             if step < max([latest, *self._damaged]):
                 self._steps.intend_to_end_at(step, save)
-        except BaseException:
-            lock.release()
-            raise
-        self._lock = lock
+        except OSError as error:
+            reason = f"{type(error).__name__}: {error}".rstrip(".")
+            raise CheckpointError(SAVE_FAILED.format(path=self._steps.path(step), reason=reason)) from error
 
-    def _complete(self, step: int, saving: Saving, exchange: Exchange, lock: WriterLock | None) -> None:
+    def _complete(self, step: int, saving: Saving, exchange: Exchange, done: threading.Event) -> None:
+        """Finishes a save, and removes what is not kept: the manifests before the save is done, the data after it."""
+        rests: list[Rest] = []
         try:
             saving.finish()
-            exchange.on_first(lambda: self._remove_old(step))
+            exchange.on_first(lambda: rests.extend(self._forget_old(step)))
             self._damaged = {damaged for damaged in self._damaged if damaged < step}
         except BaseException as error:
             self._error = error
-        finally:
-            self._release(lock)
+        done.set()
+        remove(rests)
 
-    def _release(self, lock: WriterLock | None) -> None:
-        if lock is not None:
-            with contextlib.suppress(OSError):
-                lock.release()
-
-    def _remove_old(self, saved: int) -> None:
-        """Removes the steps that are not to be kept, after one was saved."""
-        self._steps.tidy()
+    def _forget_old(self, saved: int) -> list[Rest]:
+        """Removes the manifests of the steps that are not to be kept, after one was saved."""
+        rests = self._steps.tidy()
         if self._keep_last is not None:
-            steps = self._finished()
+            steps, period = self._finished(), self._keep_period
             kept = {saved, *steps[-self._keep_last :], *self._ranked()[: self._keep_best]}
-            self._steps.remove(step for step in self._steps.finished() if step not in kept)
+            kept.update(step for step in steps if period is not None and step % period == 0)
+            rests += self._steps.forget(step for step in self._steps.finished() if step not in kept)
+        return rests
 
     def wait(self) -> None:
-        """Waits until the last save is on the disk and visible to all processes.
+        """Waits until the last save is on the disk and visible to all processes, and old steps are removed.
 
         Raises:
             CheckpointError: the checkpoint could not be written.
         """
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
+        for writing in self._writing:
+            writing.join()
+        self._wait_for_save()
+
+    def _wait_for_save(self) -> None:
+        """Waits like `wait`, but lets old data be removed in the background."""
+        for writing in self._writing:
+            writing.done.wait()
+        self._forget_writing()
+        self._raise_error()
+
+    def _forget_writing(self) -> None:
+        """Forgets the saves that are complete, unless they are still removing old data."""
+        self._writing = [writing for writing in self._writing if writing.is_alive()]
+        if self._is_saved():
             _unfinished.discard(self)
             self._unwatch()
-        self._raise_error()
+
+    def _is_saved(self) -> bool:
+        return all(writing.done.is_set() for writing in self._writing)
 
     def _unwatch(self) -> None:
         """Stops handling SIGTERM, unless a save is in progress or `save_on_sigterm` needs it."""
-        if self._writer is None and not self._save_on_sigterm:
+        if self._is_saved() and not self._save_on_sigterm:
             sigterm.unwatch(self)
 
     def _raise_error(self) -> None:
@@ -347,8 +364,8 @@ class CheckpointManager:
         if self._save_on_sigterm or self._busy:
             self._ending = True
             return False
-        if self._writer is not None:
-            self._writer.join()
+        for writing in self._writing:
+            writing.done.wait()
         return True
 
     def _must_end(self, step: int) -> bool:
@@ -376,7 +393,7 @@ class CheckpointManager:
         Raises:
             FileNotFoundError: there is no such step.
         """
-        self.wait()
+        self._wait_for_save()
         steps = self.steps()
         if not steps:
             raise FileNotFoundError(NO_STEPS.format(directory=self.directory))
@@ -401,7 +418,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: the target cannot be filled in place, does not fit, or every step is damaged.
         """
-        self.wait()
+        self._wait_for_save()
         if not fills_in_place(target):
             raise CheckpointError(NOT_IN_PLACE.format(target=type(target).__name__))
         damages: dict[int, DamagedError] = {}
@@ -419,6 +436,30 @@ class CheckpointManager:
         if damages:
             raise next(iter(damages.values()))
         return None
+
+
+class _Writing(threading.Thread):
+    """The thread of one save. `done` is set when the save is complete; old data are removed after that.
+
+    It is not a daemon, so a program that ends waits for it.
+    """
+
+    def __init__(self, work: Callable[[threading.Event], None]):
+        super().__init__(name="nnx-save")
+        self._work = work
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        self._work(self.done)
+
+
+def _plain(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    found = dict(metadata or {})
+    try:
+        json.dumps(found)
+    except (TypeError, ValueError) as error:
+        raise TypeError(BAD_METADATA.format(got=short(found), reason=error)) from error
+    return found
 
 
 def _step_number(step: Any) -> int:

@@ -1,20 +1,23 @@
 """Matching: which entry of a checkpoint belongs to which path of the target, and what does not fit."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx.core.state.paths import listing
 from nnx.storage.checkpoints.expected import Expected
 from nnx.storage.checkpoints.hyperparameters import changes
 from nnx.storage.checkpoints.manifest import Manifest
-from nnx.storage.entry import Entry, entry_of
+from nnx.storage.entry import IN_MANIFEST, Entry, entry_of
 from nnx.storage.fitting import described_misfit, fits, was_narrower
 from nnx.storage.leaves import Leaves, resolve_alias
 from nnx.storage.load_report import LoadReport
-from nnx.storage.renaming import renamed
+from nnx.storage.renaming import renamed, selected
 
+ONLY_NOTHING = "only={only!r} matches no path of the target; its paths are: {paths}"
+OTHER_PROCESSES = "{entry} in each of {count} processes"
 NEEDS_X64 = "{entry}, which JAX can hold only with jax_enable_x64 (or cast=True)"
 
 
@@ -26,6 +29,7 @@ def match(
     strict: bool,
     cast: bool,
     rename: Mapping[str, str] | None,
+    only: str | Sequence[str] | None = None,
 ) -> tuple[dict[str, str], LoadReport]:
     """Finds the entry of the checkpoint for each path of the target.
 
@@ -36,12 +40,21 @@ def match(
         strict: whether everything must fit. If False, optimizer state is also found elsewhere in a chain.
         cast: whether a value of a different dtype fits.
         rename: new names for paths of the checkpoint.
+        only: patterns of the paths, by their new names, to which both sides are limited; None for all.
 
     Returns:
         The paths in the checkpoint by path of the target, and a report of everything that does not fit.
+
+    Raises:
+        ValueError: `only` matches nothing in the target.
     """
     report = LoadReport()
     by_name = renamed(manifest.entries, rename or {})
+    wanted = selected(leaves.by_path, only)
+    if only is not None:
+        if not wanted:
+            raise ValueError(ONLY_NOTHING.format(only=only, paths=listing(list(leaves.by_path))))
+        by_name = {name: by_name[name] for name in selected(by_name, only)}
     candidates = _candidates(manifest, leaves, by_name)
     if not strict:
         for path, saved in _rechained(manifest, leaves, by_name).items():
@@ -50,6 +63,8 @@ def match(
                 candidates[path] = report.moved[path] = saved
     found: dict[str, str] = {}
     for path, leaf in leaves.by_path.items():
+        if path not in wanted:
+            continue
         saved = candidates.get(path)
         if saved is None:
             report.missing.append(path)
@@ -61,15 +76,16 @@ def match(
         else:
             report.mismatched[path] = reason
     known = set(candidates.values())
-    report.unexpected = [name for name in manifest.entries if name not in known]
+    offered = set(by_name.values())
+    report.unexpected = [name for name in manifest.entries if name in offered and name not in known]
     report.moved = {path: saved for path, saved in report.moved.items() if path in found and path != saved}
-    report.changed = _changed_settings(manifest, leaves)
+    report.changed = _changed_settings(manifest, leaves, selected(manifest.modules, only))
     return found, report
 
 
-def _changed_settings(manifest: Manifest, leaves: Leaves) -> dict[str, tuple[str, str]]:
+def _changed_settings(manifest: Manifest, leaves: Leaves, loaded: set[str]) -> dict[str, tuple[str, str]]:
     """Returns the static attributes that differ from those saved, of the Modules whose class is the same."""
-    same = {path for path, name in manifest.modules.items() if leaves.modules.get(path) == name}
+    same = {path for path in loaded if leaves.modules.get(path) == manifest.modules[path]}
     saved = {path: lines for path, lines in manifest.hyperparameters.items() if path in same}
     return changes(saved, leaves.hyperparameters)
 
@@ -89,6 +105,10 @@ def _candidates(manifest: Manifest, leaves: Leaves, by_name: Mapping[str, str]) 
 def _misfit(have: Entry, want: Entry, expected: Expected, cast: bool) -> tuple[str, str] | None:
     """Returns both sides as text if a saved value does not fit, else None."""
     cast = cast or was_narrower(have, want, want.type)
+    if have.kind != want.kind and (have.kind in IN_MANIFEST or want.kind in IN_MANIFEST):
+        return str(have), str(want)
+    if have.kind == "state" and len(have.value) != jax.process_count():
+        return OTHER_PROCESSES.format(entry=have, count=len(have.value)), str(want)
     if not fits(have, want, cast) or not _in_range(have, want):
         return described_misfit(str(have), have, want), str(want)
     if have.kind == "array" and not cast and expected.kind in ("number", "jax"):

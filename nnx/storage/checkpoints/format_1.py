@@ -1,32 +1,48 @@
-"""Reading checkpoints of format version 1, whose array data Orbax wrote. `chunk_reader` reads version 2."""
+"""Reading checkpoints of format version 1, whose array data Orbax wrote. `array_reader` reads version 3."""
 
+import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nnx.core.extras import require
-from nnx.storage.checkpoints.chunks import Box
-from nnx.storage.checkpoints.manifest import Manifest
+from nnx.storage.checkpoints.boxes import Box
+from nnx.storage.checkpoints.manifest import DAMAGED, Manifest
 from nnx.storage.errors import DamagedError, first_line
+from nnx.storage.files import inside
+from nnx.storage.locations import Location
 
 READ_FAILED = "The checkpoint at {path} could not be read: {reason}. Nothing was loaded. Load an earlier one."
 
 _ROOT = "."  # the name of the array if the target was a single array, whose path is empty
 
 
-class OrbaxReader:
+class Format1Reader:
     """Reads parts of the arrays of a checkpoint of version 1. It has no checksums, so `check` does nothing."""
 
-    def __init__(self, directory: Path, manifest: Manifest):
-        self._directory, self._manifest = directory, manifest
+    def __init__(self, place: Location, manifest: Manifest, verify: bool = True):
+        assert place.local is not None
+        self._directory, self._manifest = place.local, manifest
+        for name, file in manifest.files.items():
+            self._check_size(name, file.size)
         self._orbax = require("orbax.checkpoint", "checkpoint", "nnx.load of a checkpoint of format version 1")
+
+    def _check_size(self, name: str, size: int) -> None:
+        try:
+            path = inside(self._directory, f"{self._manifest.data}/{name}")
+            found = os.stat(path, follow_symlinks=False)
+            reason = "" if found.st_size == size else f"has {found.st_size} bytes instead of {size}"
+        except (OSError, ValueError) as error:
+            reason = f"cannot be read ({error})"
+        if reason:
+            reason = f"the file {self._manifest.data}/{name} {reason}"
+            raise DamagedError(DAMAGED.format(path=self._directory, reason=reason))
 
     def check(self, wanted: Mapping[str, Sequence[Box]]) -> None:
         pass
 
-    def read(self, wanted: Mapping[str, Sequence[Box]], *, verify: bool | None = None) -> dict[str, list[np.ndarray]]:
+    def read(self, wanted: Mapping[str, Sequence[Box]]) -> dict[str, list[np.ndarray]]:
         """Reads the wanted boxes.
 
         Raises:

@@ -1,0 +1,267 @@
+"""Reading the array data of a checkpoint: only the chunks that are needed, each verified, a few at a time.
+
+A chunk that one box needs is read straight into its place. One that several boxes need (the parts of other devices than
+those that saved it) is read once, into memory that is used again and again, and copied from there: fresh memory costs
+more than reading.
+"""
+
+import collections
+import contextlib
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nnx.storage.aligned_memory import aligned_arrays, aligned_bytes
+from nnx.storage.checkpoints.boxes import Box
+from nnx.storage.checkpoints.grid import Grid
+from nnx.storage.checkpoints.manifest import DAMAGED, Manifest, Part
+from nnx.storage.checkpoints.zarr import chunk_in_file, file_of, open_array, pack_name, stored_dtype
+from nnx.storage.errors import DamagedError
+from nnx.storage.locations import Location, reason_of, refuse_special, tensorstore
+
+IN_FLIGHT = min(max(os.cpu_count() or 1, 2), 16)
+"""The chunks that are read at once from a local disk. More of them would leave the processor's cache before they are
+copied, and take fresh memory."""
+IN_FLIGHT_REMOTE = 64
+"""The chunks that are read at once from an object store, which takes longer to answer."""
+Wanted = Mapping[str, Sequence[Box]]
+"""The boxes of each array that this process needs, by path."""
+
+
+class ArrayReader:
+    """Reads parts of the arrays of one checkpoint.
+
+    Args:
+        place: the location of the checkpoint.
+        manifest: the manifest of the checkpoint.
+        verify: whether to refuse data whose checksum does not match.
+
+    Raises:
+        DamagedError: the data folder is not what a save writes.
+    """
+
+    def __init__(self, place: Location, manifest: Manifest, verify: bool = True):
+        self._place, self._manifest, self._verify = place, manifest, verify
+        self._in_flight = IN_FLIGHT_REMOTE if place.local is None else IN_FLIGHT
+        self._spare: list[np.ndarray] = []  # memory for chunks
+        self._opened: dict[str, Any] = {}
+        if place.local is not None:
+            self._refuse_links()
+
+    def _refuse_links(self) -> None:
+        """Refuses a data folder that is a link or contains one, or anything else but files and folders."""
+        assert self._place.local is not None
+        top = self._place.local / self._manifest.data
+        try:
+            for directory, folders, names in os.walk(top):
+                special = [name for name in folders if os.path.islink(os.path.join(directory, name))]
+                if special or os.path.islink(directory):
+                    raise OSError(f"{special[0] if special else self._manifest.data} is a symbolic link")
+                for name in names:
+                    refuse_special(top.joinpath(directory, name))
+        except OSError as error:
+            raise self._damaged(f"its data folder {self._manifest.data} is not one: {error}") from error
+
+    def _damaged(self, reason: str) -> DamagedError:
+        return DamagedError(DAMAGED.format(path=self._place, reason=reason))
+
+    def check(self, wanted: Wanted) -> None:
+        """Verifies the checksums of all chunks that are needed, without keeping their data.
+
+        Raises:
+            DamagedError: a chunk differs from what was saved.
+        """
+        large = (self._array(path, [(box, None) for box in boxes]) for path, boxes in self._large(wanted))
+        self._read_all(itertools.chain(large, self._packs(self._needed(wanted), None)))
+
+    def read(self, wanted: Wanted) -> dict[str, list[np.ndarray]]:
+        """Reads the wanted boxes.
+
+        Args:
+            wanted: the boxes of each array, by path.
+
+        Returns:
+            The data of the boxes, in the same order, by path.
+
+        Raises:
+            DamagedError: a chunk differs from what was saved.
+        """
+        entries = self._manifest.entries
+        memory = iter(
+            aligned_arrays([(box.shape, entries[path].data_dtype) for path in wanted for box in wanted[path]])
+        )
+        found = {path: list(itertools.islice(memory, len(boxes))) for path, boxes in wanted.items()}
+        large = (self._array(path, list(zip(boxes, found[path], strict=True))) for path, boxes in self._large(wanted))
+        parts = self._needed(wanted)
+        memory_of = []
+        for path, part in parts:
+            if len(wanted[path]) == 1 and wanted[path][0] == part.box:
+                memory_of.append(found[path][0])
+            else:  # the boxes are others than those that were saved
+                memory_of.append(np.empty(part.box.shape, entries[path].data_dtype))
+        self._read_all(itertools.chain(large, self._packs(parts, memory_of)))
+        for (path, part), values in zip(parts, memory_of, strict=True):
+            for box, array in zip(wanted[path], found[path], strict=True):
+                if array is not values and (overlap := part.box.overlap(box)) is not None:
+                    array[overlap.slices(box.start)] = values[overlap.slices(part.box.start)]
+        return found
+
+    def close(self) -> None:
+        self._spare.clear()
+
+    # What is where
+
+    def _large(self, wanted: Wanted) -> Iterator[tuple[str, Sequence[Box]]]:
+        return ((path, boxes) for path, boxes in wanted.items() if path in self._manifest.arrays)
+
+    def _array(self, path: str, targets: Iterable[tuple[Box, np.ndarray | None]]) -> "_Array":
+        number, grid = self._manifest.arrays[path]
+        stored: list[_Target] = []
+        for box, memory in targets:
+            for index, inside in grid.places(box):
+                start = tuple([part.start for part in index])
+                shape = tuple([part.stop - part.start for part in index])
+                stored.append(_Target(Box(start, shape), None if memory is None else memory[inside]))
+        return _Array(str(number), grid, self._manifest.entries[path].data_dtype, stored)
+
+    def _needed(self, wanted: Wanted) -> list[tuple[str, Part]]:
+        """Returns the parts of small arrays that overlap what is wanted."""
+        return [
+            (path, part)
+            for path, boxes in wanted.items()
+            for part in self._manifest.parts.get(path, ())
+            if part.box == boxes[0] or any(part.box.overlap(box) for box in boxes)
+        ]
+
+    def _packs(self, parts: Sequence[tuple[str, Part]], memory: Sequence[np.ndarray] | None) -> list["_Array"]:
+        """Returns the packs that contain parts, to be read as bytes."""
+        targets: dict[int, list[_Target]] = {}
+        for number, (path, part) in enumerate(parts):
+            size = part.box.size * self._manifest.entries[path].data_dtype.itemsize
+            values = None if memory is None else memory[number].reshape(-1).view(np.uint8)
+            targets.setdefault(part.process, []).append(_Target(Box((part.offset,), (size,)), values))
+        arrays = []
+        for process, found in targets.items():
+            grid = self._manifest.packs[process]
+            assert grid is not None  # or the manifest would have been refused
+            arrays.append(_Array(pack_name(process), grid, np.dtype(np.uint8), found))
+        return arrays
+
+    # Reading chunks
+
+    def _read_all(self, arrays: Iterable["_Array"]) -> None:
+        flights: collections.deque[_Flight] = collections.deque()
+        try:
+            for array in arrays:
+                with self._as_damage(array, ""):
+                    opened = open_array(self._place / self._manifest.data / array.folder, array.grid, array.dtype)
+                    opened = opened.result()
+                for start, targets in array.chunks():
+                    flights.append(self._start(array, opened, start, targets))
+                    if len(flights) > self._in_flight:
+                        self._end(flights.popleft())
+            while flights:
+                self._end(flights.popleft())
+        finally:
+            for flight in flights:  # after an error: nothing may write to memory that is given back
+                flight.done.exception()
+
+    def _start(self, array: "_Array", opened: Any, start: tuple[int, ...], targets: list["_Target"]) -> "_Flight":
+        """Begins to read a chunk: into its place if there is one, else into spare memory."""
+        stored = stored_dtype(array.dtype)
+        if len(targets) == 1 and targets[0].memory is not None:
+            box, memory, spare = targets[0].box, targets[0].memory.view(stored), None
+        else:
+            first = tuple(map(min, zip(*(target.box.start for target in targets), strict=True)))
+            end = tuple(map(max, zip(*(target.box.end for target in targets), strict=True)))
+            box = Box(first, tuple([b - a for a, b in zip(first, end, strict=True)]))
+            size = box.size * stored.itemsize
+            spare = self._spare.pop() if self._spare else None
+            if spare is None or len(spare) < size:
+                spare = aligned_bytes(size)
+            memory = spare[:size].view(stored).reshape(box.shape)
+        done = tensorstore().array(memory, copy=False, write=True).write(opened[box.slices()])
+        return _Flight(array, start, targets, box, memory, spare, done)
+
+    def _end(self, flight: "_Flight") -> None:
+        """Waits for a chunk, and copies it to where it belongs if it is not there yet."""
+        values, origin = flight.memory, flight.box.start
+        with self._as_damage(flight.array, file_of(flight.array.grid, flight.start)):
+            try:
+                flight.done.result()
+            except ValueError:
+                if self._verify:
+                    raise
+                values, origin = self._unverified(flight), flight.start
+        if values is not flight.memory or flight.spare is not None:
+            for box, memory in flight.targets:
+                if memory is not None:
+                    memory[...] = values[box.slices(origin)].view(memory.dtype)
+        if flight.spare is not None:
+            self._spare.append(flight.spare)
+
+    def _unverified(self, flight: "_Flight") -> np.ndarray:
+        """Returns a chunk whose checksum does not match, because that was asked for."""
+        array = flight.array
+        raw = (self._place / self._manifest.data / array.folder).read(file_of(array.grid, flight.start)).value
+        return chunk_in_file(raw or b"", array.grid, flight.start, array.dtype)
+
+    @contextlib.contextmanager
+    def _as_damage(self, array: "_Array", file: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            name = "/".join(filter(None, (self._manifest.data, array.folder, file)))
+            reason = f"the file {name} differs from what was saved, or cannot be read ({reason_of(error)})"
+            raise self._damaged(reason) from error
+
+
+class _Target(NamedTuple):
+    """A box in the coordinates of a stored array, and the memory for its values; None if they are only verified."""
+
+    box: Box
+    memory: np.ndarray | None
+
+
+class _Array(NamedTuple):
+    """An array that is read: its folder, layout and dtype, and where its values go."""
+
+    folder: str
+    grid: Grid
+    dtype: np.dtype[Any]
+    targets: list[_Target]
+
+    def chunks(self) -> Iterator[tuple[tuple[int, ...], list[_Target]]]:
+        """Yields the first index of each chunk that is needed, and the parts of the targets in it."""
+        found: dict[tuple[int, ...], list[_Target]] = {}
+        for target in self.targets:
+            first = tuple([at // size * size for at, size in zip(target.box.start, self.grid.chunk, strict=True)])
+            limits = zip(first, self.grid.chunk, target.box.end, strict=True)
+            if all([at + size >= end for at, size, end in limits]):  # in one chunk, as most small arrays are
+                found.setdefault(first, []).append(target)
+                continue
+            ranges = map(range, first, target.box.end, self.grid.chunk)
+            for start in itertools.product(*ranges):
+                part = target.box.overlap(Box(start, self.grid.chunk))
+                assert part is not None
+                memory = None if target.memory is None else target.memory[part.slices(target.box.start)]
+                found.setdefault(start, []).append(_Target(part, memory))
+        return iter(found.items())
+
+
+class _Flight(NamedTuple):
+    """A chunk that is being read: its first index, the targets, the box that is read and the memory it is read into.
+
+    The memory is `spare` memory, unless it is that of the only target.
+    """
+
+    array: _Array
+    start: tuple[int, ...]
+    targets: list[_Target]
+    box: Box
+    memory: np.ndarray
+    spare: np.ndarray | None
+    done: Any

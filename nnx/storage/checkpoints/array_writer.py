@@ -1,0 +1,167 @@
+"""Writing the array data of a checkpoint: TensorStore copies, computes checksums and writes in its own threads."""
+
+import collections
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nnx.storage.checkpoints.boxes import Box, Piece
+from nnx.storage.checkpoints.grid import Grid, grid_of
+from nnx.storage.checkpoints.manifest import Part, Zarr
+from nnx.storage.checkpoints.zarr import open_array, pack_name, stored_dtype
+from nnx.storage.entry import Entry
+from nnx.storage.files import sync_directory
+from nnx.storage.locations import Location, reason_of
+
+IN_FLIGHT = 256 << 20
+"""The maximum number of bytes waiting to be written, so that transfers do not fill the memory of the host."""
+PACK_FILE = 64 << 20
+"""The maximum size of a file of a pack in bytes."""
+
+
+def write_pieces(
+    folder: Location, process: int, pieces: Sequence[Piece], arrays: Mapping[str, Zarr], entries: Mapping[str, Entry]
+) -> tuple[Grid | None, dict[str, list[Part]]]:
+    """Writes the pieces of one process, and syncs them to the disk if it is a local one.
+
+    Args:
+        folder: the data folder.
+        process: the index of the process; process 0 writes the metadata of all arrays.
+        pieces: the parts of arrays to write.
+        arrays: the positions of the large arrays; the others are small.
+        entries: the entries of all arrays.
+
+    Returns:
+        The layout of the pack, and the positions in it, by path.
+
+    Raises:
+        OSError: the data could not be written.
+    """
+    writes = _Writes()
+    opened: dict[str, Any] = {}
+    try:
+        if process == 0:  # also of arrays that this process has no part of
+            for path, (number, grid) in arrays.items():
+                opened[path] = open_array(folder / str(number), grid, entries[path].data_dtype, {"path": path})
+        for piece in pieces:
+            if piece.path in arrays:
+                number, grid = arrays[piece.path]
+                data = np.asarray(piece.values)
+                if piece.path not in opened:
+                    opened[piece.path] = open_array(folder / str(number), grid, data.dtype)
+                for stored, inside in grid.places(Box(piece.start, data.shape)):
+                    writes.add(folder / str(number), opened[piece.path].result()[stored], data[inside])
+        grid, parts, data = _pack([piece for piece in pieces if piece.path not in arrays], process)
+        if grid is not None:
+            place = folder / pack_name(process)
+            pack = open_array(place, grid, np.uint8, {"of process": str(process)}).result()
+            for start, size, batch in _batches(data, grid.file[0]):
+                memory = writes.memory(size)
+                writes.add(place, pack[start : start + size], np.concatenate(batch, out=memory), memory)
+        writes.finish()
+    except ValueError as error:  # what TensorStore raises, whatever happened
+        writes.abandon()
+        raise OSError(reason_of(error)) from error
+    except BaseException:
+        writes.abandon()
+        raise
+    if folder.local is not None:
+        sync_directory(folder.local)
+    return grid, parts
+
+
+def _pack(pieces: Sequence[Piece], process: int) -> tuple[Grid | None, dict[str, list[Part]], Sequence[np.ndarray]]:
+    """Puts small arrays one after the other: the layout of the pack, the positions in it, and the bytes of each."""
+    parts: dict[str, list[Part]] = {}
+    data: list[np.ndarray] = []
+    offset = 0
+    for piece in pieces:
+        values = np.asarray(piece.values, order="C")
+        parts.setdefault(piece.path, []).append(Part(process, offset, Box(piece.start, values.shape)))
+        data.append(values.reshape(-1).view(np.uint8))
+        offset += values.nbytes
+    return grid_of((offset,), (offset,), 1, PACK_FILE) if offset else None, parts, data
+
+
+def _batches(data: Iterable[np.ndarray], size: int) -> Iterator[tuple[int, int, list[np.ndarray]]]:
+    """Yields bytes in batches of one size, the last one smaller: the offset, the size, and the parts of each."""
+    batch: list[np.ndarray] = []
+    room, start = size, 0
+    for part in data:
+        while len(part):
+            batch.append(part[:room])
+            part, room = part[room:], room - len(batch[-1])
+            if not room:
+                yield start, size, batch
+                batch, room, start = [], size, start + size
+    if batch:
+        yield start, size - room, batch
+
+
+class _Write(NamedTuple):
+    """A write in progress: where, how many bytes, the future of TensorStore, and memory to use again, if any."""
+
+    folder: Location
+    size: int
+    done: Any
+    memory: np.ndarray | None
+
+
+class _Writes:
+    """The writes in progress, of a limited number of bytes; one that is larger than the limit goes alone."""
+
+    def __init__(self) -> None:
+        self._pending: collections.deque[_Write] = collections.deque()
+        self._size = 0
+        self._spare: list[np.ndarray] = []
+
+    def memory(self, size: int) -> np.ndarray:
+        """Returns memory for a batch; that of an earlier one, if possible, since fresh memory costs time."""
+        while not self._spare and self._size + size > 2 * PACK_FILE:
+            self._await_first()
+        memory = self._spare.pop() if self._spare else np.empty(size, np.uint8)
+        return memory[:size] if len(memory) >= size else np.empty(size, np.uint8)
+
+    def add(self, folder: Location, target: Any, data: np.ndarray, memory: np.ndarray | None = None) -> None:
+        while self._pending and self._size + data.nbytes > IN_FLIGHT:
+            self._await_first()
+        # The data do not change until then: they are immutable, or have been copied for this save.
+        done = target.write(data.view(stored_dtype(data.dtype)), can_reference_source_data_indefinitely=True)
+        self._pending.append(_Write(folder, data.nbytes, done, memory))
+        self._size += data.nbytes
+
+    def _await_first(self) -> None:
+        first = self._pending.popleft()
+        self._size -= first.size
+        first.done.result()
+        if first.memory is not None:
+            self._spare.append(first.memory)
+        if first.folder.local is not None:
+            _sync_folder(first.folder.local)  # while later arrays are being written
+
+    def finish(self) -> None:
+        while self._pending:
+            self._await_first()
+
+    def abandon(self) -> None:
+        """Waits without looking at the results, so that nothing is written any more when the caller cleans up."""
+        for write in self._pending:
+            write.done.exception()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flushes the files of an array to the disk, but for the metadata, which no load reads."""
+    for name in os.listdir(folder):
+        if name.startswith("c"):
+            try:
+                handle = os.open(folder / name, os.O_RDONLY)
+            except FileNotFoundError:  # the temporary file of another part, which is synced when that is complete
+                continue
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+    sync_directory(folder)
