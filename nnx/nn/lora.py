@@ -315,19 +315,8 @@ def add_lora(
     >>> list(model.filter(nnx.LoRAParam))
     ['layers/0/lora/lora_a', 'layers/0/lora/lora_b']
     """
-    matches = to_predicate(PathMatches(where) if isinstance(where, str) else where)
-    # By path: which keys a layer draws must not depend on the order in which attributes were set.
-    modules = sorted(Module.named_modules(model), key=lambda found: path_order(found[0]))
-    linear = {path: module for path, module in modules if type(module) in _ADAPTED}
-    chosen = {path: module for path, module in linear.items() if matches(path, module)}
-    if not chosen:
-        paths = ", ".join(map(repr, linear)) or "(none)"
-        raise ValueError(NOTHING_MATCHES.format(model=type(model).__name__, paths=paths))
-    for path, module in chosen.items():
-        if isinstance(module, LinearGeneral) and module.batch_sizes:
-            raise ValueError(BATCHED_KERNEL.format(path=path))
+    chosen = _linear_layers(model, where)
     for module in chosen.values():
-        assert isinstance(module, Linear | LinearGeneral)
         adaptation = _stacked_like(
             module,
             ctx,
@@ -344,6 +333,22 @@ def add_lora(
         module.lora = adaptation
         object.__setattr__(module, "__class__", _ADAPTED[type(module)])
     return list(chosen)
+
+
+def _linear_layers(model: Module, where: Filter) -> dict[str, Any]:
+    """Returns the linear layers of a model that `where` matches, by path."""
+    matches = to_predicate(PathMatches(where) if isinstance(where, str) else where)
+    # By path: which keys a layer draws must not depend on the order in which attributes were set.
+    modules = sorted(Module.named_modules(model), key=lambda found: path_order(found[0]))
+    linear = {path: module for path, module in modules if type(module) in _ADAPTED}
+    chosen = {path: module for path, module in linear.items() if matches(path, module)}
+    if not chosen:
+        paths = ", ".join(map(repr, linear)) or "(none)"
+        raise ValueError(NOTHING_MATCHES.format(model=type(model).__name__, paths=paths))
+    for path, module in chosen.items():
+        if isinstance(module, LinearGeneral) and module.batch_sizes:
+            raise ValueError(BATCHED_KERNEL.format(path=path))
+    return chosen
 
 
 def _stacked_like(layer: Linear | LinearGeneral, ctx: Context, *, rank: int, **options: Any) -> LoRA:
