@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import nnx
+from nnx.nn.attention.kv_cache import LANES, MOST_ROWS
+from nnx.sharding.target import compiling_for
 from tests.nn.arrays import numpy_normal
 
 MAX_LENGTH = 8
@@ -367,3 +369,31 @@ class TestImpossibleLengths:
         assert not jnp.isnan(held.value[0]).any() and jnp.isnan(held.value[1]).any()
         with pytest.raises(ValueError, match="row 1"):
             held.check()
+
+
+@pytest.mark.parametrize("features, rows", [(6, 3), (6, MOST_ROWS + 1), (LANES, 3)])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_tokens_are_written_alike_for_tpus(features, rows, ragged):
+    cache = nnx.LayerCache.empty(rows, 5, 2, features)
+    tokens = jnp.arange(1.0, 1 + 2 * rows * features).reshape(rows, 1, 2, features)
+    lengths = jnp.arange(rows) % 7 - 1  # some below zero, and some beyond the cache
+    real = jnp.arange(rows) % 3 // 2 if ragged else None
+
+    @jax.jit
+    def append(cache, tokens, lengths):
+        return cache.append(tokens, -tokens, lengths, real)
+
+    expected = append(cache, tokens, lengths)
+    with compiling_for("tpu"):
+        found = append(cache, tokens, lengths)
+        assert "scatter" not in append.lower(cache, tokens, lengths).as_text() or features == LANES
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_rows_that_are_aligned_are_written_alike_for_tpus():
+    for features in (6, LANES):
+        cache = dataclasses.replace(nnx.LayerCache.empty(3, 5, 2, features), aligned=True)
+        tokens, lengths = jnp.ones((3, 1, 2, features)), jnp.full(3, 2)
+        expected = cache.append(tokens, 2 * tokens, lengths)
+        with compiling_for("tpu"):
+            jax.tree.map(np.testing.assert_array_equal, cache.append(tokens, 2 * tokens, lengths), expected)

@@ -35,6 +35,7 @@ from nnx.core.variables.variables import Cache
 from nnx.nn.attention.masks import positions_visible
 from nnx.nn.support.checks import check_sizes
 from nnx.nn.support.parameters import AxisNames
+from nnx.sharding.target import target
 
 FULL = (
     "{cache} is full: it has room for max_length={max_length} tokens per row, {details}. Nothing was written. Make a "
@@ -57,6 +58,10 @@ POISONED = (
     "still in the cache. Start again with a {longer}cache of enough room."
 )
 WRONG_LENGTHS = "{cache}: expected {name} of shape {expected}, one per row, got {got}."
+
+
+LANES = 128  # of a TPU's vector unit
+MOST_ROWS = 64  # that are written one by one on a TPU; with more, the whole cache is
 
 
 class KVCache(Module):
@@ -460,17 +465,55 @@ def _append(
     slots = jnp.where(full, _last_visible(slots, max_length), slots)
     key = jnp.where(full[..., None, None], 0, key)  # the mark that tells this NaN from one that the model computed
     value = jnp.where(full[..., None, None], jnp.nan, value)
-    if aligned and length == 1 and index.size:
-        # One slot for all rows; that of full rows is within range by now.
-        start = (*(0,) * index.ndim, jnp.reshape(slots, -1)[0], 0, 0)
-        put_all = jax.lax.dynamic_update_slice
-        keys = put_all(keys, key.astype(keys.dtype), start)
-        return keys, put_all(values, value.astype(values.dtype), start), new_index
+    if length > 1 or not index.size:
+        return _scattered(keys, slots, key), _scattered(values, slots, value), new_index
+    at = target(keys)
+    put = _written_together if aligned else _scattered
+    if at.platform == "tpu":
+        put = functools.partial(_written_on_tpu, aligned=aligned, drops=seq_lengths is not None, devices=at.devices)
+    return put(keys, slots, key), put(values, slots, value), new_index
 
+
+def _scattered(held: jax.Array, slots: jax.Array, given: jax.Array) -> jax.Array:
+    """Writes tokens `[batch..., length, heads, features]` into the slots `[batch..., length]` of an array."""
     put = _put  # of one row; mapped over every batch axis
-    for _ in index.shape:
+    for _ in slots.shape[:-1]:
         put = jax.vmap(put)
-    return put(keys, slots, key.astype(keys.dtype)), put(values, slots, value.astype(values.dtype)), new_index
+    return put(held, slots, given.astype(held.dtype))
+
+
+def _written_together(held: jax.Array, slots: jax.Array, given: jax.Array) -> jax.Array:
+    """Writes a token per row into the slot that they share; that of full rows is within range."""
+    start = (*(0,) * (slots.ndim - 1), jnp.reshape(slots, -1)[0], 0, 0)
+    return jax.lax.dynamic_update_slice(held, given.astype(held.dtype), start)
+
+
+def _written_on_tpu(
+    held: jax.Array, slots: jax.Array, given: jax.Array, *, aligned: bool, drops: bool, devices: int
+) -> jax.Array:
+    """Writes a token per row in the layout that attention reads, so that no loop copies the cache.
+
+    A TPU lays out the features of a head along its 128 lanes. Attention reads smaller heads with the slots along the
+    lanes; a scatter would have them laid out anew, twice for each token, and other writes do so with larger heads.
+    """
+    if held.shape[-1] % LANES == 0:
+        return _scattered(held, slots, given)
+    if aligned:
+        return _written_together(held, slots, given)
+    given = given.astype(held.dtype)
+    if devices > 1 or slots.size > MOST_ROWS:  # a mesh may split the rows, and each row is an operation of its own
+        hit = slots == jnp.arange(held.shape[-3])
+        return jnp.where(hit[..., None, None], given, held)
+    shape = held.shape
+    held, given = (array.reshape(-1, *array.shape[-3:]) for array in (held, given))
+    for row, slot in enumerate(jnp.reshape(slots, -1)):
+        token = given[row][None]
+        start = (row, slot, 0, 0)
+        if drops:  # a slot out of range is not written, where XLA would choose the last one
+            old = jax.lax.dynamic_slice(held, start, token.shape)
+            token = jnp.where(slot < held.shape[1], token, old)
+        held = jax.lax.dynamic_update_slice(held, token, start)
+    return held.reshape(shape)
 
 
 def _put(held: jax.Array, slots: jax.Array, given: jax.Array) -> jax.Array:
