@@ -243,6 +243,59 @@ def test_a_static_attribute_of_a_captured_module_is_seen(route):
     assert step(jnp.array(1.0)) == 12.0
 
 
+class StaticMethod:
+    def __init__(self, model):
+        self.model = model
+
+    @functools.partial(nnx.jit, static_argnums=0)
+    def step(self, x):
+        return x + self.model.offset
+
+
+def step_with_default(model):
+    def step(x, model=model):
+        return x + model.offset
+
+    return step
+
+
+STATIC_READS = {
+    "closure": lambda model: nnx.jit(lambda x: x + model.offset),
+    "default": lambda model: nnx.jit(step_with_default(model)),
+    "partial": lambda model: nnx.jit(functools.partial(lambda model, x: x + model.offset, model)),
+    "object": lambda model: StaticMethod(model).step,
+    "static self": lambda model: functools.partial(StaticMethod.step, StaticMethod(model)),
+    "dict": lambda model: (lambda models: nnx.jit(lambda x: x + models["a"].offset))({"a": model}),
+}
+
+
+@pytest.mark.parametrize("make", STATIC_READS.values(), ids=STATIC_READS)
+def test_a_function_that_reads_no_weight_of_a_captured_module_sees_its_static_attributes(make):
+    model = Scale()
+    step = make(model)
+    for model.offset in (0.0, 0.0, 3.0, 5.0):
+        assert step(jnp.array(1.0)) == 1.0 + model.offset
+
+
+def test_a_module_that_only_other_methods_name_costs_no_trace():
+    class Trainer:
+        def __init__(self):
+            self.model = self.best = Scale()
+
+        def step(self, x):
+            return self.model(x)
+
+        def keep_best(self):
+            self.best = self.model.clone()
+
+    trainer = Trainer()
+    step = nnx.jit(trainer.step)
+    for _ in range(3):
+        assert step(jnp.array(1.0)) == 2.0
+        trainer.keep_best()
+    assert step.trace_count == 1
+
+
 def test_a_step_of_another_model_reads_captured_weights_on_its_fast_path():
     student, teacher = Scale(1.0), Scale(2.0)
 

@@ -30,7 +30,7 @@ from nnx.core.structure.structure import GraphKey
 from nnx.core.trace import is_eager, is_tracer
 from nnx.transforms.engine.inner_traces import outdate_traces
 from nnx.transforms.engine.programs import constants_of, equations, identity, is_inlined, is_rule, programs_in
-from nnx.transforms.engine.routes import Route, reached
+from nnx.transforms.engine.routes import Route, named, reached
 
 _JAX = os.path.dirname(jax.__file__)
 _DEPTH = 3  # containers between a Module and an array that is found by who holds it
@@ -106,7 +106,7 @@ class Captured:
         self._when_gone = when_gone
 
     def __bool__(self) -> bool:
-        return bool(self.names or self._watched)
+        return bool(self._roots or self._watched)
 
     def values(self) -> list[Any]:
         """Returns the hidden arguments."""
@@ -130,10 +130,8 @@ class Captured:
         """Notes which constants of a program are held by cells; returns whether there are new hidden arguments."""
         outer, inner = _constants(closed)
         wanted = {**outer, **inner}
-        if not wanted:
-            return False
         before, cells = len(self.names), {}
-        for key, places, has_name in _places_of(wanted, functions):
+        for key, places, has_name in _places_of(wanted, functions) if wanted else ():
             first = places[0]
             is_hidden = key in outer and len(places) == 1 and first.route is not None and not has_name
             if is_hidden:
@@ -152,6 +150,8 @@ class Captured:
         if cells and _has_own_rules(closed):
             modules = {id(value): value for value, _ in reached(functions) if isinstance(value, ModuleBase)}
             self._rules_read = [(weakref.ref(m), [*map(weakref.ref, _arrays(m))]) for m in modules.values()]
+        for module, route in named(functions):  # of which the function may have read static attributes
+            cells.setdefault(id(module), (module, route, {}))
         for module, route, held in cells.values():
             self._roots.append(Root(module, route, held, self._when_gone))
         return len(self.names) > before

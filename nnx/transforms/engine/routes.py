@@ -81,6 +81,27 @@ def reached(functions: Sequence[Any]) -> Iterator[tuple[Any, Route]]:
                     queue.append((item, Route(route.start, (*route.steps, *steps))))
 
 
+def named(functions: Sequence[Any]) -> Iterator[tuple[Any, Route]]:
+    """Yields the Modules that functions name themselves, as `model` or `self.model`, and none that a helper names."""
+    queue = collections.deque([(function, Route(i, ())) for i, function in enumerate(functions)])
+    names: set[str] = set()
+    seen: set[int] = set()
+    while queue and len(seen) < MAX_VISITED:
+        value, route = queue.popleft()
+        if isinstance(value, ModuleBase):
+            yield value, route
+        elif id(value) not in seen and not isinstance(value, type):
+            seen.add(id(value))
+            if isinstance(value, types.FunctionType) and not is_of_library(value):
+                names.update(code_names(value.__code__))
+            for steps, item in islice(_reached_from(value), MAX_VISITED):
+                step = steps[-1]
+                is_named = step.kind != "attribute" or step.name in names
+                is_helper = isinstance(item, types.FunctionType) and step.kind != "function"
+                if is_named and not is_helper and type(item) not in HOLD_NOTHING:
+                    queue.append((item, Route(route.start, (*route.steps, *steps))))
+
+
 def classes_of(flat: Flat | None) -> list[type]:
     """Returns the user's classes of the Modules in a flat form."""
     modules = () if flat is None else [weak() for weak in flat.modules]

@@ -240,7 +240,7 @@ class Compiled:
             if self.donation is not None:
                 self.donation.reset()
             self.owner.plans.clear()
-        return program if self.captured or not is_outermost else None
+        return program if self.captured.names or not is_outermost else None
 
     def finish(self, call: Call, result: tuple[Any, ...]) -> Any:
         """Writes a result into the caller's Modules, unless `stateful=False`; returns the output."""
