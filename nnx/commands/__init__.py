@@ -1,0 +1,1 @@
+"""The command line, `python -m nnx`. See README.md in this folder."""
