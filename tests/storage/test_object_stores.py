@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: all that holds on a disk, on moto's S3 server."""
+"""Checkpoints in object stores: all that holds on a disk, on moto's S3 server and on a stub of Google's store."""
 
 import random
 import signal
@@ -12,30 +12,33 @@ import numpy as np
 import pytest
 
 import nnx
+from nnx.storage import locations
 from nnx.storage.checkpoints import saving
 from nnx.storage.locations import location
 from tests.sharding.programs import environment
-from tests.storage.object_store import BUCKET, s3_server
+from tests.storage.object_store import gs_server, s3_server
 from tests.storage.test_processes import finish_pair, start_pair
 
 SHARDED = Path(__file__).with_name("sharded_run.py")
 
 
-@pytest.fixture(scope="module")
-def client():
-    with s3_server() as client:
-        yield client
+@pytest.fixture(scope="module", params=["s3", "gs"])
+def bucket(request):
+    with {"s3": s3_server, "gs": gs_server}[request.param]() as bucket:
+        yield bucket
 
 
 @pytest.fixture
-def url(client, request):
-    return f"s3://{BUCKET}/{request.node.name}"
+def url(bucket, request):
+    return f"{bucket}/{request.node.name.partition('[')[0]}"
 
 
-def keys(client, url):
-    prefix = url.removeprefix(f"s3://{BUCKET}/") + "/"
-    found = client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", [])
-    return [entry["Key"].removeprefix(prefix) for entry in found]
+def keys(url):
+    return sorted(key.decode() for key in location(url)._keys().list().result())
+
+
+def steps_in(url):
+    return {key.partition("/")[0] for key in keys(url)}
 
 
 def make(value: float = 0.0):
@@ -46,56 +49,55 @@ def values(model):
     return model.w.tolist(), model.b.tolist()
 
 
-def test_a_checkpoint_is_replaced_and_nothing_is_left_behind(client, url, monkeypatch):
+def test_a_checkpoint_is_replaced_and_nothing_is_left_behind(url, monkeypatch):
     monkeypatch.setattr(saving, "LARGE", 100)
     for value in (1, 2):
         nnx.save(url, {"model": make(value), "epoch": value})
     assert values(nnx.load(url, {"model": make(), "epoch": 0})["model"]) == values(make(2))
     assert nnx.load(url, only="epoch") == {"epoch": 2} and nnx.checkpoint_entries(url)["model/w"].shape == (5, 7)
-    names = sorted(name.rpartition("nnx-data-")[2].partition("/")[2] or name for name in keys(client, url))
+    names = sorted(name.rpartition("nnx-data-")[2].partition("/")[2] or name for name in keys(url))
     assert names == ["0/c.0.0", "0/zarr.json", "manifest.json", "pack-0/c.0", "pack-0/zarr.json"]
     with pytest.raises(FileNotFoundError, match=f"no checkpoint at {url}/other"):
         nnx.load(f"{url}/other")
 
 
-def test_twenty_flipped_bits_are_noticed_and_named(client, url, monkeypatch):
+def test_twenty_flipped_bits_are_noticed_and_named(url, monkeypatch):
     monkeypatch.setattr(saving, "LARGE", 100)
     nnx.save(url, make(2))
-    draw = random.Random(0)
-    files = [name for name in keys(client, url) if not name.endswith("zarr.json")]
+    draw, place = random.Random(0), location(url)
+    files = [name for name in keys(url) if not name.endswith("zarr.json")]
     for turn in range(20):
         name = files[turn % len(files)]
-        where = {"Bucket": BUCKET, "Key": f"{url.removeprefix(f's3://{BUCKET}/')}/{name}"}
-        whole = client.get_object(**where)["Body"].read()
+        whole = place.read(name).value or b""
         damaged, at = bytearray(whole), draw.randrange(8 * len(whole))
         damaged[at // 8] ^= 1 << at % 8
-        client.put_object(**where, Body=bytes(damaged))
+        place.write(name, bytes(damaged))
         target = make(1)
         with pytest.raises(nnx.CheckpointError, match=name):
             nnx.load(url, target)
         assert values(target) == values(make(1))
-        client.put_object(**where, Body=whole)
+        place.write(name, whole)
     assert values(nnx.load(url, make(1))) == values(make(2))
 
 
-def test_a_run_keeps_the_last_and_the_best_resumes_and_goes_back(client, url):
+def test_a_run_keeps_the_last_and_the_best_resumes_and_goes_back(url):
     with nnx.CheckpointManager(url, keep_last=2, keep_best=1) as manager:
         for step in range(5):
             manager.save(step, make(step), metrics={"loss": abs(step - 1)}, metadata={"tokens": step})
-    assert {name.partition("/")[0] for name in keys(client, url)} == {"1", "3", "4"}
+    assert steps_in(url) == {"1", "3", "4"}
     again, model = nnx.CheckpointManager(url), make()
     assert again.steps() == [1, 3, 4] and again.best_step() == 1 and again.metadata(3) == {"tokens": 3}
-    (pack,) = [name for name in keys(client, url) if name.startswith("4/") and name.endswith("pack-0/c.0")]
-    client.delete_object(Bucket=BUCKET, Key=f"{url.removeprefix(f's3://{BUCKET}/')}/{pack}")
+    (pack,) = [name for name in keys(url) if name.startswith("4/") and name.endswith("pack-0/c.0")]
+    location(url).remove([pack])
     with pytest.warns(UserWarning, match="Resumed from step 3"):
         assert again.resume(model) == 3
     assert values(model) == values(make(3))
     again.save(2, make(2), overwrite=True)
     again.close()
-    assert {name.partition("/")[0] for name in keys(client, url)} == {"1", "2"} and again.steps() == [1, 2]
+    assert steps_in(url) == {"1", "2"} and again.steps() == [1, 2]
 
 
-def test_of_two_writers_at_least_one_succeeds_and_they_never_mix(client, url):
+def test_of_two_writers_at_least_one_succeeds_and_they_never_mix(url):
     nnx.save(url, make(0))
     refused, done = [], []
 
@@ -116,7 +118,7 @@ def test_of_two_writers_at_least_one_succeeds_and_they_never_mix(client, url):
     assert done and all("another job has saved there" in error for error in refused)
     assert nnx.load(url)["w"][0, 0] in done
     nnx.save(url, make(7))
-    assert len({name.partition("/")[0] for name in keys(client, url)}) == 2
+    assert len(steps_in(url)) == 2  # the manifest and one folder
 
 
 KILLED = """
@@ -133,32 +135,51 @@ nnx.CheckpointManager(sys.argv[1], asynchronous=False).save(int(sys.argv[2]), {"
 """
 
 
-def test_the_rest_of_a_killed_save_does_not_count_and_is_removed_by_the_next_one(client, url):
+def test_the_rest_of_a_killed_save_does_not_count_and_is_removed_by_the_next_one(url):
     manager = nnx.CheckpointManager(url, asynchronous=False)
     manager.save(1, {"x": jnp.zeros(3)})
     command = [sys.executable, "-c", KILLED, url, "2"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(1)) as job:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment(1), **pipes) as job:
         assert job.stdout is not None and job.stdout.readline() == b"written\n"
         job.send_signal(signal.SIGKILL)
-    assert any(name.startswith("2/nnx-data-") for name in keys(client, url)) and manager.steps() == [1]
+    assert any(name.startswith("2/nnx-data-") for name in keys(url)) and manager.steps() == [1]
     manager.save(3, {"x": jnp.ones(3)})
-    assert {name.partition("/")[0] for name in keys(client, url)} == {"1", "3"}
+    assert steps_in(url) == {"1", "3"}
 
 
-def test_a_checkpoint_of_eight_devices_is_loaded_by_four_in_another_layout(url):
+def test_a_store_that_does_not_answer_is_an_error_that_names_it(bucket, monkeypatch):
+    monkeypatch.setattr(locations, "RETRIES", {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"})
+    locations.context.cache_clear()  # and again when the test is over, for the usual retries
+    nowhere = "http://127.0.0.1:9"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", nowhere)
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", nowhere)
+    try:
+        with pytest.raises(nnx.CheckpointError, match=f"Could not save to {bucket}/x: .*127.0.0.1"):
+            nnx.save(f"{bucket}/x", make())
+        with pytest.raises(nnx.CheckpointError, match=f"{bucket}/x"):
+            nnx.load(f"{bucket}/x", make())
+    finally:
+        locations.context.cache_clear()
+
+
+# With several devices and processes
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with s3_server() as bucket:
+        yield bucket
+
+
+def test_a_checkpoint_of_eight_devices_is_loaded_by_four_in_another_layout(s3):
     for work, devices in (("save", 8), ("load", 4)):
-        command = [sys.executable, str(SHARDED), work, url, str(devices)]
+        command = [sys.executable, str(SHARDED), work, f"{s3}/sharded", str(devices)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment(devices), timeout=250)
         assert done.returncode == 0, done.stderr
 
 
-def test_two_processes_save_and_resume_together(url):
-    first, second = finish_pair(start_pair("remote", url, 2), (0, 0))
+def test_two_processes_save_and_resume_together(s3):
+    first, second = finish_pair(start_pair("remote", f"{s3}/pair", 2), (0, 0))
     assert first["loop"] == second["loop"] and first["loop"]["wrong"] == [] and first["loop"]["position"] == 30
     assert first["managed"] == second["managed"] and first["managed"]["resumed"] == 6 and first["managed"]["right"]
-
-
-def test_a_store_that_does_not_answer_is_an_error_of_the_checkpoint(url, monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    place = location(url)
-    assert dict(place.spec)["endpoint"] == "http://127.0.0.1:9"
