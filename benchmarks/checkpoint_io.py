@@ -1,46 +1,59 @@
-"""What checkpoints cost: checksums, memory, and the same arrays saved and loaded by Orbax.
+"""What checkpoints cost: NNX next to its earlier format, TensorStore alone, Orbax and safetensors.
 
-    python -m benchmarks.checkpoint_io                     one gigabyte, five rounds
-    python -m benchmarks.checkpoint_io --gigabytes 0.1
-    python -m benchmarks.checkpoint_io --cold              files come from the disk, as when a run is resumed
+    python -m benchmarks.checkpoint_io                        one gigabyte in 200 arrays, three rounds
+    python -m benchmarks.checkpoint_io --arrays 774 --gigabytes 0.15
+    python -m benchmarks.checkpoint_io --arrays 100000 --gigabytes 0.002 --only nnx
+    python -m benchmarks.checkpoint_io --earlier ../nnx-0.2   also version 0.2, which is in that directory
 
-All measurements alternate within a round, and the lowest of the rounds counts: on a busy machine, that is the one that
-was disturbed least. The CPU time of the whole process is given as well, since a busy machine changes it less. By
-default, files are read from the page cache, where a checksum costs the most relative to reading.
+Each contender runs in a process of its own, and they take turns; the lowest of the rounds counts. The seconds of the
+CPU are those of all threads: a busy machine changes them less. Files are read from the page cache, where checksums cost
+the most relative to reading. TensorStore alone writes one zarr array per array, with the checksums that NNX asks for.
 """
 
 import argparse
+import functools
+import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as orbax
 
-import nnx
-
-ARRAYS = 16
+CONTENDERS = ("nnx", "earlier", "tensorstore", "orbax", "safetensors")
+COLUMNS = ("save", "load", "other layout", "blocked")
 
 
-def make(gigabytes: float, value: float | None) -> nnx.Dict:
-    """Makes a model of sixteen equal matrices: random numbers, or one value."""
-    rows = int(gigabytes * 1e9 / 4 / 1000 / ARRAYS)
+def make(arrays: int, gigabytes: float, empty: bool = False) -> dict[str, jax.Array]:
+    """Makes equal matrices of random numbers, or of zeros."""
+    size = int(gigabytes * 1e9 / 4 / arrays)
+    shape = (size // 1000, 1000) if size >= 1000 else (size,)
     draw = np.random.default_rng(0)
+    if empty:
+        return {f"w{i}": jnp.zeros(shape) for i in range(arrays)}
+    return {f"w{i}": jnp.asarray(draw.standard_normal(shape, np.float32)) for i in range(arrays)}
 
-    def array() -> jax.Array:
-        if value is None:
-            return jnp.asarray(draw.standard_normal((rows, 1000), np.float32))
-        return jnp.full((rows, 1000), value)
 
-    return nnx.Dict(**{f"w{i}": nnx.Param(array()) for i in range(ARRAYS)})
+def abstract(arrays: dict[str, jax.Array]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Describes the arrays, split by rows over all devices where that is possible."""
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def split(x: jax.Array) -> jax.ShapeDtypeStruct:
+        spec = jax.sharding.PartitionSpec("x" if x.shape[0] % mesh.size == 0 else None)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+
+    return {name: split(x) for name, x in arrays.items()}
+
+
+# Measuring, in the process of one contender
 
 
 def memory() -> float:
@@ -49,8 +62,8 @@ def memory() -> float:
         return next(int(line.split()[1]) / 1e6 for line in file if line.startswith("RssAnon"))
 
 
-def measured(work: Callable[[], Any]) -> tuple[float, float, float]:
-    """Returns the seconds it takes, those of the CPU, and the gigabytes allocated at the peak on top of before."""
+def measured(work: Callable[[], Any]) -> dict[str, float]:
+    """Returns the seconds it takes, those of the CPU, and the gigabytes at the peak on top of before."""
     before, peak, done = memory(), 0.0, threading.Event()
 
     def watch() -> None:
@@ -62,106 +75,174 @@ def measured(work: Callable[[], Any]) -> tuple[float, float, float]:
     thread.start()
     begun, begun_cpu = time.perf_counter(), time.process_time()
     try:
-        work()
+        result = work()
+        jax.block_until_ready([x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)])
     finally:
         seconds, cpu = time.perf_counter() - begun, time.process_time() - begun_cpu
         done.set()
         thread.join()
-    return seconds, cpu, peak - before
+    return {"seconds": seconds, "cpu": cpu, "peak": max(peak - before, 0.0)}
 
 
-def arrays_of(model: nnx.Dict) -> dict[str, Any]:
-    return {path: leaf.value for path, leaf in model.get_state().items()}
+def run(contender: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures one contender once."""
+    arrays = make(options.arrays, options.gigabytes)
+    jax.block_until_ready(list(arrays.values()))
+    save, load, blocked = WORK[contender](folder, arrays)
+    found: dict[str, Any] = {"save": measured(save)}
+    found["files"] = sum(len(names) for _, _, names in os.walk(folder))
+    found["load"] = measured(functools.partial(load, make(options.arrays, options.gigabytes, empty=True)))
+    split = abstract(arrays)
+    if contender != "safetensors":  # the package reads whole arrays only
+        found["other layout"] = measured(lambda: load(split))
+    if blocked is not None:
+        found["blocked"] = measured(blocked)
+    return found
 
 
-def orbax_save(path: Path, model: nnx.Dict) -> None:
-    with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(path, args=orbax.args.PyTreeSave(arrays_of(model)))
+Work = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[], Any] | None]
 
 
-def orbax_load(path: Path, model: nnx.Dict) -> None:
-    arrays = arrays_of(model)
-    restore = {name: orbax.ArrayRestoreArgs(sharding=array.sharding) for name, array in arrays.items()}
-    with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
+def nnx_work(folder: Path, arrays: dict[str, jax.Array]) -> Work:
+    import nnx
+
+    model = nnx.Dict(**{name: nnx.Param(x) for name, x in arrays.items()})
+    managers = []
+
+    def load(target: dict[str, Any]) -> Any:
+        filled = nnx.Dict(**{name: nnx.Param(x) for name, x in target.items()})
+        target.clear()
+        return nnx.load(folder / "c", filled).get_state()
+
+    def blocked() -> None:
+        managers.append(nnx.CheckpointManager(folder / "run"))
+        managers[0].save(0, model)
+
+    return lambda: nnx.save(folder / "c", model), load, blocked
+
+
+def tensorstore_work(folder: Path, arrays: dict[str, jax.Array]) -> Work:
+    import tensorstore as ts
+
+    checked = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+
+    def spec(name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+        rows = max(n for n in range(1, shape[0] + 1) if shape[0] % n == 0 and n * 4000 <= 8 << 20)
+        sharding = {"chunk_shape": [rows, *shape[1:]], "codecs": checked, "index_codecs": checked}
+        grid = {"name": "regular", "configuration": {"chunk_shape": shape}}
+        codecs = [{"name": "sharding_indexed", "configuration": sharding}]
+        metadata = {"shape": shape, "data_type": "float32", "chunk_grid": grid, "codecs": codecs}
+        store = {"driver": "file", "path": f"{folder}/{name}/"}
+        return {"driver": "zarr3", "kvstore": store, "metadata": metadata}
+
+    def save() -> None:
+        opened = [ts.open(spec(name, x.shape), create=True, open=True) for name, x in arrays.items()]
+        writes = [t.result().write(np.asarray(x)) for t, x in zip(opened, arrays.values(), strict=True)]
+        for write in writes:
+            write.result()
+
+    def load(target: dict[str, Any]) -> list[jax.Array]:
+        opened = [ts.open(spec(name, x.shape), open=True) for name, x in target.items()]
+        found = []
+        for t, x in zip(opened, target.values(), strict=True):
+            parts = t.result()
+            found.append(
+                jax.make_array_from_callback(x.shape, x.sharding, lambda at, parts=parts: parts[at].read().result())
+            )
+        return found
+
+    return save, load, None
+
+
+def orbax_work(folder: Path, arrays: dict[str, jax.Array]) -> Work:
+    import orbax.checkpoint as orbax
+
+    def load(target: dict[str, Any]) -> Any:
+        restore = {name: orbax.ArrayRestoreArgs(sharding=x.sharding) for name, x in target.items()}
         request = orbax.args.PyTreeRestore(item=dict.fromkeys(restore, 0), restore_args=restore)
-        jax.block_until_ready(checkpointer.restore(path, args=request))
+        with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
+            return checkpointer.restore(folder / "c", args=request)
+
+    def save() -> None:
+        with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save(folder / "c", args=orbax.args.PyTreeSave(arrays))
+
+    def blocked() -> None:
+        checkpointer = orbax.AsyncCheckpointer(orbax.PyTreeCheckpointHandler())
+        checkpointer.save(folder / "later", args=orbax.args.PyTreeSave(arrays))
+
+    return save, load, blocked
 
 
-def drop_from_page_cache(folder: Path) -> None:
-    """Makes the next read of all files in a folder go to the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())  # only clean pages can be dropped
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def safetensors_work(folder: Path, arrays: dict[str, jax.Array]) -> Work:
+    import safetensors.flax
+
+    def save() -> None:
+        safetensors.flax.save_file(arrays, folder / "model.safetensors")
+        with open(folder / "model.safetensors", "rb") as file:
+            os.fsync(file.fileno())  # as the others do
+
+    return save, lambda target: safetensors.flax.load_file(folder / "model.safetensors"), None
 
 
-def no_checksums() -> Any:
-    return mock.patch("nnx.storage.checkpoints.chunk_writer.checksum", lambda data: 0)
+WORK = {
+    "nnx": nnx_work,
+    "earlier": nnx_work,
+    "tensorstore": tensorstore_work,
+    "orbax": orbax_work,
+    "safetensors": safetensors_work,
+}
+
+
+# Taking turns
+
+
+def in_a_process(contender: str, options: argparse.Namespace) -> dict[str, Any]:
+    folder = tempfile.mkdtemp()
+    sizes = ["--arrays", str(options.arrays), "--gigabytes", str(options.gigabytes), "--devices", str(options.devices)]
+    here = Path(__file__).resolve().parents[1]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={options.devices}"
+    path = str(options.earlier if contender == "earlier" else here)
+    environment = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    # -P: the folder of this file has modules that are named like others.
+    command = [sys.executable, "-P", __file__, "--contender", contender, "--folder", folder, *sizes]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=path)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        return json.loads(done.stdout.splitlines()[-1])
+    finally:
+        shutil.rmtree(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arrays", type=int, default=200)
     parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cold", action="store_true", help="read from the disk instead of the page cache")
+    parser.add_argument("--devices", type=int, default=4, help="virtual devices, for the other layout")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--earlier", type=Path, help="the directory of an earlier version, to compare with")
+    parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp())
-    model = make(options.gigabytes, None)
-    target = make(options.gigabytes, 0.0)
-    jax.block_until_ready([*arrays_of(model).values(), *arrays_of(target).values()])
-
-    def save_without() -> None:
-        with no_checksums():
-            nnx.save(folder / "without", model)
-
-    def load_abstract() -> None:
-        nnx.load(folder / "ours", nnx.eval_shape(lambda: make(options.gigabytes, 0.0)))
-
-    def load_abstract_without() -> None:
-        nnx.load(folder / "ours", nnx.eval_shape(lambda: make(options.gigabytes, 0.0)), verify=False)
-
-    def sync_orbax() -> None:
-        shutil.rmtree(folder / "orbax", ignore_errors=True)
-        orbax_save(folder / "orbax", model)
-
-    measures: dict[str, Callable[[], Any]] = {
-        "save, nnx": lambda: nnx.save(folder / "ours", model),
-        "save, nnx without checksums": save_without,
-        "save, Orbax": sync_orbax,
-        "load, nnx": lambda: nnx.load(folder / "ours", target),
-        "load, nnx with verify=False": lambda: nnx.load(folder / "ours", target, verify=False),
-        "load, nnx, abstract target": load_abstract,
-        "load, nnx, abstract, verify=False": load_abstract_without,
-        "load, Orbax": lambda: orbax_load(folder / "orbax", target),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in measures}
-    cpus: dict[str, list[float]] = {name: [] for name in measures}
-    peaks: dict[str, list[float]] = {name: [] for name in measures}
-    for round_number in range(options.rounds):
-        for name, work in list(measures.items())[:: -1 if round_number % 2 else 1]:  # no measure always comes first
-            if options.cold:
-                drop_from_page_cache(folder)
-            taken, cpu, more = measured(work)
-            seconds[name].append(taken)
-            cpus[name].append(cpu)
-            peaks[name].append(more)
-    source = "from the disk" if options.cold else "from the page cache"
-    print(f"{options.gigabytes} GB in {ARRAYS} arrays, {source}, the least of {options.rounds} rounds")
-    for name in measures:
-        times = f"{min(seconds[name]):6.2f} s  {min(cpus[name]):6.2f} s of the CPU"
-        print(f"{name:36} {times}   at most {max(peaks[name]):5.2f} GB more memory")
-    pairs = (
-        ("save, nnx", "save, nnx without checksums"),
-        ("load, nnx", "load, nnx with verify=False"),
-        ("load, nnx, abstract target", "load, nnx, abstract, verify=False"),
-    )
-    for name, plain in pairs:
-        for unit, times in (("time", seconds), ("CPU time", cpus)):
-            ratio = min(times[name]) / min(times[plain])
-            against = min(times[name]) / min(times[f"{name[:4]}, Orbax"])
-            print(f"{name}: checksums take {100 * (ratio - 1):.0f} % more {unit}; {against:.2f} of the {unit} of Orbax")
-    shutil.rmtree(folder)
+    if options.contender:
+        print(json.dumps(run(options.contender, options.folder, options)), flush=True)
+        return
+    contenders = [name for name in CONTENDERS if name in options.only and (name != "earlier" or options.earlier)]
+    rounds = [
+        {name: in_a_process(name, options) for name in contenders[:: -1 if number % 2 else 1]}
+        for number in range(options.rounds)
+    ]
+    print(f"{options.gigabytes} GB in {options.arrays} arrays, the least of {options.rounds} rounds:")
+    print(f"{'':12} {'files':>6} " + " ".join(f"{name + ': s, CPU s, GB':>28}" for name in COLUMNS))
+    for name in contenders:
+        cells = []
+        for column in COLUMNS:
+            found = [measures[name][column] for measures in rounds if column in measures[name]]
+            least = [min(each[unit] for each in found) for unit in ("seconds", "cpu", "peak")] if found else []
+            cells.append("{:6.3f} {:6.3f} {:6.2f}".format(*least) if found else "-")
+        print(f"{name:12} {rounds[0][name]['files']:6} " + " ".join(f"{cell:>28}" for cell in cells))
 
 
 if __name__ == "__main__":

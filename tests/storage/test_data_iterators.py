@@ -115,8 +115,9 @@ def test_a_state_that_is_refused_changes_nothing(tmp_path):
 def test_a_state_of_another_number_of_processes_does_not_fit(tmp_path, monkeypatch):
     nnx.save(tmp_path / "c", {"data": Dataset()})
     monkeypatch.setattr(matching.jax, "process_count", lambda: 2)
-    manifest, target = read_manifest(location(tmp_path / "c")), Leaves({"data": Dataset()})
-    found, report = matching.match(manifest, target, {}, strict=False, cast=False, rename=None)
+    manifest, target = read_manifest(location(tmp_path / "c")), {"data": Dataset()}
+    expected = {"data": matching.Expected.of(target["data"])}
+    found, report = matching.match(manifest, Leaves(target), expected, strict=False, cast=False, rename=None)
     assert not found and "the state of a data iterator in each of 1 processes" in str(report)
 
 
