@@ -248,6 +248,7 @@ from nnx.training.metrics import MetricState as MetricState
 from nnx.training.metrics import MultiMetric as MultiMetric
 from nnx.training.metrics import Statistics as Statistics
 from nnx.training.metrics import Welford as Welford
+from nnx.training.muon import muon_dimensions as muon_dimensions
 from nnx.training.optimizer import Optimizer as Optimizer
 from nnx.training.optimizer_state import OptState as OptState
 from nnx.training.prefetch import prefetch as prefetch
@@ -333,8 +334,8 @@ __all__ = [
     "YaRNScaling",
     # training
     "Accuracy", "Average", "CheckpointEntry", "CheckpointError", "CheckpointManager", "DynamicScale", "EarlyStopping",
-    "EMA", "EmaState", "load", "Metric", "MetricState", "MultiMetric", "Optimizer", "OptState", "prefetch", "save",
-    "Statistics", "TrainState", "Welford",
+    "EMA", "EmaState", "load", "Metric", "MetricState", "MultiMetric", "muon_dimensions", "Optimizer", "OptState",
+    "prefetch", "save", "Statistics", "TrainState", "Welford",
     # inspection
     "capture", "count_params", "display", "find_nans", "intercept", "NotFinite", "plot_metrics", "read_metrics",
     "summary", "tensorboard_sink", "TrainLog", "wandb_sink",

@@ -8,12 +8,14 @@ compiler does by itself on automatic axes, which these functions ignore.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
+
+T = TypeVar("T")
 
 
 def result_sharding(*parts: tuple[Any, Iterable[int]]) -> NamedSharding | None:
@@ -49,15 +51,17 @@ def split_like(x: Array, other: Array, axes: Sequence[int]) -> Array:
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*(spec[axis] for axis in axes))))
 
 
-def with_automatic_axes(fn: Callable[..., Array], like: Array) -> Callable[..., Array]:
+def with_automatic_axes(fn: Callable[..., T], like: T) -> Callable[..., T]:
     """Returns a function that computes as on automatic axes, if `like` is split on explicit ones.
 
-    The result is split like `like`, whose shape it must have. This is for rearrangements that JAX has no rule for on
-    explicit axes, such as merging two axes of which one is split.
+    The result is split like `like`, an array or a tree, whose shapes it must have. This is for what JAX has no rule for
+    on explicit axes, such as merging two axes of which one is split, and for functions of libraries that do not choose.
     """
-    sharding = jax.typeof(like).sharding
+    shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, like)
+    if not any(any(sharding.spec) for sharding in jax.tree.leaves(shardings)):
+        return fn
     auto_axes: Any = jax.sharding.auto_axes
-    return auto_axes(fn, out_sharding=sharding) if any(sharding.spec) else fn
+    return auto_axes(fn, out_sharding=shardings)
 
 
 def heads_like(query: Array, *others: Array) -> tuple[Array, ...]:

@@ -4,6 +4,7 @@ Every array of the optax state is a Variable (see optimizer_state), and the nest
 a compiled step takes a flat list of arrays and does not flatten a tree.
 """
 
+import functools
 import pickle
 import weakref
 from typing import Any, Generic, Never, TypeVar
@@ -27,6 +28,7 @@ from nnx.core.user_warnings import warn_user
 from nnx.core.variables.untied import warn_of_untied
 from nnx.core.variables.variables import Node, Param, raw_value
 from nnx.sharding.defaults import AxesOf
+from nnx.sharding.explicit import with_automatic_axes
 from nnx.sharding.placement import whole_beside
 from nnx.training.host_memory import fetch, put_back
 from nnx.training.optimizer_state import OptState, Structure, as_variables, flatten_state, init_state
@@ -172,8 +174,11 @@ class Optimizer(Module, Generic[M]):
             extra["grad"] = self._select(extra["grad"], params)
         kept = self.optax_state
         before = fetch(kept)
-        tx = optax.with_extra_args_support(self.tx)
-        updates, opt_state = tx.update(_tree(grads), before, _tree(params), **extra)
+        apply: Any = functools.partial(optax.with_extra_args_support(self.tx).update, **extra)
+        if not extra:  # which may hold functions and arrays of any split
+            # Products in optax, such as those of Muon, do not say how their results are split.
+            apply = with_automatic_axes(apply, (_tree(params), before))
+        updates, opt_state = apply(_tree(grads), before, _tree(params))
         new_params = optax.apply_updates(_tree(params), updates)
         counted: Any = 1
         if self.skip_nonfinite:

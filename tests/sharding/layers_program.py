@@ -13,6 +13,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -123,6 +124,30 @@ def loss_in_blocks() -> list[float]:
             given = jax.device_put((features, kernel, targets), (rows, head, rows))
             seen = jax.jit(loss, static_argnames="block_size")(*given, block_size=8)
         pairs = zip(jax.tree.leaves(seen), jax.tree.leaves(expected), strict=True)
+        found.append(max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs))
+    return found
+
+
+def muon() -> list[float]:
+    """The largest difference of parameters after two steps of Muon from those on one device, by type of axis."""
+
+    def trained(model: Any, x: Any) -> nnx.State:
+        tx = optax.contrib.muon(0.05, ns_steps=2, muon_weight_dimension_numbers=nnx.muon_dimensions(model))
+        optimizer = nnx.Optimizer(model, tx)
+        step = nnx.jit(lambda optimizer, x: optimizer.update(nnx.grad(squares)(optimizer.model, x)))
+        for _ in range(2):
+            step(optimizer, x)
+        return model.filter(nnx.Param)
+
+    build = lambda ctx: nnx.MLP(8, 16, 8, ctx=ctx)  # noqa: E731
+    x, found = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32), []
+    expected = trained(build(nnx.context(0)), x)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = mesh_of(("data", 2), ("model", 4), type=kind)
+        with jax.set_mesh(mesh):
+            model = nnx.init_sharded(build, mesh, BOTH, nnx.context(0))
+            state = trained(model, jax.device_put(x, NamedSharding(mesh, P("data"))))
+        pairs = zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True)
         found.append(max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs))
     return found
 
@@ -265,6 +290,7 @@ if __name__ == "__main__":
         explicit_layers,
         split_logits,
         loss_in_blocks,
+        muon,
         weighted_metrics,
         same_numbers,
         restoring,
