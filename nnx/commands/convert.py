@@ -5,7 +5,6 @@ can also be written again as one, with another dtype or other shards.
 """
 
 import argparse
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if (source / "config.json").is_file():
         model = nnx.models.from_pretrained(source, dtype=dtype)
         if arguments.published:
-            _write_published(source, target, model, arguments.max_shard_size)
+            _write_published(target, model, arguments.max_shard_size)
         else:
             _write(target, model.get_state(), arguments.max_shard_size)
         return 0
@@ -87,12 +86,8 @@ def _write(target: Path, state: nnx.State, max_shard_size: str | None) -> None:
     _report(target, state)
 
 
-def _write_published(source: Path, target: Path, model: Any, max_shard_size: str | None) -> None:
+def _write_published(target: Path, model: Any, max_shard_size: str | None) -> None:
     nnx.models.save_pretrained(model, target, max_shard_size=max_shard_size or "5GB")
-    for file in source.iterdir():  # the tokenizer, the template of a chat, the settings of a processor
-        if file.suffix in (".json", ".jinja", ".model", ".txt") and not (target / file.name).exists():
-            if not file.name.endswith(".index.json"):
-                shutil.copy2(file, target / file.name)
     _report(target, model.get_state())
 
 

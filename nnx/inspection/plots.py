@@ -56,8 +56,8 @@ def plot_metrics(
         axes = figure.add_subplot(len(panels), 1, at + 1)
         for name in members:
             steps, values = zip(*series[name], strict=True)
-            axes.plot(steps, values, label=_label(name), marker="." if len(steps) < 20 else None)
-        axes.set_ylabel(_label(word))
+            axes.plot(steps, values, label=label_text(name), marker="." if len(steps) < 20 else None)
+        axes.set_ylabel(label_text(word))
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
         if len(members) > 1 or members[0] != word:
@@ -65,14 +65,14 @@ def plot_metrics(
         if at == len(panels) - 1:
             axes.set_xlabel("step")
     if title:
-        figure.suptitle(_label(title))
+        figure.suptitle(label_text(title))
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(file) as stream:
         figure.savefig(stream, dpi=120, format=file.suffix.removeprefix(".") or None)
     return file
 
 
-def _label(text: str) -> str:
+def label_text(text: str) -> str:
     """Returns a name escaped for matplotlib, which typesets text between dollar signs and hides labels like `_name`."""
     shown = "".join(c if c.isprintable() else "?" for c in text).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown

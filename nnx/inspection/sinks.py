@@ -1,12 +1,16 @@
 """Destinations for the metrics of a TrainLog besides its own file: TensorBoard, Weights & Biases, or any function.
 
 A *sink* is a callable `sink(step, values)`, with `values` a dict of plain numbers. If it has `flush` or `close`, the
-log calls them when it flushes or closes.
+log calls them when it flushes or closes. If it has `image` or `histogram`, they receive arrays: `sink.image(step, name,
+pixels)` with uint8 pixels `(count, height, width, channels)`, and `sink.histogram(step, name, numbers)` with a vector.
 """
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
+
+import numpy as np
 
 from nnx.core.extras import require
 from nnx.storage.files import local_path, unique_token
@@ -20,7 +24,7 @@ class Run(Protocol):
     def log(self, data: dict[str, Any], step: int | None = None) -> Any: ...
 
 
-def wandb_sink(run: Run) -> Sink:
+def wandb_sink(run: Run) -> "WandbSink":
     """Returns a sink that logs to a Weights & Biases run, which stays open for you to finish.
 
     Args:
@@ -35,7 +39,29 @@ def wandb_sink(run: Run) -> Sink:
     ...     log(0, loss=0.5)
     0 {'loss': 0.5}
     """
-    return lambda step, values: run.log(values, step=step)
+    return WandbSink(run)
+
+
+class WandbSink:
+    """A sink that logs to a Weights & Biases run: see `nnx.wandb_sink`."""
+
+    def __init__(self, run: Run):
+        self._run = run
+
+    def __call__(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
+        """Logs images, uint8 `(count, height, width, channels)`."""
+        make = self._package().Image
+        self._run.log({name: [make(image[..., 0] if image.shape[-1] == 1 else image) for image in pixels]}, step=step)
+
+    def histogram(self, step: int, name: str, numbers: np.ndarray) -> None:
+        """Logs the distribution of numbers; those that are not finite are left out."""
+        self._run.log({name: self._package().Histogram(numbers[np.isfinite(numbers)])}, step=step)
+
+    def _package(self) -> Any:
+        return sys.modules[type(self._run).__module__.partition(".")[0]]  # wandb, which has made the run
 
 
 def tensorboard_sink(directory: str | os.PathLike[str]) -> "TensorBoardSink":
@@ -62,12 +88,25 @@ class TensorBoardSink:
         self._writer: Any = None
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._opened().add_scalar(name, value, step)
+
+    def _opened(self) -> Any:
         if self._writer is None:  # opened only now, so that only the process that logs creates a file
             # Event files are named after the second in which they are opened, so without a suffix one opened in the
             # same second would replace another.
             self._writer = self._open(self._directory, filename_suffix=f".{unique_token()}")
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        return self._writer
+
+    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
+        """Writes images, uint8 `(count, height, width, channels)`, side by side."""
+        self._opened().add_image(name, np.concatenate([*pixels], axis=1), step, dataformats="HWC")
+
+    def histogram(self, step: int, name: str, numbers: np.ndarray) -> None:
+        """Writes the distribution of numbers; those that are not finite are left out."""
+        finite = numbers[np.isfinite(numbers)]
+        if finite.size:
+            self._opened().add_histogram(name, finite, step)
 
     def flush(self) -> None:
         """Writes what is buffered."""

@@ -29,10 +29,11 @@ import numpy as np
 
 from nnx.core.extras import require
 from nnx.core.repr import short
+from nnx.core.state.state import State
 from nnx.inspection.metrics_file import MetricsWriter, Record, read_metrics
 from nnx.inspection.plots import plot_metrics
 from nnx.inspection.progress import THROUGHPUT, Bar, Lines, Progress, Work, make_progress_display
-from nnx.inspection.sinks import Sink
+from nnx.inspection.sinks import Sink, tensorboard_sink
 from nnx.storage.errors import first_line
 from nnx.storage.files import local_path
 from nnx.storage.processes import is_first
@@ -43,6 +44,9 @@ NOT_A_NUMBER = """The metric {name!r} of step {step} is {value}, and a metric is
 {name}={name}.mean()."""
 OWN_NAMES = "{name!r} cannot be the name of a metric: it is a field of every record. Choose another one."
 NOT_POSITIVE = "nnx.TrainLog: {name} is a positive number, got {value}."
+TWO_PATHS = "nnx.TrainLog was given two paths, {total} and {path}. The first argument is the number of steps."
+NOT_PICTURES = """The image {name!r} of step {step} is {value}; an image has the shape (height, width) or (height, \
+width, channels), or one more axis in front for several, with 1, 3 or 4 channels."""
 PEAK_ALONE = """nnx.TrainLog: peak_flops={peak} needs to be positive, and needs flops_per_step, got {flops}: the model \
 FLOPs utilization is what a step does, divided by what the devices could do in that time."""
 BAD_STEP = "A step is an integer, got {step}."
@@ -74,7 +78,8 @@ class TrainLog:
     """Logs a training run: a progress bar or plain lines, a file of metrics, a plot of the loss.
 
     Args:
-        total: the number of steps of the whole run, for the bar and the time left; steps count from 0 as in `range`.
+        total: the number of steps of the whole run, for the bar and the time left; steps count from 0 as in `range`. A
+            path in its place, as in `nnx.TrainLog("run")`, is taken for `path`.
         path: a folder for `metrics.jsonl` and `loss.png`; an existing log is continued. None writes no files.
         name: the name shown with the bar or the lines.
         interval: the minimum number of seconds between plain lines; the file gets every record.
@@ -86,6 +91,8 @@ class TrainLog:
             `flops_per_second`.
         peak_flops: the operations per second that all devices together can do. With `flops_per_step`, records then have
             `mfu`, the model FLOPs utilization: the fraction of the peak that is reached.
+        tensorboard: a directory for the event files of TensorBoard (the extra "tensorboard"), as with
+            `log.add_sink(nnx.tensorboard_sink(directory))`.
 
     In a run of several processes only the first one shows and writes anything. Threads can share a log.
 
@@ -100,7 +107,7 @@ class TrainLog:
 
     def __init__(
         self,
-        total: int | None = None,
+        total: int | str | os.PathLike[str] | None = None,
         path: str | os.PathLike[str] | None = None,
         *,
         name: str = "train",
@@ -110,13 +117,18 @@ class TrainLog:
         tokens_per_step: float | None = None,
         flops_per_step: float | None = None,
         peak_flops: float | None = None,
+        tensorboard: str | os.PathLike[str] | None = None,
     ):
+        if isinstance(total, (str, os.PathLike)):
+            if path is not None:
+                raise TypeError(TWO_PATHS.format(total=short(total), path=short(path)))
+            total, path = None, total
         for argument, value in {"tokens_per_step": tokens_per_step, "flops_per_step": flops_per_step}.items():
             if value is not None and not value > 0:
                 raise ValueError(NOT_POSITIVE.format(name=argument, value=short(value)))
         if peak_flops is not None and (flops_per_step is None or not peak_flops > 0):
             raise ValueError(PEAK_ALONE.format(peak=short(peak_flops), flops=short(flops_per_step)))
-        self.total = total
+        self.total: int | None = total
         self.path: pathlib.Path | None = None if path is None else local_path(path)
         self.name = name
         self.interval = interval
@@ -127,7 +139,7 @@ class TrainLog:
         self._is_open = False
         self._metrics_file: MetricsWriter | None = None
         self._display: Bar | Lines | None = None
-        self._sinks: list[Any] = []
+        self._sinks: list[Any] = [] if tensorboard is None else [tensorboard_sink(tensorboard)]
         self._progress = Progress(total, Work(tokens_per_step, flops_per_step, peak_flops))
         self._pending: deque[Pending] = deque()
         self._shown: Record = {}
@@ -172,6 +184,53 @@ class TrainLog:
             while self._pending and (len(self._pending) > MAX_PENDING or self._pending[0].is_ready):
                 self._emit(self._pending.popleft())
 
+    def images(self, step: int, **images: Any) -> None:
+        """Sends images to the sinks that take them, such as TensorBoard's and Weights & Biases'.
+
+        Args:
+            step: the step, counted from 0.
+            **images: arrays `(height, width)`, `(height, width, channels)` or `(count, height, width, channels)` with
+                1, 3 or 4 channels: floats from 0 to 1, or integers from 0 to 255.
+
+        Raises:
+            ValueError: an array does not have such a shape.
+        """
+        number = _step_number(step)
+        for name, image in images.items():
+            array = np.asarray(image)
+            if not 2 <= array.ndim <= 4 or (array.ndim > 2 and array.shape[-1] not in (1, 3, 4)):
+                raise ValueError(NOT_PICTURES.format(name=name, step=number, value=short(array)))
+            array = array[..., None] if array.ndim == 2 else array
+            self._send("image", number, name, _pixels(array[None] if array.ndim == 3 else array))
+
+    def histograms(self, step: int, **values: Any) -> None:
+        """Sends the distributions of arrays to the sinks that take them.
+
+        Args:
+            step: the step, counted from 0.
+            **values: arrays of any shape, or a State, which has a histogram per path: `params=model.filter(nnx.Param)`.
+        """
+        number = _step_number(step)
+        for name, value in values.items():
+            parts = (
+                {f"{name}/{path}": leaf for path, leaf in value.arrays().items()} if isinstance(value, State) else {}
+            )
+            for label, array in (parts or {name: value}).items():
+                self._send("histogram", number, label, np.asarray(array, np.float32).reshape(-1))
+
+    def _send(self, what: str, step: int, name: str, array: np.ndarray) -> None:
+        """Calls a method of the sinks that have it, after the records so far: some sinks take steps in order only."""
+        with self._lock:
+            if not self._open():
+                return
+            while self._pending:
+                self._emit(self._pending.popleft())
+            for sink in self._sinks:
+                try:
+                    getattr(sink, what, lambda *arguments: None)(step, name, array)
+                except Exception as error:
+                    self._warn(f"sink {id(sink)}", SINK_FAILED.format(sink=sink, step=step, reason=first_line(error)))
+
     def add_sink(self, sink: S) -> S:
         """Sends every record to a function as well, `sink(step, values)`, and returns the function.
 
@@ -179,7 +238,8 @@ class TrainLog:
 
         Args:
             sink: a callable such as `nnx.tensorboard_sink(directory)` or `nnx.wandb_sink(run)`. If it has methods
-                `flush` and `close`, they are called when the log is flushed and closed.
+                `flush` and `close`, they are called when the log is flushed and closed. If it has methods `image` and
+                `histogram`, of a step, a name and a NumPy array, they receive what `images` and `histograms` are given.
 
         Raises:
             TypeError: the sink is not callable.
@@ -311,6 +371,13 @@ def _step_number(step: Any) -> int:
     if not is_integer or isinstance(step, bool):
         raise TypeError(BAD_STEP.format(step=short(step)))
     return int(step) if not isinstance(step, (jax.Array, np.ndarray)) else int(np.asarray(step).item())
+
+
+def _pixels(array: np.ndarray) -> np.ndarray:
+    """Returns images as integers from 0 to 255."""
+    if array.dtype == bool or np.issubdtype(array.dtype, np.integer):
+        return (array * 255 if array.dtype == bool else np.clip(array, 0, 255)).astype(np.uint8)
+    return np.clip(np.nan_to_num(array.astype(np.float32)) * 255 + 0.5, 0, 255).astype(np.uint8)
 
 
 def _is_number(value: Any) -> bool:

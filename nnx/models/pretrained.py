@@ -8,6 +8,7 @@ is each tensor read and put in its place, so nothing is ever half-loaded.
 import contextlib
 import json
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ from jax.typing import DTypeLike
 
 from nnx.core.context import context
 from nnx.core.hints.hints import explain_keywords
+from nnx.core.module.info import info_of
 from nnx.core.module.module import Module
 from nnx.core.repr import short
 from nnx.core.state.filters import Not
@@ -75,6 +77,11 @@ _SETTINGS = (
     *("base", "rotary_dim", "interleaved", "scaling", "post_norm", "strides", "padding"),
     *("num_buckets", "max_distance", "bidirectional"),
 )
+# What a directory holds besides config and weights: a tokenizer in any format, templates, and processors.
+_COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
+_COMPANIONS += ("generation_config.json", "preprocessor_config.json", "processor_config.json", "spiece.model")
+# The directories that models were loaded from, by ModuleInfo.
+_origins: weakref.WeakKeyDictionary[Any, Path] = weakref.WeakKeyDictionary()
 _SHOWN = 30  # lines of an error; a wrong config makes every tensor wrong
 
 
@@ -148,21 +155,29 @@ def from_pretrained(
         if not abstract:
             reader = opened.enter_context(Reader())
             _fill(model, known, files, _place_when_run if inside_trace else reader.place)
+    _origins[info_of(model)] = path
     return model
 
 
 def save_pretrained(
-    model: Module, directory: str | os.PathLike[str], *, max_shard_size: int | str | None = "5GB"
+    model: Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str | None = "5GB",
+    files_from: str | os.PathLike[str] | None = None,
 ) -> None:
     """Writes a model as a directory that `transformers` and `from_pretrained` load.
 
     The weights are `model.safetensors`, or several files with an index; they are rearranged and written one by one.
-    Other files in the directory, such as a tokenizer, are not touched.
+    If the model came from `from_pretrained`, the tokenizer, the chat template and the settings of processors are copied
+    from its directory. Files that exist already are not touched. For another model, such as a clone, copy them
+    yourself or pass their directory as `files_from`.
 
     Args:
         model: a model of `nnx.models`; a `Decoder` may be scanned.
         directory: the directory, which is created if needed.
         max_shard_size: the maximum size of a file, in bytes or as a string such as `"5GB"`.
+        files_from: a directory to copy the tokenizer and similar files from.
 
     Raises:
         TypeError: the model is not one of `nnx.models`.
@@ -190,7 +205,14 @@ def save_pretrained(
     # Written last: it takes no time, so a killed process hardly ever leaves an old config next to new weights.
     dtype = str(next(values[path].dtype for path in architecture.dtype_paths if path in values))
     text = json.dumps({**fields, "torch_dtype": dtype, "dtype": dtype}, indent=2) + "\n"
-    Exchange(f"nnx.models.save_pretrained({str(directory)!r})").together(lambda: _write(path / "config.json", text))
+    origin = _origins.get(info_of(model)) if files_from is None else local_path(files_from).absolute()
+
+    def write_rest() -> None:
+        _write(path / "config.json", text)
+        if origin is not None:
+            _copy_files(origin, path)
+
+    Exchange(f"nnx.models.save_pretrained({str(directory)!r})").together(write_rest)
 
 
 def read_entries(directory: Path) -> dict[str, Any]:
@@ -373,6 +395,16 @@ def _write(file: Path, text: str) -> None:
     if is_first():
         with atomic_file(file) as opened:
             opened.write(text.encode())
+
+
+def _copy_files(origin: Path, directory: Path) -> None:
+    """Copies the tokenizer, the chat template and the settings of processors, where there is no such file."""
+    if is_first() and origin != directory and origin.is_dir():
+        for pattern in _COMPANIONS:
+            for file in origin.glob(pattern):
+                if not (directory / file.name).exists():
+                    with atomic_file(directory / file.name) as opened:
+                        opened.write(file.read_bytes())
 
 
 def _differences(model: Module, expected: Module) -> list[str]:

@@ -3,8 +3,11 @@
 import io
 import math
 import struct
+import sys
+import types
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import nnx
@@ -113,3 +116,64 @@ def test_a_missing_tensorboard_package_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
     with pytest.raises(ImportError, match=r"nnx.tensorboard_sink needs the package 'tensorboardX'.*nnx\[tensorboard\]"):
         nnx.tensorboard_sink(tmp_path)
+
+
+# Images and histograms
+
+
+def event_kinds(directory):
+    """The kinds of summaries in the event files of a directory, by tag."""
+    from tensorboardX.proto import event_pb2
+
+    kinds = {}
+    for file in directory.iterdir():
+        data = file.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            event = event_pb2.Event.FromString(data[12 : 12 + length])
+            kinds.update({value.tag: value.WhichOneof("value") for value in event.summary.value})
+            data = data[12 + length + 4 :]
+    return kinds
+
+
+def test_tensorboard_receives_images_and_histograms(tmp_path):
+    with quiet(tensorboard=tmp_path) as log:
+        log(0, loss=0.5)
+        log.images(0, one=jnp.zeros((4, 5)), several=np.ones((3, 4, 5, 3), np.float32))
+        log.histograms(
+            0, params=nnx.Linear(2, 3, ctx=nnx.context(0)).filter(nnx.Param), noise=jnp.array([1.0, jnp.nan])
+        )
+    kinds = event_kinds(tmp_path)
+    assert kinds.pop("loss") == "simple_value"
+    assert kinds == {
+        "one": "image", "several": "image", "params/bias": "histo", "params/kernel": "histo", "noise": "histo"
+    }  # fmt: skip
+
+
+def test_wandb_receives_images_and_histograms_after_the_records_before_them(monkeypatch):
+    calls = []
+
+    class Run:
+        __module__ = "wandb.sdk"
+
+        def log(self, data, step=None):
+            calls.append((step, data))
+
+    wandb = types.SimpleNamespace(Image=lambda pixels: pixels.tolist(), Histogram=lambda numbers: numbers.tolist())
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with quiet() as log:
+        log.add_sink(nnx.wandb_sink(Run()))
+        log(3, loss=0.5)
+        log.images(3, sample=np.array([[0.0, 0.5, 2.0]]))
+        log.histograms(3, grads=np.array([[1.0, 2.0]]))
+    assert calls == [(3, {"loss": 0.5}), (3, {"sample": [[[0, 128, 255]]]}), (3, {"grads": [1.0, 2.0]})]
+
+
+def test_sinks_without_images_are_left_alone_and_wrong_shapes_are_refused():
+    records = []
+    with quiet() as log:
+        log.add_sink(lambda step, values: records.append(step))
+        log.images(1, picture=np.zeros((2, 2), bool))
+        with pytest.raises(ValueError, match="The image 'picture' of step 1 is np.float64"):
+            log.images(1, picture=np.zeros((2, 2, 7)))
+    assert records == []

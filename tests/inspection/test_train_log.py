@@ -232,3 +232,11 @@ def test_the_work_of_a_step_is_checked():
         quiet(peak_flops=1e6)
     with pytest.raises(ValueError, match="'mfu' cannot be the name of a metric"):
         quiet()(0, mfu=0.5)
+
+
+def test_a_path_in_the_place_of_the_number_of_steps_is_the_path(tmp_path):
+    with nnx.TrainLog(tmp_path / "run", file=io.StringIO(), plot=False) as log:
+        log(0, loss=1.0)
+    assert log.total is None and lines_of(tmp_path / "run")[0]["loss"] == 1.0
+    with pytest.raises(TypeError, match="was given two paths"):
+        nnx.TrainLog("a", "b")

@@ -370,3 +370,25 @@ class TestTensorsThatDoNotFit:
         edited(llama, num_hidden_layers=9)
         with pytest.raises(nnx.CheckpointError, match="… and 33 more$"):
             nnx.models.from_pretrained(llama)
+
+
+def test_saving_a_loaded_model_copies_the_tokenizer_of_its_directory(tmp_path):
+    source = tmp_path / "source"
+    config = nnx.models.DecoderConfig(
+        model_type="llama", vocab_size=8, features=8, hidden_features=8, num_layers=1, num_heads=1, max_length=8
+    )
+    model = nnx.models.Decoder(config, ctx=nnx.context(0))
+    nnx.models.save_pretrained(model, source)
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "notes.md"):
+        (source / name).write_text(name)
+    copied = ["chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    loaded = nnx.models.from_pretrained(source)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "tokenizer.json").write_text("mine")
+    nnx.models.save_pretrained(loaded, tmp_path / "kept")
+    assert sorted(file.name for file in (tmp_path / "kept").iterdir()) == copied
+    assert (tmp_path / "kept" / "tokenizer.json").read_text() == "mine"
+    nnx.models.save_pretrained(loaded.clone(), tmp_path / "clone")  # nobody knows where it came from
+    assert not (tmp_path / "clone" / "tokenizer.json").exists()
+    nnx.models.save_pretrained(model, tmp_path / "named", files_from=source)
+    assert sorted(file.name for file in (tmp_path / "named").iterdir()) == copied
