@@ -14,7 +14,7 @@ from nnx.core.structure.flat import Flat, flat_of
 from nnx.core.variables.variables import BatchStat, Container, Param
 from nnx.interop.torch_layers import Mismatch, Part, Rule, dotted, layer_rule, unchanged
 from nnx.interop.torch_recurrent import recurrent_rule
-from nnx.storage.fitting import sort_of_number
+from nnx.storage.fitting import Description, misfit
 from nnx.storage.load_report import LoadReport
 
 NOT_A_MODULE = "load_torch_state_dict takes the Module to load into first, got {got}."
@@ -172,14 +172,13 @@ def _value(leaf: Any) -> Any:
 def _converted(part: Part, leaf: Any, mapping: Mapping[str, Any]) -> np.ndarray:
     """Returns the array of a part, after checking the tensors that it is made from."""
     tensors = {name: _as_numpy(name, mapping[name]) for name in part.tensors}
-    # The width of a number may differ, its sort may not.
-    have = {name: (sort_of_number(tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
-    want = {name: (sort_of_number(_value(leaf).dtype), shape) for name, shape in part.tensors.items()}
-    if have != want:
-        shown = " and ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors.values())
-        dtype = np.dtype(_value(leaf).dtype).name
-        shapes = " and ".join(f"{dtype}{list(shape)}" for shape in part.tensors.values())
-        raise Mismatch(f"{shown} ({_listed(part)})", f"{shapes}, in the layout of PyTorch,")
+    dtype = str(_value(leaf).dtype)
+    for name, tensor in tensors.items():
+        have = Description("array", str(tensor.dtype), tensor.shape)
+        reason = misfit(have, Description("array", dtype, tuple(part.tensors[name])), "sort")
+        if reason is not None:
+            shown = f"{have.dtype}{list(have.shape)} ({name!r}){reason}"
+            raise Mismatch(shown, f"{dtype}{list(part.tensors[name])}, in the layout of PyTorch,")
     return part.convert(*tensors.values())
 
 

@@ -1,6 +1,9 @@
-"""Fitting: whether a loaded value can replace another one, and how it is converted to do so."""
+"""Fitting: whether a loaded value can replace another one, and how it is converted to do so.
 
-from typing import Any, NamedTuple, Protocol
+The rules of every way to load are here: checkpoints, safetensors, mappings, state dicts of PyTorch, published models.
+"""
+
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.core
@@ -8,10 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 LOSES_IMAGINARY_PART = ", whose imaginary part would be lost (if that is meant, load its `.real`),"
+NEEDS_X64 = ", which JAX can hold only with jax_enable_x64 (or cast=True),"
+
+Dtypes = Literal["same", "sort", "any"]
+"""Which dtypes fit: the same one; any that stores the same sort of number in 16 bits or more; or any (`cast=True`)."""
 
 
 class Described(Protocol):
-    """What `fits` compares: the kind ("array", "key", "number" or "text"), dtype and shape of a value."""
+    """What `misfit` compares: the kind ("array", "key", "number" or "text"), dtype, shape and number of a value."""
 
     @property
     def kind(self) -> str: ...
@@ -19,61 +26,101 @@ class Described(Protocol):
     def dtype(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
+    @property
+    def value(self) -> Any: ...
 
 
 class Description(NamedTuple):
-    """The description of a value in memory; `dtype` is the name of a dtype, or of the Python type of a number."""
+    """The description of a value in memory or in a file.
+
+    Attributes:
+        kind: "array", "key" or "number".
+        dtype: the name of the dtype, or of the Python type of a number.
+        shape: the shape.
+        value: the number.
+        on_host: whether a target keeps the value as it is, in NumPy, rather than in an array of JAX.
+    """
 
     kind: str
     dtype: str
     shape: tuple[int, ...] = ()
+    value: Any = None
+    on_host: bool = False
+
+    def __str__(self) -> str:
+        if self.kind == "number":
+            return f"the number {self.value!r}"
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
 def describe_value(value: Any) -> Description | None:
     """Returns the description of an array, a typed key or a Python number; None for anything else."""
     if isinstance(value, (bool, int, float, complex)) and not isinstance(value, np.generic):
-        return Description("number", type(value).__name__)
+        return Description("number", type(value).__name__, value=value)
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return None
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return Description("key" if is_key else "array", str(value.dtype), tuple(value.shape))
+    on_host = isinstance(value, (np.ndarray, np.generic))
+    return Description("key" if is_key else "array", str(value.dtype), tuple(value.shape), on_host=on_host)
 
 
-def fits(have: Described, want: Described, cast: bool) -> bool:
-    """Whether a loaded value can replace another one; with `cast`, dtypes may differ.
+def misfit(
+    have: Described, want: Described, dtypes: Dtypes, *, on_host: bool = True, type_name: str = ""
+) -> str | None:
+    """Returns why a loaded value cannot replace another one, or None if it can.
 
-    A complex value never replaces a real one, not even with `cast`: its imaginary part would be lost.
+    Args:
+        have: the loaded value.
+        want: the value that it would replace.
+        dtypes: which dtypes fit. A complex value never replaces a real one: its imaginary part would be lost.
+        on_host: whether the target keeps 64-bit values although JAX may have no such types.
+        type_name: the type of the Variable that holds the value.
+
+    Returns:
+        A text to put after that of the loaded value. It is empty if the two values explain themselves.
     """
+    if type_name == "QuantizedParam" and (have.dtype, want.dtype) == ("float16", "float32"):
+        dtypes = "any"  # earlier versions stored the scales of float16 weights in float16, which is widened exactly
+    if _loses_imaginary_part(have, want):
+        return LOSES_IMAGINARY_PART
+    if have.shape != want.shape or not _kinds_fit(have, want, dtypes) or not _in_range(have, want):
+        return ""
+    if have.kind == "array" and dtypes == "same" and not on_host:
+        dtype = jnp.dtype(have.dtype)
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            return NEEDS_X64
+    return None
+
+
+def _kinds_fit(have: Described, want: Described, dtypes: Dtypes) -> bool:
     kinds = have.kind, want.kind
-    if have.shape != want.shape or loses_imaginary_part(have, want):
-        return False
-    if "text" in kinds or "key" in kinds:
+    if not {"array", "number"}.issuperset(kinds):
         return kinds[0] == kinds[1] and have.dtype == want.dtype
+    if dtypes == "any" or (have.dtype == want.dtype and "number" not in kinds):
+        return True
     if "number" in kinds:  # a Python number, or the scalar array that a compiled step made from it
-        return cast or sort_of_number(have.dtype) == sort_of_number(want.dtype)
-    return cast or have.dtype == want.dtype
+        return _sort_of_number(have.dtype) == _sort_of_number(want.dtype)
+    if dtypes == "same" or _sort_of_number(have.dtype) != _sort_of_number(want.dtype):
+        return False
+    # Floats of eight bits or fewer come with scales, without which they mean nothing.
+    return _sort_of_number(have.dtype) is not jnp.floating or jnp.dtype(have.dtype).itemsize >= 2
 
 
-def was_narrower(have: Described, want: Described, type_name: str) -> bool:
-    """Whether earlier versions stored a value of this Variable type in a narrower dtype, which loading widens exactly.
-
-    They are the scales of quantized float16 weights, which had their weight's dtype.
-    """
-    return type_name == "QuantizedParam" and (have.dtype, want.dtype) == ("float16", "float32")
+def _loses_imaginary_part(have: Described, want: Described) -> bool:
+    return {have.kind, want.kind} <= {"array", "number"} and _is_complex(have) and not _is_complex(want)
 
 
-def loses_imaginary_part(have: Described, want: Described) -> bool:
-    """Whether a complex value would replace a real one."""
-    numbers = {"array", "number"}
-    return {have.kind, want.kind} <= numbers and _is_complex(have) and not _is_complex(want)
+def _in_range(have: Described, want: Described) -> bool:
+    """Whether a Python integer can be stored in the array that it will become."""
+    if have.kind != "number" or have.dtype != "int" or want.kind != "array":
+        return True
+    dtype = jnp.dtype(want.dtype)
+    if not jnp.issubdtype(dtype, np.integer):
+        return abs(have.value) < 2**1023 and not (jnp.issubdtype(dtype, np.bool_) and have.value not in (0, 1))
+    return jnp.iinfo(dtype).min <= have.value <= jnp.iinfo(dtype).max
 
 
-def described_misfit(text: str, have: Described, want: Described) -> str:
-    """Returns the text of a value that does not fit, with the reason where `cast=True` would not help."""
-    return text + LOSES_IMAGINARY_PART if loses_imaginary_part(have, want) else text
-
-
-def sort_of_number(dtype: Any) -> Any:
+def _sort_of_number(dtype: Any) -> Any:
     """Returns the sort of number that a dtype stores, whatever its width; None if it stores something else."""
     sorts = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return next((sort for sort in sorts if jnp.issubdtype(dtype, sort)), None)

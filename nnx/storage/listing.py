@@ -54,5 +54,5 @@ def entries_of_safetensors(path: Path) -> dict[str, CheckpointEntry]:
         return {
             name: CheckpointEntry(kind, shape, str(dtype), "")
             for name in source.names
-            for kind, dtype, shape in [source.describe(name)]
+            for kind, dtype, shape, *_ in [source.describe(name)]
         }

@@ -17,7 +17,7 @@ from nnx.core.state.updates import update
 from nnx.core.structure.flat import Flat, flat_of
 from nnx.core.structure.walk import named_modules
 from nnx.core.variables.variables import Container, values_equal
-from nnx.storage.fitting import converted, describe_value, described_misfit, fits, was_narrower
+from nnx.storage.fitting import converted, describe_value, misfit
 from nnx.storage.load_report import LoadReport
 
 NOT_A_MAPPING = """load_state takes a State, or a flat or nested mapping of arrays such as {{"encoder/kernel": w}} or \
@@ -117,8 +117,10 @@ def _fitting(new: Any, leaf: Any, cast: bool) -> tuple[Any] | str:
         have, want = describe_value(value), describe_value(old)
         if have is None or want is None or isinstance(value, jax.ShapeDtypeStruct):
             return short(new)
-        if not fits(have, want, cast or was_narrower(have, want, type(leaf).__name__)):
-            return described_misfit(short(new), have, want)
+        on_host = want.on_host or want.kind == "number"
+        reason = misfit(have, want, "any" if cast else "same", on_host=on_host, type_name=type(leaf).__name__)
+        if reason is not None:
+            return f"{short(new)}{reason}"
     return (jax.tree.unflatten(old_tree, map(converted, new_leaves, old_leaves)),)  # `update` restores the order
 
 

@@ -3,22 +3,19 @@
 from collections.abc import Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from nnx.core.state.paths import listing
 from nnx.storage.checkpoints.expected import Expected
 from nnx.storage.checkpoints.hyperparameters import changes
 from nnx.storage.checkpoints.manifest import Manifest
 from nnx.storage.entry import IN_MANIFEST, Entry, entry_of
-from nnx.storage.fitting import described_misfit, fits, was_narrower
+from nnx.storage.fitting import misfit
 from nnx.storage.leaves import Leaves, resolve_alias
 from nnx.storage.load_report import LoadReport
 from nnx.storage.renaming import renamed, selected
 
 ONLY_NOTHING = "only={only!r} matches no path of the target; its paths are: {paths}"
 OTHER_PROCESSES = "{entry} in each of {count} processes"
-NEEDS_X64 = "{entry}, which JAX can hold only with jax_enable_x64 (or cast=True)"
 
 
 def match(
@@ -104,28 +101,13 @@ def _candidates(manifest: Manifest, leaves: Leaves, by_name: Mapping[str, str]) 
 
 def _misfit(have: Entry, want: Entry, expected: Expected, cast: bool) -> tuple[str, str] | None:
     """Returns both sides as text if a saved value does not fit, else None."""
-    cast = cast or was_narrower(have, want, want.type)
     if have.kind != want.kind and (have.kind in IN_MANIFEST or want.kind in IN_MANIFEST):
         return str(have), str(want)
     if have.kind == "state" and len(have.value) != jax.process_count():
         return OTHER_PROCESSES.format(entry=have, count=len(have.value)), str(want)
-    if not fits(have, want, cast) or not _in_range(have, want):
-        return described_misfit(str(have), have, want), str(want)
-    if have.kind == "array" and not cast and expected.kind in ("number", "jax"):
-        dtype = have.data_dtype
-        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-            return NEEDS_X64.format(entry=have), str(want)
-    return None
-
-
-def _in_range(have: Entry, want: Entry) -> bool:
-    """Whether a Python integer can be stored in the array that it will become."""
-    if have.kind != "number" or have.dtype != "int" or want.kind != "array":
-        return True
-    dtype = jnp.dtype(want.dtype)
-    if not jnp.issubdtype(dtype, np.integer):
-        return abs(have.value) < 2**1023 and not (jnp.issubdtype(dtype, np.bool_) and have.value not in (0, 1))
-    return jnp.iinfo(dtype).min <= have.value <= jnp.iinfo(dtype).max
+    on_host = expected.kind not in ("number", "jax")
+    reason = misfit(have, want, "any" if cast else "same", on_host=on_host, type_name=want.type)
+    return None if reason is None else (f"{have}{reason}", str(want))
 
 
 # Optimizer state that moved

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx.storage.errors import CheckpointError
+from nnx.storage.fitting import Description
 from nnx.storage.renaming import renamed
 from nnx.storage.safetensors.file import TensorFile
 from nnx.storage.safetensors.header import INVALID, Tensor
@@ -56,14 +57,14 @@ class Source:
         saved = self._saved[name]
         return self._files[saved].tensors[saved]
 
-    def describe(self, name: str) -> tuple[str, Any, tuple[int, ...]]:
-        """Returns the kind of a tensor, "array" or "key", and the dtype and shape it has in a State."""
+    def describe(self, name: str) -> Description:
+        """Returns the description of a tensor, or of the keys that it holds the data of."""
         tensor, impl = self.tensor(name), self.notes.keys.get(name)
         if impl is None:
-            return "array", tensor.dtype, tensor.shape
+            return Description("array", str(tensor.dtype), tensor.shape)
         data = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
         keys = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=impl), data)
-        return "key", keys.dtype, keys.shape
+        return Description("key", str(keys.dtype), keys.shape)
 
     def read(self, name: str, *range: int, verify: bool) -> np.ndarray:
         saved = self._saved[name]
