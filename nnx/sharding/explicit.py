@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 T = TypeVar("T")
 
@@ -51,6 +51,21 @@ def split_like(x: Array, other: Array, axes: Sequence[int]) -> Array:
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*(spec[axis] for axis in axes))))
 
 
+def split_first_by(axis: str, split: bool, x: Array) -> Array:
+    """Returns `x` with a mesh axis splitting its first axis, or none of them; other mesh axes stay where they are.
+
+    On automatic axes this is left to the compiler.
+    """
+    sharding = jax.typeof(x).sharding
+    types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types))
+    if types.get(axis) is not AxisType.Explicit:
+        return x
+    entries = [tuple(name for name in _names(entry) if name != axis) for entry in sharding.spec]
+    if split:
+        entries[0] = (axis, *entries[0])
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*(entry or None for entry in entries))))
+
+
 def with_automatic_axes(fn: Callable[..., T], like: T) -> Callable[..., T]:
     """Returns a function that computes as on automatic axes, if `like` is split on explicit ones.
 
@@ -62,6 +77,24 @@ def with_automatic_axes(fn: Callable[..., T], like: T) -> Callable[..., T]:
         return fn
     auto_axes: Any = jax.sharding.auto_axes
     return auto_axes(fn, out_sharding=shardings)
+
+
+def with_other_axes_automatic(fn: Callable[..., tuple[Array, Any]], axis: str, like: Array) -> Callable[..., Any]:
+    """Returns a function that computes as on automatic axes, except for one mesh axis.
+
+    Args:
+        fn: a function whose first result has the first axis of `like`, and whose others are whole.
+        axis: the mesh axis that stays as it is.
+        like: an array, whose type has the mesh and the split of its first axis.
+    """
+    sharding = jax.typeof(like).sharding
+    types = zip(sharding.mesh.axis_names, sharding.mesh.axis_types)
+    others = tuple(name for name, kind in types if kind is AxisType.Explicit and name != axis)
+    if not others:
+        return fn
+    split, whole = (NamedSharding(sharding.mesh, PartitionSpec(*entries)) for entries in (sharding.spec[:1], ()))
+    auto_axes: Any = jax.sharding.auto_axes
+    return auto_axes(fn, axes=others, out_sharding=(split, whole))
 
 
 def heads_like(query: Array, *others: Array) -> tuple[Array, ...]:

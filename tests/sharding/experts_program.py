@@ -5,6 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import nnx
@@ -104,6 +105,27 @@ def errors():
             return str(error)
 
 
+def on_explicit_axes():
+    """Loss and gradients on explicit axes, under rules that do not say how experts are split."""
+    found = {}
+    whole = make(nnx.context(0))
+    expected = step(whole, *data())
+    both = ("data", 4), ("expert", 2)
+    cases = {
+        "FSDP": ([("data", 8)], "data", nnx.fsdp_rules()),
+        "data parallelism": ([("data", 8)], "data", nnx.data_parallel_rules()),
+        "FSDP, an axis of their own": (both, "expert", nnx.fsdp_rules()),
+        "both split, an axis of their own": (both, "expert", [("expert", "expert"), *nnx.fsdp_rules()]),
+    }
+    for name, (axes, expert_axis, rules) in cases.items():
+        mesh = mesh_of(*axes, type=AxisType.Explicit)
+        with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+            layer = nnx.shard(make(nnx.context(0), expert_axis=expert_axis), mesh, rules)
+            batch = [jax.device_put(x, jax.NamedSharding(mesh, P("data"))) for x in data()]
+            found[name] = difference(step(layer, *batch), expected)
+    return found
+
+
 if __name__ == "__main__":
-    checks = (distributed, with_tensor_parallelism, inside_shard_map, errors)
+    checks = (distributed, with_tensor_parallelism, inside_shard_map, on_explicit_axes, errors)
     print(json.dumps({check.__name__: check() for check in checks}))

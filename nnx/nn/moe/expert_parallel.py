@@ -6,15 +6,18 @@ device has more rows for one destination, all devices go through further rounds 
 the size of one round, so no row is ever dropped, and memory does not have to be planned for the worst distribution.
 """
 
+import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+from nnx.sharding.explicit import split_first_by, with_other_axes_automatic
 from nnx.sharding.meshes import current_mesh
 
 
@@ -39,6 +42,31 @@ def manual_axis(axis: str | None) -> tuple[int, bool]:
         return 1, False
     kind = mesh.axis_types[mesh.axis_names.index(axis)]
     return mesh.shape[axis], kind == AxisType.Manual
+
+
+def on_each_device(
+    body: Callable[..., tuple[jax.Array, Any]], axis: str, arguments: tuple[Any, ...], split: tuple[bool, ...]
+) -> tuple[jax.Array, Any]:
+    """Runs a function on every device of a mesh axis, with its part of the arguments.
+
+    Args:
+        body: a function whose first result is that of the device's rows, and whose others are the same on all devices.
+        axis: the name of the mesh axis.
+        arguments: the arguments, of which the first has the rows.
+        split: for each argument, whether the mesh axis splits the first axis of its arrays; else they are whole.
+    """
+    specs = tuple(P(axis) if is_split else P() for is_split in split)
+
+    def mapped(*arguments: Any) -> tuple[jax.Array, Any]:
+        options: dict[str, Any] = {"in_specs": specs, "out_specs": (P(axis), P()), "axis_names": {axis}}
+        return jax.shard_map(body, mesh=current_mesh(), **options)(*arguments)
+
+    # On explicit axes the types of the arrays have to agree, and rules can have split them in any way.
+    placed = [
+        jax.tree.map(functools.partial(split_first_by, axis, is_split), argument)
+        for argument, is_split in zip(arguments, split, strict=True)
+    ]
+    return with_other_axes_automatic(mapped, axis, placed[0])(*placed)
 
 
 def exchange(

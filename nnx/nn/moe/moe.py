@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import PrecisionLike
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from nnx.core.context import Context
@@ -26,7 +25,7 @@ from nnx.core.module.module import Module
 from nnx.core.variables.variables import Loss
 from nnx.nn.activations import silu
 from nnx.nn.mlp import GatedActivation, GatedMLP, check_activations
-from nnx.nn.moe.expert_parallel import exchange, manual_axis
+from nnx.nn.moe.expert_parallel import exchange, manual_axis, on_each_device
 from nnx.nn.moe.grouped import (
     Blocks,
     Implementation,
@@ -55,7 +54,6 @@ from nnx.nn.support.settings import (
     resolve_mode,
     statistics_dtype,
 )
-from nnx.sharding.meshes import current_mesh
 
 Scores = Literal["softmax", "sigmoid"]
 
@@ -460,12 +458,10 @@ class MoE(Module):
             activation=self.activation,
             gated_activation=self.gated_activation,
         )
-        if distributed and not is_manual:
-            whole, split = P(), P(axis)
-            specs = (split, whole, whole, split, split, split)
-            mesh = current_mesh()
-            body = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(split, whole), axis_names={axis})
-        return body(tokens, self.router, self.router_bias, *self._weights())
+        arguments = tokens, self.router, self.router_bias, *self._weights()
+        if distributed and not is_manual and axis is not None:
+            return on_each_device(body, axis, arguments, split=(True, False, False, True, True, True))
+        return body(*arguments)
 
     def _weights(self) -> tuple[Kernels, Kernels, Kernels]:
         """Returns the kernels of the experts, their scales and their biases."""
