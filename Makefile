@@ -16,7 +16,7 @@ SECONDS ?= 600
 export PYTHONHASHSEED := 0
 export PYTHONDONTWRITEBYTECODE :=  # tests start many programs, each of which would compile the library again
 
-.PHONY: help demo test matrix fuzz torture parity goldens lint format house bench figures docs serve notebooks examples distributed clean
+.PHONY: help demo test matrix tpu gpu fuzz torture parity goldens lint format house bench figures docs serve notebooks examples distributed clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -30,6 +30,12 @@ test: $(VENV)/.ready-dev ## run every test (ARGS="tests/core -k partition")
 
 matrix: ## run the tests on every supported Python and JAX this machine has (ARGS="--only 3.12/0.12 -- tests/core")
 	@$(PYTHON) tools/matrix.py $(ARGS)
+
+tpu: ## compile layers, models and recipes for TPUs that are not here (ARGS="--jax 0.12 -- -k pages")
+	@$(PYTHON) tools/tpu.py $(ARGS)
+
+gpu: ## run the tests on the GPU of this machine, with the Python and JAX installed here (ARGS="--part 2/6")
+	@$(PYTHON) tools/gpu.py $(ARGS)
 
 fuzz: $(VENV)/.ready-dev ## compare lifted with eager on random programs (SECONDS=600 ARGS="--start 1")
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
@@ -74,7 +80,7 @@ distributed: $(VENV)/.ready-dev ## train on two processes, kill one, resume (ARG
 	@$(BIN)/python examples/distributed/rehearse.py $(ARGS)
 
 clean: ## remove everything these targets made
-	rm -rf $(VENV) $(PARITY) .matrix site dist build .pytest_cache .ruff_cache .hypothesis benchmarks/results examples/output
+	rm -rf $(VENV) $(PARITY) .matrix .tpu site dist build .pytest_cache .ruff_cache .hypothesis benchmarks/results examples/output
 	find nnx tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # .ready-X says that the extras X of pyproject.toml are installed; it is older than pyproject.toml when they may not be.

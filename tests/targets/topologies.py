@@ -1,0 +1,109 @@
+"""TPUs that are not here: meshes of their devices, for which libtpu's compiler compiles programs on any machine."""
+
+import contextlib
+import functools
+import importlib.util
+import os
+import re
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+V5E = "v5e:2x4"
+LARGER = "v5p:2x2x4"
+MISSING = "libtpu is not installed, the compiler for TPUs; `make tpu` installs it and runs these tests"
+FAST = {"exec_time_optimization_effort": -1.0}  # takes half the time of the compiler, and leaves memory as it is
+
+# Without these, libtpu looks for a TPU and for the machine it belongs to, and allows one process at a time.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+
+
+@functools.cache
+def devices(topology: str = V5E) -> Any:
+    """The devices of a topology, in order; skips the test if their compiler is not installed."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip(MISSING)
+    from jax.experimental import topologies
+
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    return topologies.get_topology_desc(topology, platform="tpu").devices
+
+
+def mesh(topology: str = V5E, kind: AxisType = AxisType.Auto, **axes: int) -> Mesh:
+    """A mesh of some devices of a topology; without axes, of one device."""
+    axes = axes or {"device": 1}
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes), devices=_first(topology, axes)
+    )
+
+
+def _first(topology: str, axes: dict[str, int]) -> Any:
+    count = 1
+    for size in axes.values():
+        count *= size
+    return devices(topology)[:count]
+
+
+def whole(tree: Any, on: Mesh) -> Any:
+    """The arrays of a tree as abstract ones that are whole on every device of a mesh."""
+    sharding = NamedSharding(on, PartitionSpec())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def compiled(function: Any, *args: Any, on: Mesh | None = None, **options: Any) -> Any:
+    """Compiles a function of abstract arrays for a mesh."""
+    with contextlib.nullcontext() if on is None else jax.set_mesh(on):
+        return optimized(jax.jit(function, **options).lower(*args))
+
+
+def optimized(lowered: Any) -> Any:
+    """Compiles a program as users get it; tests otherwise leave most optimizations out."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        return lowered.compile(FAST)
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+def temporary(program: Any) -> int:
+    """The bytes that a program needs besides its arguments and results."""
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def copies(program: Any, size: int) -> list[str]:
+    """The lines of a compiled program that copy or transpose an array of at least so many entries in memory."""
+    found, fused = [], False
+    for line in program.as_text().splitlines():
+        if not line.startswith(" "):
+            fused = "fused_computation" in line  # what happens inside of a fusion is not written to memory
+        if fused:
+            continue
+        match = re.search(r" = \(?\w+\[([\d,]*)\][^=]* (copy|copy-start|transpose)\(", line)
+        if match and _entries(match[1]) >= size:
+            found.append(line.strip())
+    return found
+
+
+def _entries(shape: str) -> int:
+    count = 1
+    for number in filter(None, shape.split(",")):
+        count *= int(number)
+    return count
+
+
+def collectives(program: Any) -> set[str]:
+    """The kinds of collectives in a compiled program."""
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    return set(re.findall(rf" ({kinds})(?:-start)?\(", program.as_text()))
