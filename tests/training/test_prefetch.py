@@ -74,3 +74,95 @@ def test_wrong_arguments_are_refused_at_once():
             nnx.prefetch([], size)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="takes an iterable of batches; got int"):
         nnx.prefetch(3)  # pyright: ignore[reportArgumentType]
+
+
+class Counting:
+    """A loader whose iterator can be resumed, and hands out its live state."""
+
+    def __init__(self, n=6):
+        self.n = n
+        self.state = {"next": 0}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.state["next"] >= self.n:
+            raise StopIteration
+        self.state["next"] += 1
+        return np.array(self.state["next"] - 1)
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+class Resumed:
+    """A loader that takes its state before a new iterator is made, as PyTorch's and Hugging Face's do."""
+
+    def __init__(self, n=6):
+        self.n, self.at = n, 0
+
+    def __iter__(self):
+        while self.at < self.n:
+            self.at += 1
+            yield np.array(self.at - 1)
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("make", [Counting, Resumed])
+@pytest.mark.parametrize("size", [1, 4])
+def test_state_of_a_prefetched_loader_is_that_of_the_batch_last_yielded(make, size):
+    stream = nnx.prefetch(make(), size)
+    states = [stream.get_state()]
+    seen = []
+    for batch in stream:
+        seen.append(int(batch))
+        states.append(stream.state_dict())
+    assert seen == [0, 1, 2, 3, 4, 5]
+    for i, state in enumerate(states):
+        resumed = nnx.prefetch(make(), size)
+        next(resumed)  # what it has read ahead is dropped
+        resumed.load_state_dict(state) if i % 2 else resumed.set_state(state)
+        assert resumed.get_state() == state
+        assert [int(batch) for batch in resumed] == seen[i:]
+
+
+def test_prefetched_loader_without_a_state_has_none():
+    assert not hasattr(nnx.prefetch(batches(2)), "get_state")
+
+
+def test_loader_that_cannot_tell_its_state_is_read_all_the_same():
+    class Forgetful(Counting):
+        def get_state(self):
+            raise NotImplementedError("no random access")
+
+    stream = nnx.prefetch(Forgetful())
+    assert int(next(stream)) == 0
+    with pytest.raises(NotImplementedError, match="no random access"):
+        stream.get_state()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_strings_are_refused_with_their_key():
+    for column in (["a", "b"], np.array(["a", "b"]), "a", [b"a"]):
+        with pytest.raises(TypeError, match=r"batch\['text'\] holds .*string.* if k != 'text'"):
+            next(nnx.prefetch([{"x": np.ones(2), "text": column}]))
+    with pytest.raises(TypeError, match=r"batch\['inner'\]\['o'\] is an array of Python objects"):
+        next(nnx.prefetch([{"inner": {"o": np.array([None, {}])}}]))
+    with pytest.raises(TypeError, match=r"batch\[1\] is a object"):
+        next(nnx.prefetch([(np.ones(2), object())]))
+
+
+def test_list_of_python_numbers_warns_once_with_its_key():
+    stream = nnx.prefetch([{"label": [1, 2, 3], "x": np.ones(3)}, {"label": [4, 5, 6], "x": np.ones(3)}])
+    with pytest.warns(UserWarning, match=r"batch\['label'\] is a list of Python numbers.*with_format") as warned:
+        assert [float(sum(batch["label"])) for batch in stream] == [6, 15]
+    assert len(warned) == 1
+    assert float(next(nnx.prefetch([{"rate": 0.5, "pair": [1.0]}]))["rate"]) == 0.5
