@@ -21,9 +21,9 @@ class Linen(linen.Module):
     @linen.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         init = linen.initializers.lecun_normal()
-        x = linen.Dense(32, kernel_init=linen.with_partitioning(init, ("embed", "mlp")), name="up")(x)
+        x = linen.Dense(32, kernel_init=linen.with_logical_partitioning(init, ("embed", "mlp")), name="up")(x)
         x = linen.BatchNorm(use_running_average=not train, name="norm")(x)
-        return linen.Dense(16, kernel_init=linen.with_partitioning(init, ("mlp", "embed")), name="down")(x)
+        return linen.Dense(16, kernel_init=linen.with_logical_partitioning(init, ("mlp", "embed")), name="down")(x)
 
 
 class Flax(flax.Module):
