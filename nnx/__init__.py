@@ -263,6 +263,8 @@ from nnx.inspection.find_nans import find_nans as find_nans
 from nnx.inspection.intercept import intercept as intercept
 from nnx.inspection.metrics_file import read_metrics as read_metrics
 from nnx.inspection.plot_attention import plot_attention as plot_attention
+from nnx.inspection.plot_model import ModelPicture as ModelPicture
+from nnx.inspection.plot_model import plot_model as plot_model
 from nnx.inspection.plots import plot_metrics as plot_metrics
 from nnx.inspection.sinks import tensorboard_sink as tensorboard_sink
 from nnx.inspection.sinks import wandb_sink as wandb_sink
@@ -338,8 +340,8 @@ __all__ = [
     "EMA", "EmaState", "load", "Metric", "MetricState", "MultiMetric", "muon_dimensions", "Optimizer", "OptState",
     "prefetch", "save", "Statistics", "TrainState", "Welford",
     # inspection
-    "capture", "count_params", "display", "find_nans", "intercept", "NotFinite", "plot_attention", "plot_metrics",
-    "read_metrics", "summary", "tensorboard_sink", "TrainLog", "wandb_sink",
+    "capture", "count_params", "display", "find_nans", "intercept", "ModelPicture", "NotFinite", "plot_attention",
+    "plot_metrics", "plot_model", "read_metrics", "summary", "tensorboard_sink", "TrainLog", "wandb_sink",
     # interop
     "checkpoint_entries", "export", "Exported", "load_exported", "load_safetensors", "load_torch_state_dict",
     "save_safetensors",

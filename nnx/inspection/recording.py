@@ -29,6 +29,9 @@ class Recording(NamedTuple):
 
     outputs: dict[int, list[Any]]  # the distinct outputs, as pytrees of ShapeDtypeStruct; in the order of the calls
     flops: Counter[int]
+    program: Any  # the jaxpr of the run
+    inputs: list[bool]  # for each of its arguments, whether it is an array that was passed to the call
+    outputs_count: int  # how many of its results the call returned; the others are the state
 
 
 class _Run:
@@ -100,7 +103,11 @@ def record(model: Module, method: Any, args: Sequence[Any], kwargs: dict[str, An
         out = recorder.run(module, 0, _method(module, method), *inner_args, **inner_kwargs)
         return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)], Module.get_state(module)
 
-    return Recording(run.outputs, count_by_scope(jax.make_jaxpr(trace)(state, traced)))
+    program, (returned, _) = jax.make_jaxpr(trace, return_shape=True)(state, traced)
+    inputs = [False] * len(jax.tree.leaves(state))
+    for i, value in traced.items():
+        inputs += [_is_array(leaves[i])] * len(jax.tree.leaves(value))
+    return Recording(run.outputs, count_by_scope(program), program, inputs, len(returned))
 
 
 def _method(module: Module, method: Any) -> Callable[..., Any]:

@@ -200,6 +200,11 @@ def summary(
     if inputs or kwargs or method is not None:
         recording = record(model, method or "__call__", inputs, kwargs)
     warn_of_untied("nnx.summary", model, Module.filter(model, Param).items())
+    return summarize(model, recording)
+
+
+def summarize(model: Module, recording: Recording | None) -> Summary:
+    """Returns the table of a model, with outputs and FLOPs from a recording."""
     parameters, sizes, collections = _held(Module.get_state(model))
     rows = []
     for number, path, module in _in_order_of_calls(model, recording):
