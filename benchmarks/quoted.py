@@ -88,7 +88,6 @@ int8_gain = f"{100 * (quantized_speed('int8') - 1):.0f}"
 
 SENTENCES: dict[str, list[Quote | Claim]] = {
     "README.md": [
-        Quote("with jax {}, flax {} and equinox {}", versions),
         Quote("trained at {} tokens per second", (thousands(trained("nnx")),)),
         Quote("hand-written JAX reached {} (", (thousands(trained("hand-written JAX")),)),
         Quote("({} with the same optimizations)", (thousands(trained("the same, tuned")),)),
