@@ -96,27 +96,30 @@ def run(contender: str, folder: Path, options: argparse.Namespace) -> dict[str, 
     if contender != "safetensors":  # the package reads whole arrays only
         found["other layout"] = measured(lambda: load(split))
     if blocked is not None:
-        found["blocked"] = measured(blocked)
+        finish: list[Callable[[], None]] = []
+        found["blocked"] = measured(lambda: finish.append(blocked()))
+        finish[0]()
     return found
 
 
-Work = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[], Any] | None]
+# How to save, how to load into or like arrays, and how to begin an asynchronous save, which returns how to wait for it.
+Work = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[], Callable[[], None]] | None]
 
 
 def nnx_work(folder: Path, arrays: dict[str, jax.Array]) -> Work:
     import nnx
 
     model = nnx.Dict(**{name: nnx.Param(x) for name, x in arrays.items()})
-    managers = []
 
     def load(target: dict[str, Any]) -> Any:
         filled = nnx.Dict(**{name: nnx.Param(x) for name, x in target.items()})
         target.clear()
         return nnx.load(folder / "c", filled).get_state()
 
-    def blocked() -> None:
-        managers.append(nnx.CheckpointManager(folder / "run"))
-        managers[0].save(0, model)
+    def blocked() -> Callable[[], None]:
+        manager = nnx.CheckpointManager(folder / "run")
+        manager.save(0, model)
+        return manager.wait
 
     return lambda: nnx.save(folder / "c", model), load, blocked
 
@@ -167,9 +170,10 @@ def orbax_work(folder: Path, arrays: dict[str, jax.Array]) -> Work:
         with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(folder / "c", args=orbax.args.PyTreeSave(arrays))
 
-    def blocked() -> None:
+    def blocked() -> Callable[[], None]:
         checkpointer = orbax.AsyncCheckpointer(orbax.PyTreeCheckpointHandler())
         checkpointer.save(folder / "later", args=orbax.args.PyTreeSave(arrays))
+        return checkpointer.close
 
     return save, load, blocked
 

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -71,7 +71,7 @@ class Location:
 
     name: str
     local: Path | None
-    spec: tuple[tuple[str, Any], ...]
+    spec: Mapping[str, Any]
     path: str
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Location:
         Args:
             sync: whether a write to a local disk ends only when it is on the disk.
         """
-        return {**dict(self.spec), "path": self.path, **({} if sync or self.local is None else {"file_io_sync": False})}
+        return {**self.spec, "path": self.path, **({} if sync or self.local is None else {"file_io_sync": False})}
 
     def _keys(self) -> Any:
         return tensorstore().KvStore.open(self.store(), context=context()).result()
@@ -207,27 +207,29 @@ def location(path: str | os.PathLike[str]) -> Location:
         raise ValueError(DOTS.format(path=text, segment=segment))
     name = f"{scheme}://{rest}"
     if scheme == "memory":
-        return Location(name, None, (("driver", "memory"),), f"{rest}/")
+        return Location(name, None, {"driver": "memory"}, f"{rest}/")
     bucket, slash, key = rest.partition("/")
     if not bucket or not key:
         raise ValueError(NO_BUCKET.format(path=text, scheme=scheme))
     spec = {"driver": "gcs", "bucket": bucket} if scheme == "gs" else {"driver": "s3", "bucket": bucket, **_endpoint()}
-    return Location(name, None, tuple(spec.items()), f"{key}/")
+    return Location(name, None, spec, f"{key}/")
 
 
 def _local(text: str) -> Location:
     directory = Path(text).absolute()
-    return Location(str(directory), directory, (("driver", "file"),), f"{os.path.realpath(directory)}/")
+    return Location(str(directory), directory, {"driver": "file"}, f"{os.path.realpath(directory)}/")
 
 
-def _endpoint() -> dict[str, str]:
+def _endpoint() -> dict[str, Any]:
     """Returns the region and endpoint of S3, from the variables that the tools of AWS read."""
-    found = {
+    found: dict[str, Any] = {
         "endpoint": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"),
         "aws_region": os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"),
     }
     if found["endpoint"] and not found["aws_region"]:  # stores that are not Amazon's have no regions
         found["aws_region"] = "us-east-1"
+    if os.environ.get("AWS_ACCESS_KEY_ID"):  # or TensorStore looks for files first, and logs that there are none
+        found["aws_credentials"] = {"type": "environment"}
     return {name: value for name, value in found.items() if value}
 
 

@@ -112,7 +112,7 @@ def test_a_url_that_pathlib_took_apart_is_refused(tmp_path, monkeypatch):
 
 
 def test_endpoints_come_from_the_environment(monkeypatch):
-    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
     assert dict(location("s3://bucket/a/b").spec) == {"driver": "s3", "bucket": "bucket"}
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")

@@ -3,30 +3,40 @@
 - kills: a process that saves in a loop is killed at random moments. What is there afterwards is one whole save, and not
   an older one than the last that was finished.
 - exports: the same for safetensors files, sharded and whole in turns (tests/storage/killed_export.py).
-- writers: two processes save to one path while a third loads. No load ever sees parts of two saves.
+- writers: two processes save to one path while a third loads. No load ever sees parts of two saves, and the last save
+  that returned is there.
+- disk: saves to a disk that becomes full, with limits of the file size from 0 upwards.
 - bits: one bit of one file is flipped, over and over. It is always a CheckpointError.
+- store: the same kills, writers and bits in an object store, moto's S3 server on loopback.
 - pairs: two processes with 2 and with 4 devices each go through all checks of tests/storage/processes_run.py.
 
 Each prints one line, and the program fails if one of them finds anything.
 """
 
 import argparse
+import json
 import os
 import random
+import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import nnx
+from nnx.storage.checkpoints import saving
+from nnx.storage.locations import Location, location
 from tests.storage import killed_export
 from tests.storage.test_processes import finish_pair, start_pair
 
+Place = Path | Location
 SHAPES = ((300, 100), (7,), (), (50_000,))
 
 
@@ -45,7 +55,7 @@ def value_of(found) -> int:
 # Kills
 
 
-def save_in_place(path: Path, first: int, say: Callable[[int], None]) -> None:
+def save_in_place(path: Place, first: int, say: Callable[[int], None]) -> None:
     for value in range(first, first + 10_000):
         nnx.save(path / "c", make(value))
         say(value)
@@ -61,8 +71,8 @@ def save_steps(path: Path, first: int, say: Callable[[int], None], asynchronous:
             say(value - 1)
 
 
-def newest(path: Path) -> int:
-    if (path / "c").exists():
+def newest(path: Place) -> int:
+    if not isinstance(path, Path) or (path / "c").exists():
         return value_of(nnx.load(path / "c"))
     step = nnx.CheckpointManager(path).latest_step()
     found = -1 if step is None else value_of(nnx.load(path / str(step)))
@@ -71,7 +81,7 @@ def newest(path: Path) -> int:
     return found
 
 
-def kill_once(path: Path, job: Callable[[Path, int, Callable[[int], None]], None], first: int, seconds: float) -> int:
+def kill_once(path: Place, job: Callable[[Any, int, Callable[[int], None]], None], first: int, seconds: float) -> int:
     """Runs a job in a child, kills it some time after its first save, and returns the last save it finished."""
     read, write = os.pipe()
     child = os.fork()
@@ -151,69 +161,160 @@ def exports(count: int) -> None:
 def writers(count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c"
-        read_in_child(lambda: nnx.save(path, make(0)) or 0)
-
-        def write(first: int) -> int:
-            for value in range(first, first + count):
-                nnx.save(path, make(value))
-            return first + count - 1
-
-        children = []
-        for first in (1_000_000, 2_000_000):
-            child = os.fork()
-            if child == 0:
-                try:
-                    write(first)
-                except BaseException as error:
-                    print(repr(error), file=sys.stderr, flush=True)
-                    os._exit(1)
-                os._exit(0)
-            children.append(child)
-        alive, loads, refused = set(children), 0, 0
-        while alive:
-            try:
-                value_of(nnx.load(path))
-                loads += 1
-            except nnx.CheckpointError:
-                refused += 1  # replaced again and again while it was being read
-            for child in list(alive):
-                done, status = os.waitpid(child, os.WNOHANG)
-                if done:
-                    alive.discard(child)
-                    if status:
-                        raise AssertionError(f"a writer failed with status {status}")
-        last = value_of(nnx.load(path))
-        if last not in (1_000_000 + count - 1, 2_000_000 + count - 1):
-            raise AssertionError(f"the last finished save was lost: found {last}")
+        write_and_load(path, count)
         names = sorted(name[:8] for name in os.listdir(path))
         if names != ["manifest", "nnx-data"]:
             raise AssertionError(f"left behind: {names}")
-    print(f"writers: 2 x {count} saves, {loads} loads without a mixture, {refused} refused", flush=True)
+
+
+def write_and_load(path: Place, count: int) -> None:
+    """Saves in two children to one path, while others load it, and says how often each was refused."""
+    read_in_child(lambda: nnx.save(path, make(0)) or 0)
+    read, write = os.pipe()
+
+    def save_often(first: int) -> None:
+        refused, last = 0, 0
+        for value in range(first, first + count):
+            try:
+                nnx.save(path, make(value))
+                last = value
+            except nnx.CheckpointError as error:
+                if "another job has saved there" not in str(error):
+                    raise
+                refused += 1
+        os.write(write, f"{last} {refused}\n".encode())
+
+    alive = {in_child(lambda first=first: save_often(first)) for first in (1_000_000, 2_000_000)}
+    loads = 0
+    while alive:
+        read_in_child(lambda: value_of(nnx.load(path)))
+        loads += 1
+        for child in list(alive):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                alive.discard(child)
+                if status:
+                    raise AssertionError(f"a writer failed with status {status}")
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        ends = [tuple(map(int, line.split())) for line in pipe]
+    found = read_in_child(lambda: value_of(nnx.load(path)))
+    if found not in {last for last, _ in ends}:
+        raise AssertionError(f"the last finished save was lost: found {found}, {ends}")
+    read_in_child(lambda: nnx.save(path, make(3)) or 0)
+    refused = sum(count for _, count in ends)
+    print(f"writers: 2 x {count} saves, {refused} refused, {loads} loads without a mixture", flush=True)
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Does some work in a child; returns its id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
+# Disk
+
+
+def disk(count: int) -> None:
+    """Limits the size of files, as a full disk does: the save fails, and the earlier checkpoint is there."""
+
+    def save_with_little_room(path: Path, limit: int) -> int:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        try:
+            nnx.save(path, make(4))
+        except nnx.CheckpointError as error:
+            if "are intact" not in str(error):
+                raise
+            return 1
+        return 0
+
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "c"
+        for turn in range(count):
+            read_in_child(lambda: nnx.save(path, make(3)) or 0)
+            limit = turn * 400_000 // count
+            refused = read_in_child(lambda limit=limit: save_with_little_room(path, limit))
+            failed += refused
+            if read_in_child(lambda: value_of(nnx.load(path))) != (3 if refused else 4):
+                raise AssertionError(f"with files of {limit} bytes")
+    print(f"disk: {count} limits, {failed} saves failed, and each time the earlier checkpoint was there", flush=True)
 
 
 # Bits
 
 
 def bits(count: int) -> None:
-    draw = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "c"
-        nnx.save(path, make(3))
-        files = [file for file in path.rglob("*") if file.is_file()]
-        for file in files:
-            whole = file.read_bytes()
-            for _ in range(count):
-                at = draw.randrange(8 * len(whole))
-                damaged = bytearray(whole)
-                damaged[at // 8] ^= 1 << at % 8
-                file.write_bytes(damaged)
-                try:
-                    nnx.load(path)
-                except nnx.CheckpointError:
-                    continue
-                raise AssertionError(f"bit {at} of {file.name} was not noticed")
-            file.write_bytes(whole)
+        flip_bits(location(Path(folder) / "c"), count)
+
+
+def flip_bits(place: Location, count: int) -> None:
+    draw, large = random.Random(0), saving.LARGE
+    saving.LARGE = 1000  # some arrays have files of their own, and the others are packed
+    nnx.save(place, make(3))
+    saving.LARGE = large
+    data = next(name for name in place.names() if name.startswith("nnx-data"))
+    folders = (place / data).names()
+    chunks = {name: f"{name}/c.0" + ".0" * (name == "0") for name in folders}
+    files = ["manifest.json", *(f"{data}/{name}" for name in chunks.values() if (place / data).read(name).value)]
+    for file in files:
+        whole = place.read(file).value or b""
+        for _ in range(count):
+            at = draw.randrange(8 * len(whole))
+            damaged = bytearray(whole)
+            damaged[at // 8] ^= 1 << at % 8
+            place.write(file, bytes(damaged))
+            try:
+                nnx.load(place)
+            except nnx.CheckpointError:
+                continue
+            raise AssertionError(f"bit {at} of {file} was not noticed")
+        place.write(file, whole)
     print(f"bits: {count} flips in each of {len(files)} files, all noticed", flush=True)
+
+
+# An object store
+
+
+def store(count: int) -> None:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    server = subprocess.Popen([sys.executable, "-c", SERVER], **pipes)
+    assert server.stdout is not None
+    try:
+        os.environ.update(json.loads(server.stdout.readline()))
+        place, draw, last = location("s3://checkpoints/torture"), random.Random(0), -1
+        for _ in range(count):
+            finished = kill_once(place, save_in_place, last + 1, draw.uniform(0, 0.2))
+            found = read_in_child(lambda: newest(place))
+            if found < finished:
+                raise AssertionError(f"save {finished} was finished, and {found} is there")
+            last = max(found, finished)
+        print(f"store, kills: {count} kills, {last + 1} saves, nothing lost or mixed", flush=True)
+        write_and_load(place / "race", count)
+        if read_in_child(lambda: len((place / "race").names())) != 2:
+            raise AssertionError("something was left behind")
+        read_in_child(lambda: flip_bits(place / "bits", count) or 0)
+    finally:
+        server.kill()
+        server.wait()
+
+
+SERVER = """
+import json, os, time
+from tests.storage.object_store import s3_server
+with s3_server():
+    print(json.dumps({name: value for name, value in os.environ.items() if name.startswith("AWS_")}), flush=True)
+    time.sleep(100_000)
+"""
 
 
 # Pairs
@@ -236,11 +337,16 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100, help="kills of each kind of save")
     parser.add_argument("--exports", type=int, default=100, help="kills of safetensors exports, sharded and whole")
     parser.add_argument("--writers", type=int, default=40, help="saves of each of two writers")
+    parser.add_argument("--disk", type=int, default=40, help="limits of the file size")
+    parser.add_argument(
+        "--store", type=int, default=30, help="kills, saves of each writer, and flips in an object store"
+    )
     parser.add_argument("--bits", type=int, default=500, help="flips in each file")
     parser.add_argument("--pairs", type=int, default=20, help="runs of two processes")
     options = parser.parse_args()
     # kills first, then the others: until then this process must not have started the threads of JAX
-    parts = {"kills": kills, "writers": writers, "exports": exports, "bits": bits, "pairs": pairs}
+    parts = {"kills": kills, "writers": writers, "disk": disk, "store": store, "exports": exports}
+    parts |= {"bits": bits, "pairs": pairs}
     for part, work in parts.items():
         if getattr(options, part):
             work(getattr(options, part))

@@ -204,19 +204,27 @@ class Saving:
         try:
             with self._as_checkpoint_error():
                 yield
-        except BaseException:
+        except BaseException as error:
+            overtaken = False
             with contextlib.suppress(OSError):
-                self._remove_unfinished()
+                overtaken = self._remove_unfinished()
+            if overtaken and isinstance(error, CheckpointError):  # the cause of any other, such as data that are gone
+                raise CheckpointError(OVERTAKEN.format(path=self._place)) from error
             raise
 
-    def _remove_unfinished(self) -> None:
+    def _remove_unfinished(self) -> bool:
+        """Removes what this save has written; returns whether another job has saved to the path meanwhile."""
         if self._generation is None:  # not process 0, or nothing has been written
-            return
-        if self._is_own(self._place.read(FILE_NAME).value or b""):
-            return  # finished, although an error followed
+            return False
+        found = self._place.read(FILE_NAME)
+        if self._is_own(found.value or b""):
+            return False  # finished, although an error followed
         self._place.remove([self._data])
+        if found.generation != self._generation:
+            return True
         if self._claimed:
             self._place.replace(FILE_NAME, None, self._generation)
+        return False
 
     @contextlib.contextmanager
     def _as_checkpoint_error(self) -> Iterator[None]:
