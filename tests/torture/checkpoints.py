@@ -87,8 +87,12 @@ def kill_once(path: Place, job: Callable[[Any, int, Callable[[int], None]], None
     child = os.fork()
     if child == 0:
         os.close(read)
+
+        def say(value: int) -> None:
+            os.write(write, f"{value}\n".encode())
+
         try:
-            job(path, first, lambda value: os.write(write, f"{value}\n".encode()) and None)
+            job(path, first, say)
         except BaseException as error:
             os.write(write, f"failed: {error!r}\n".encode())
         os._exit(1)

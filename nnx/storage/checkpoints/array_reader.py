@@ -22,9 +22,9 @@ from nnx.storage.checkpoints.zarr import chunk_in_file, file_of, open_array, pac
 from nnx.storage.errors import DamagedError
 from nnx.storage.locations import Location, reason_of, refuse_special, tensorstore
 
-IN_FLIGHT = min(max(os.cpu_count() or 1, 2), 16)
-"""The chunks that are read at once from a local disk. More of them would leave the processor's cache before they are
-copied, and take fresh memory."""
+IN_FLIGHT = min(max((os.cpu_count() or 1) // 2, 1), 16)
+"""The chunks that are read at once from a local disk. With more of them than processors, they leave the processor's
+cache before they are copied, and the system provides fresh memory for each."""
 IN_FLIGHT_REMOTE = 64
 """The chunks that are read at once from an object store, which takes longer to answer."""
 Wanted = Mapping[str, Sequence[Box]]
@@ -75,7 +75,8 @@ class ArrayReader:
             DamagedError: a chunk differs from what was saved.
         """
         large = (self._array(path, [(box, None) for box in boxes]) for path, boxes in self._large(wanted))
-        self._read_all(itertools.chain(large, self._packs(self._needed(wanted), None)))
+        targets = [(part.process, _Target(self._bytes_of(path, part), None)) for path, part in self._needed(wanted)]
+        self._read_all(itertools.chain(large, self._packs(targets)))
 
     def read(self, wanted: Wanted) -> dict[str, list[np.ndarray]]:
         """Reads the wanted boxes.
@@ -95,18 +96,17 @@ class ArrayReader:
         )
         found = {path: list(itertools.islice(memory, len(boxes))) for path, boxes in wanted.items()}
         large = (self._array(path, list(zip(boxes, found[path], strict=True))) for path, boxes in self._large(wanted))
-        parts = self._needed(wanted)
-        memory_of = []
-        for path, part in parts:
-            if len(wanted[path]) == 1 and wanted[path][0] == part.box:
-                memory_of.append(found[path][0])
-            else:  # the boxes are others than those that were saved
-                memory_of.append(np.empty(part.box.shape, entries[path].data_dtype))
-        self._read_all(itertools.chain(large, self._packs(parts, memory_of)))
-        for (path, part), values in zip(parts, memory_of, strict=True):
-            for box, array in zip(wanted[path], found[path], strict=True):
-                if array is not values and (overlap := part.box.overlap(box)) is not None:
-                    array[overlap.slices(box.start)] = values[overlap.slices(part.box.start)]
+        copies: list[tuple[Part, np.ndarray, Box, np.ndarray]] = []
+        targets = [
+            (part.process, target)
+            for path, part in self._needed(wanted)
+            for target in self._places_of(path, part, list(zip(wanted[path], found[path], strict=True)), copies)
+        ]
+        self._read_all(itertools.chain(large, self._packs(targets)))
+        for part, values, box, array in copies:
+            overlap = part.box.overlap(box)
+            assert overlap is not None
+            array[overlap.slices(box.start)] = values[overlap.slices(part.box.start)]
         return found
 
     def close(self) -> None:
@@ -136,19 +136,46 @@ class ArrayReader:
             if part.box == boxes[0] or any(part.box.overlap(box) for box in boxes)
         ]
 
-    def _packs(self, parts: Sequence[tuple[str, Part]], memory: Sequence[np.ndarray] | None) -> list["_Array"]:
-        """Returns the packs that contain parts, to be read as bytes."""
-        targets: dict[int, list[_Target]] = {}
-        for number, (path, part) in enumerate(parts):
-            size = part.box.size * self._manifest.entries[path].data_dtype.itemsize
-            values = None if memory is None else memory[number].reshape(-1).view(np.uint8)
-            targets.setdefault(part.process, []).append(_Target(Box((part.offset,), (size,)), values))
-        arrays = []
-        for process, found in targets.items():
+    def _bytes_of(self, path: str, part: Part) -> Box:
+        """Returns the bytes of a part, as a box of its pack."""
+        return Box((part.offset,), (part.box.size * self._manifest.entries[path].data_dtype.itemsize,))
+
+    def _places_of(
+        self,
+        path: str,
+        part: Part,
+        wanted: Sequence[tuple[Box, np.ndarray]],
+        copies: list[tuple[Part, np.ndarray, Box, np.ndarray]],
+    ) -> Iterator["_Target"]:
+        """Yields where the bytes of a part belong; adds to `copies` what has to be copied from the whole part."""
+        if len(wanted) == 1 and wanted[0][0] == part.box:
+            yield _Target(self._bytes_of(path, part), wanted[0][1].reshape(-1).view(np.uint8))
+            return
+        dtype = self._manifest.entries[path].data_dtype
+        values = None
+        for box, array in wanted:
+            overlap = part.box.overlap(box)
+            if overlap is None:
+                continue
+            memory = array[overlap.slices(box.start)]
+            if overlap.is_contiguous_in(part.box) and overlap.is_contiguous_in(box):
+                first = part.offset + overlap.offset_in(part.box) * dtype.itemsize
+                yield _Target(Box((first,), (memory.nbytes,)), memory.reshape(-1).view(np.uint8))
+                continue
+            if values is None:
+                values = np.empty(part.box.shape, dtype)
+                yield _Target(self._bytes_of(path, part), values.reshape(-1).view(np.uint8))
+            copies.append((part, values, box, array))
+
+    def _packs(self, targets: Iterable[tuple[int, "_Target"]]) -> Iterator["_Array"]:
+        """Yields the packs to be read, given where their bytes belong, by process."""
+        by_process: dict[int, list[_Target]] = {}
+        for process, target in targets:
+            by_process.setdefault(process, []).append(target)
+        for process, found in by_process.items():
             grid = self._manifest.packs[process]
             assert grid is not None  # or the manifest would have been refused
-            arrays.append(_Array(pack_name(process), grid, np.dtype(np.uint8), found))
-        return arrays
+            yield _Array(pack_name(process), grid, np.dtype(np.uint8), found)
 
     # Reading chunks
 

@@ -39,6 +39,19 @@ class Box(NamedTuple):
         shape = tuple([end - a for end, a in zip(map(min, self.end, other.end), start, strict=True)])
         return Box(start, shape) if all(n > 0 for n in shape) else None
 
+    def is_contiguous_in(self, outer: "Box") -> bool:
+        """Whether the elements of a box follow each other in an array in C order that holds an outer box."""
+        leading = next((axis for axis, n in enumerate(self.shape) if n != 1), len(self.shape))
+        # It is if it spans the whole outer box in every axis after the first one that varies.
+        return self.shape[leading + 1 :] == outer.shape[leading + 1 :]
+
+    def offset_in(self, outer: "Box") -> int:
+        """Returns the number of elements before the first one of this box, in an array that holds an outer box."""
+        offset = 0
+        for first, start, n in zip(self.start, outer.start, outer.shape, strict=True):
+            offset = offset * n + first - start
+        return offset
+
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """Returns the box of an index, in the form in which JAX describes the part of an array on a device."""

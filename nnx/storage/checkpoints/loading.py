@@ -40,7 +40,7 @@ OTHER_MANIFEST = """Process {peer} and process 0 read different checkpoints at {
 the processes do not share a disk. Nothing was loaded."""
 
 _ATTEMPTS = 20  # to read a checkpoint that another job keeps replacing in the meantime
-SMALL = 256 << 20
+SMALL = 1 << 30
 """The bytes that may always be read at once, even if no array is that large."""
 
 
