@@ -52,7 +52,7 @@ def display(model: Any, path: str | os.PathLike[str] | None = None, *, visualize
     >>> nnx.display(nnx.Sequence([jnp.sin]))
     Sequence(0: jax.numpy.sin)
     """
-    if path is None and not _in_notebook():
+    if path is None and not in_notebook():
         print(model)
         return None
     treescope = require("treescope", "display", "nnx.display")
@@ -78,7 +78,7 @@ def _write(path: str | os.PathLike[str], model: Any, tree: str) -> pathlib.Path:
     return file
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
     """Whether this runs in a notebook, which can show HTML; a plain IPython terminal cannot."""
     if "IPython" not in sys.modules or importlib.util.find_spec("IPython") is None:
         return False

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TextIO, cast
 
@@ -105,10 +105,11 @@ def duration(seconds: float) -> str:
 def metrics_text(record: Record) -> str:
     """Returns the metrics of a record in one line."""
     shown = {name: value for name, value in record.items() if name not in ("step", "time", *THROUGHPUT)}
-    return "  ".join(f"{name} {_digits(value)}" for name, value in shown.items())
+    return "  ".join(f"{name} {digits(value)}" for name, value in shown.items())
 
 
-def _digits(value: int | float) -> str:
+def digits(value: int | float) -> str:
+    """Returns a number with four decimals, or in powers of ten."""
     if isinstance(value, int):
         return str(value)
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3e}"
@@ -148,13 +149,19 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def make_progress_display(name: str, total: int | None, stream: TextIO | None, interval: float) -> "Bar | Lines | None":
-    """Returns a bar if the stream can show one, else lines; None without a stream."""
+def make_progress_display(
+    name: str,
+    total: int | None,
+    stream: TextIO | None,
+    interval: float,
+    curve_lines: Callable[[], Sequence[str]] = list,
+) -> "Bar | Lines | None":
+    """Returns a bar with a curve below it if the stream can show one, else lines; None without a stream."""
     if stream is None:  # a program without a console has no standard error
         return None
     screen = Screen(stream)
     try:
-        return Bar(name, total, screen) if _can_move(screen) else Lines(name, screen, interval)
+        return Bar(name, total, screen, curve_lines) if _can_move(screen) else Lines(name, screen, interval)
     except Exception:  # rich allows one bar at a time, or the bar cannot be drawn on this screen
         return Lines(name, screen, interval)
 
@@ -202,12 +209,14 @@ class Lines:
 
 
 class Bar:
-    """A progress bar with metrics, rate and time left."""
+    """A progress bar with metrics, rate and time left, and the curve of a metric below it."""
 
-    def __init__(self, name: str, total: int | None, screen: Screen):
-        from rich.console import Console
+    def __init__(self, name: str, total: int | None, screen: Screen, curve_lines: Callable[[], Sequence[str]] = list):
+        from rich.console import Console, Group
+        from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
+        from rich.text import Text
 
         # markup=False, because metric names are plain text and rich would read brackets in them as styles.
         columns = (
@@ -218,21 +227,27 @@ class Bar:
             TextColumn("{task.fields[rate]}", style="cyan", markup=False),
         )
         self._screen = screen
-        self._bar = RichProgress(*columns, console=Console(file=cast(TextIO, screen)))
+        console = Console(file=cast(TextIO, screen))
+        self._bar = RichProgress(*columns, console=console)
         self._task = self._bar.add_task(printable(name), total=total, metrics="", rate="")
-        self._bar.start()
+
+        def picture() -> Group:
+            return Group(self._bar.get_renderable(), *(Text(line, no_wrap=True) for line in curve_lines()))
+
+        self._live = Live(get_renderable=picture, console=console, refresh_per_second=10)
+        self._live.start()
 
     def show(self, record: Record, progress: Progress) -> bool:
         """Moves the bar to the record; returns whether the screen still works."""
         self._update(progress, metrics=printable(metrics_text(record)))
         if self._screen.is_gone:
-            self._bar.stop()
+            self._live.stop()
         return not self._screen.is_gone
 
     def close(self, progress: Progress) -> None:
         """Updates the bar a last time and leaves it on the screen, with the cursor below it."""
         self._update(progress)
-        self._bar.stop()
+        self._live.stop()
 
     def _update(self, progress: Progress, **fields: Any) -> None:
         self._bar.update(self._task, completed=progress.done, rate=str(progress), **fields)

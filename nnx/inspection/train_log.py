@@ -19,6 +19,7 @@ import threading
 import time
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TextIO, TypeVar
 
@@ -30,6 +31,8 @@ import numpy as np
 from nnx.core.extras import require
 from nnx.core.repr import short
 from nnx.core.state.state import State
+from nnx.inspection.curve import Curve, Notebook
+from nnx.inspection.display import in_notebook
 from nnx.inspection.metrics_file import MetricsWriter, Record, read_metrics
 from nnx.inspection.plots import plot_metrics
 from nnx.inspection.progress import THROUGHPUT, Bar, Lines, Progress, Work, make_progress_display
@@ -93,6 +96,9 @@ class TrainLog:
             `mfu`, the model FLOPs utilization: the fraction of the peak that is reached.
         tensorboard: a directory for the event files of TensorBoard (the extra "tensorboard"), as with
             `log.add_sink(nnx.tensorboard_sink(directory))`.
+        curve: whether to draw a curve that is updated in place, below the bar of a terminal or in the output of a
+            notebook cell; or the names of the metrics to draw. By default, notebooks show those with "loss" in their
+            names.
 
     In a run of several processes only the first one shows and writes anything. Threads can share a log.
 
@@ -118,6 +124,7 @@ class TrainLog:
         flops_per_step: float | None = None,
         peak_flops: float | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
+        curve: bool | str | Sequence[str] | None = None,
     ):
         if isinstance(total, (str, os.PathLike)):
             if path is not None:
@@ -138,7 +145,10 @@ class TrainLog:
         self._stream = file
         self._is_open = False
         self._metrics_file: MetricsWriter | None = None
-        self._display: Bar | Lines | None = None
+        self._display: Bar | Lines | Notebook | None = None
+        names = None if curve is None or isinstance(curve, bool) else [curve] if isinstance(curve, str) else [*curve]
+        self._curve: Curve | None = None if curve is False else Curve(names)
+        self._is_drawn = curve is not None  # also on a terminal
         self._sinks: list[Any] = [] if tensorboard is None else [tensorboard_sink(tensorboard)]
         self._progress = Progress(total, Work(tokens_per_step, flops_per_step, peak_flops))
         self._pending: deque[Pending] = deque()
@@ -290,11 +300,17 @@ class TrainLog:
             return False
         if self.path is not None:
             self._metrics_file = MetricsWriter(self.path / "metrics.jsonl")
-        self._display = make_progress_display(
-            self.name, self.total, sys.stderr if self._stream is None else self._stream, self.interval
-        )
+        self._display = self._make_display()
         self._is_open = True
         return True
+
+    def _make_display(self) -> Bar | Lines | Notebook | None:
+        curve = self._curve
+        if curve is not None and self._stream is None and in_notebook():
+            return Notebook(self.name, curve, self.interval)
+        stream = sys.stderr if self._stream is None else self._stream
+        lines = curve.lines if curve is not None and self._is_drawn else list
+        return make_progress_display(self.name, self.total, stream, self.interval, lines)
 
     def _held(self, step: int, name: str, value: Any) -> Any:
         """Returns a copy of a value that is safe to keep, since the caller may donate the buffer of the original."""
@@ -330,6 +346,8 @@ class TrainLog:
             except Exception as error:
                 self._warn(f"sink {id(sink)}", SINK_FAILED.format(sink=sink, step=step, reason=first_line(error)))
         self._shown = {**self._shown, **record} if self._shown.get("step") == step else record
+        if self._curve is not None:
+            self._curve.add({"step": step, **values})
         if self._display is not None and not self._display.show(self._shown, self._progress):
             self._display = None
 

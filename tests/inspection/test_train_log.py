@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -240,3 +242,51 @@ def test_a_path_in_the_place_of_the_number_of_steps_is_the_path(tmp_path):
     assert log.total is None and lines_of(tmp_path / "run")[0]["loss"] == 1.0
     with pytest.raises(TypeError, match="was given two paths"):
         nnx.TrainLog("a", "b")
+
+
+# The curve
+
+
+def run_with_curve(stream=None, **options):
+    with nnx.TrainLog(total=40, file=stream, plot=False, interval=0, **options) as log:
+        for step in range(40):
+            log(step, loss=1 / (step + 1), accuracy=step)
+
+
+def test_a_terminal_shows_the_curve_of_the_loss_below_the_bar(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    plain, drawn = Terminal(), Terminal()
+    run_with_curve(plain)
+    run_with_curve(drawn, curve=True)
+    assert "\u2801" <= max(drawn.getvalue()) <= "\u28ff" and "1.0000 │" in drawn.getvalue()
+    assert not any("\u2800" <= c <= "\u28ff" for c in plain.getvalue())
+
+
+def test_a_notebook_shows_the_curve_in_place(monkeypatch):
+    pages = []
+
+    def display(data, raw, display_id):
+        pages.append(data["text/plain"])
+        return types.SimpleNamespace(update=lambda data, raw: pages.append(data["text/html"]))
+
+    monkeypatch.setattr("nnx.inspection.train_log.in_notebook", lambda: True)
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
+    run_with_curve(curve="accuracy")
+    assert pages[0] == "train" and "<svg" in pages[-1] and "accuracy</text>" in pages[-1]
+    assert "train 40/40" in pages[-1] and "loss</text>" not in pages[-1]
+
+
+def test_a_long_run_keeps_few_points_of_its_curve():
+    from nnx.inspection.curve import MAX_POINTS, Curve
+
+    curve = Curve()
+    for step in range(10_000):
+        curve.add({"step": step, "loss": 10_000 - step, "time": 0.0})
+    curve.add({"step": 10_000, "loss": math.nan})
+    points = curve.points["loss"]
+    assert len(points) <= MAX_POINTS and points[0][0] < 20 and points[-1][0] > 9_900
+    assert all(x + y == 10_000 for x, y in points)
+    lines = curve.lines(20, 4)
+    assert len(lines) == 5 and lines[1].startswith("99") and all(len(line) == len(lines[1]) for line in lines[1:])

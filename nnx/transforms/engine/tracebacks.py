@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import jax
 
 from nnx.core.user_warnings import PACKAGE
+from nnx.transforms.engine.internal_names import rewrite
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -48,6 +49,7 @@ def boundary(fun: F, explain: Callable[[Exception, Sequence[Any]], Any] | None =
         except Exception as error:
             if explain is not None:
                 explain(error, args)
+            rewrite(error)
             hide_frames(error)
             raise
 

@@ -19,6 +19,7 @@ from nnx.core.structure.versions import STRUCTURE
 from nnx.core.trace import current_level
 from nnx.sharding.rules import current_rules
 from nnx.transforms.engine.call import data_types
+from nnx.transforms.engine.internal_names import rewrite
 from nnx.transforms.engine.tracebacks import hide_frames
 from nnx.transforms.jit.donation import NeedsGeneralPath
 from nnx.transforms.jit.holders import getrefcount
@@ -200,6 +201,7 @@ def _after_error(
         compiled.donation.note_loss(error, cells)
     if isinstance(error, Exception):
         owner.explain_error(error, args, kwargs)
+        rewrite(error)
         hide_frames(error)
 
 
