@@ -150,3 +150,12 @@ def test_every_example_is_shown_with_its_figure_and_picture():
     pictures = sorted((DOCS / "assets" / "examples").glob("*.png"))
     assert [path.name for path in pictures if f"(assets/examples/{path.name})" not in page] == []
     assert max(path.stat().st_size for path in pictures) < 60_000
+
+
+def test_language_models_find_a_list_of_the_pages_and_the_text_of_those_that_explain(site):
+    listed = (site / "llms.txt").read_text()
+    links = re.findall(r"^- \[.+?\]\((.+?)\): \S", listed, re.MULTILINE)
+    assert {"index.html", "nnx-for-flax.html", "guide/modules.html", "api/core.html"} <= set(links)
+    assert [link for link in links if not (site / link).exists()] == []
+    full = (site / "llms-full.txt").read_text()
+    assert "\n# Modules\n" in full and "\n::: nnx." not in full
