@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from nnx.core.sizes import size_in_bytes
 from nnx.transforms.engine.programs import programs_in
 
 _SCOPE = re.compile(r"nnx@(\d+)")
@@ -49,6 +50,26 @@ def count_by_scope(jaxpr: Any) -> Counter[int]:
     for scopes, operations in _count(getattr(jaxpr, "jaxpr", jaxpr), {}).items():
         for number in scopes:
             totals[number] += operations
+    return totals
+
+
+def kept_by_scope(jaxpr: Any) -> Counter[int]:
+    """Returns the bytes of the values in a gradient's jaxpr that the forward pass makes and the backward pass reads.
+
+    The operations of a backward pass are those that JAX traced under `transpose`.
+    """
+    made: dict[Any, str] = {}
+    kept: dict[Any, str] = {}
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        stack = str(equation.source_info.name_stack)
+        if "transpose(" in stack:
+            kept.update((v, made[v]) for v in equation.invars if not hasattr(v, "val") and v in made)
+        else:
+            made.update((v, stack) for v in equation.outvars)
+    totals: Counter[int] = Counter()
+    for variable, stack in kept.items():
+        for number in set(map(int, _SCOPE.findall(stack))):
+            totals[number] += size_in_bytes(variable.aval.shape, variable.aval.dtype)
     return totals
 
 

@@ -12,16 +12,26 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from nnx.core.context import Context, PureContext
 from nnx.core.module.module import Module
 from nnx.core.state.pure import Pure
-from nnx.inspection.flops import count_by_scope, scope
+from nnx.core.state.state import State
+from nnx.core.variables.variables import Param
+from nnx.inspection.flops import count_by_scope, kept_by_scope, scope
 from nnx.transforms.engine.observed import Observer, observe
 
 NOT_CALLABLE = """nnx.summary was given inputs for {name}, which has no method {method!r}. Name the one to run with \
 `method=`, or leave the inputs out for a table without output shapes."""
+
+
+class Training(NamedTuple):
+    """What the gradient of all Params adds to a run, by the number of the Module."""
+
+    flops: Counter[int]  # of the backward pass
+    kept: Counter[int]  # the bytes of values that the forward pass keeps for it, besides parameters and inputs
 
 
 class Recording(NamedTuple):
@@ -32,6 +42,7 @@ class Recording(NamedTuple):
     program: Any  # the jaxpr of the run
     inputs: list[bool]  # for each of its arguments, whether it is an array that was passed to the call
     outputs_count: int  # how many of its results the call returned; the others are the state
+    training: Training | None = None  # if it was asked for
 
 
 class _Run:
@@ -80,7 +91,9 @@ class _CallRecorder(Observer):
         return out
 
 
-def record(model: Module, method: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Recording:
+def record(
+    model: Module, method: Any, args: Sequence[Any], kwargs: dict[str, Any], *, backward: bool = False
+) -> Recording:
     """Calls a method of a copy of the model on abstract values.
 
     Args:
@@ -89,6 +102,7 @@ def record(model: Module, method: Any, args: Sequence[Any], kwargs: dict[str, An
         args: the positional arguments. Arrays and `ShapeDtypeStruct`s become abstract; Contexts are copied, so that the
             caller's does not advance; anything else is passed unchanged.
         kwargs: the keyword arguments, treated likewise.
+        backward: whether to trace the gradient as well.
     """
     state, moduledef = Module.partition(model)
     leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_split)
@@ -107,7 +121,27 @@ def record(model: Module, method: Any, args: Sequence[Any], kwargs: dict[str, An
     inputs = [False] * len(jax.tree.leaves(state))
     for i, value in traced.items():
         inputs += [_is_array(leaves[i])] * len(jax.tree.leaves(value))
-    return Recording(run.outputs, count_by_scope(program), program, inputs, len(returned))
+    flops = count_by_scope(program)
+    training = _training(trace, state, traced, flops) if backward else None
+    return Recording(run.outputs, flops, program, inputs, len(returned), training)
+
+
+def _training(trace: Callable[..., Any], state: State, traced: Any, forward: Counter[int]) -> Training:
+    """Traces the gradient of the sum of all outputs with respect to the Params."""
+
+    def loss(params: State, rest: State, traced: Any) -> Any:
+        out, _ = trace(State.merge(params, rest), traced)
+        return sum(jnp.sum(jnp.real(value)) for value in out if jnp.issubdtype(value.dtype, jnp.inexact))
+
+    params, rest = state.partition(_is_trained, ...)
+    program = jax.make_jaxpr(jax.grad(loss))(params, rest, traced)
+    return Training(count_by_scope(program) - forward, kept_by_scope(program))
+
+
+def _is_trained(path: str, variable: Any) -> bool:
+    return isinstance(variable, Param) and all(
+        jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in jax.tree.leaves(variable)
+    )
 
 
 def _method(module: Module, method: Any) -> Callable[..., Any]:

@@ -36,7 +36,11 @@ of arrays: sum(x.size for x in jax.tree.leaves(tree))."""
 
 
 class Row(NamedTuple):
-    """One Module in the table; `output` and `flops` are None if it was not called."""
+    """One Module in the table; `output` and `flops` are None if it was not called.
+
+    With `backward=True`, `backward` has the FLOPs of its backward pass, and `kept` the bytes that its forward pass
+    keeps for that.
+    """
 
     path: str
     layer: str
@@ -44,6 +48,8 @@ class Row(NamedTuple):
     parameters: int
     bytes: int
     flops: int | None
+    backward: int | None = None
+    kept: int | None = None
 
 
 class Total(NamedTuple):
@@ -83,7 +89,8 @@ class Summary:
         """Returns the table as text; with a `depth`, only the Modules up to that depth below the root."""
         lines = _aligned(self._header(), self._cells(depth), left=3 if self.flops is not None else 2)
         totals = _aligned(("collection", "arrays", "elements", "bytes"), self._total_cells(), left=1)
-        note = ["", NOT_CALLED] if any(cells[-1].startswith("(") for cells in self._cells(depth)) else []
+        in_parentheses = any(self._flops_text(row).startswith("(") for row in self._shown(depth))
+        note = ["", NOT_CALLED] if self.flops is not None and in_parentheses else []
         return "\n".join([*lines, *note, "", *totals])
 
     def print(self, depth: int | None = None) -> None:
@@ -107,16 +114,23 @@ class Summary:
 
     def _header(self) -> tuple[str, ...]:
         output, flops = (("output",), ("FLOPs",)) if self.flops is not None else ((), ())
+        if self.rows[0].backward is not None:
+            flops = (*flops, "backward", "kept")
         return ("path", "layer", *output, "parameters", "bytes", *flops)
+
+    def _shown(self, depth: int | None) -> list[Row]:
+        return [row for row in self.rows if depth is None or not row.path or row.path.count("/") < depth]
 
     def _cells(self, depth: int | None) -> list[tuple[str, ...]]:
         cells = []
-        for row in self.rows:
-            if depth is not None and row.path and row.path.count("/") >= depth:
-                continue
+        for row in self._shown(depth):
             output, flops = (), ()
             if self.flops is not None:
                 output, flops = (row.output or "",), (self._flops_text(row),)
+            if row.backward is not None:
+                flops = (*flops, _scaled(row.backward), _memory(row.kept or 0))
+            elif self.rows[0].backward is not None:
+                flops = (*flops, "", "")
             label = row.path or "(root)"
             cells.append((label, row.layer, *output, f"{row.parameters:,}", _memory(row.bytes), *flops))
         return cells
@@ -126,7 +140,7 @@ class Summary:
         if row.flops is not None:
             return _scaled(row.flops)
         total, counted = 0, ()  # rows are depth first, so what is inside a Module that was counted comes right after it
-        for path, *_, flops in self.rows:
+        for path, flops in ((other.path, other.flops) for other in self.rows):
             if path.startswith(f"{row.path}/") and flops is not None and not (counted and path.startswith(counted)):
                 total, counted = total + flops, (f"{path}/",)
         return f"({_scaled(total)})" if counted else ""
@@ -155,6 +169,7 @@ def summary(
     *inputs: Any,
     ctx: Context | None = None,
     method: str | Callable[..., Any] | None = None,
+    backward: bool = False,
     **kwargs: Any,
 ) -> Summary:
     """Returns a table of a model: path, layer, output, parameters, bytes and FLOPs of every Module.
@@ -171,6 +186,8 @@ def summary(
             any other values. Without inputs the table has no output shapes and no FLOPs.
         ctx: a Context to pass to the call as `ctx`; it does not advance.
         method: the method to call instead of `__call__`: its name, or a function of the Module and the inputs.
+        backward: whether to add two columns for training: the FLOPs of the backward pass, and the bytes that the
+            forward pass keeps for it, besides parameters and inputs. (A compiler can keep less.)
         **kwargs: further arguments of the call.
 
     Returns:
@@ -198,7 +215,7 @@ def summary(
         kwargs["ctx"] = ctx
     recording = None
     if inputs or kwargs or method is not None:
-        recording = record(model, method or "__call__", inputs, kwargs)
+        recording = record(model, method or "__call__", inputs, kwargs, backward=backward)
     warn_of_untied("nnx.summary", model, Module.filter(model, Param).items())
     return summarize(model, recording)
 
@@ -209,7 +226,8 @@ def summarize(model: Module, recording: Recording | None) -> Summary:
     rows = []
     for number, path, module in _in_order_of_calls(model, recording):
         output, flops = _called(recording, number)
-        rows.append(Row(path, type(module).__name__, output, parameters.get(path, 0), sizes.get(path, 0), flops))
+        held = (parameters.get(path, 0), sizes.get(path, 0))
+        rows.append(Row(path, type(module).__name__, output, *held, flops, *_trained(recording, number)))
     return Summary(rows, collections)
 
 
@@ -257,6 +275,12 @@ def _called(recording: Recording | None, number: int) -> tuple[str | None, int |
     if recording is None or number not in recording.outputs:
         return None, None
     return " | ".join(map(_output_text, recording.outputs[number])), recording.flops[number]
+
+
+def _trained(recording: Recording | None, number: int) -> tuple[int | None, int | None]:
+    if recording is None or recording.training is None or number not in recording.outputs:
+        return None, None
+    return recording.training.flops[number], recording.training.kept[number]
 
 
 def _held(state: State) -> tuple[dict[str, int], dict[str, int], dict[str, Total]]:

@@ -505,3 +505,36 @@ def test_looking_inside_is_no_reason_to_explain_a_recompilation():
             nnx.summary(model, x)
             nnx.capture(model)(x)
         model(x)
+
+
+# Training
+
+
+def test_backward_adds_the_flops_of_the_gradient_and_the_bytes_kept_for_it():
+    ctx = nnx.context(0)
+    model = nnx.Sequence([nnx.Linear(8, 8, ctx=ctx), jnp.sin, nnx.Linear(8, 8, ctx=ctx)])
+    plain, summary = (nnx.summary(model, jnp.ones((4, 8)), backward=on) for on in (False, True))
+    root, first, second = summary.rows
+    assert [row.flops for row in summary.rows] == [row.flops for row in plain.rows]
+    product, bias = 2 * 4 * 8 * 8, 4 * 8
+    assert first.backward == product + bias  # of the kernel and the bias
+    assert second.backward == 2 * product + bias  # and of the input
+    assert root.kept >= 2 * 4 * 8 * 4  # the cosine, and the input of the second layer
+    assert root.backward >= first.backward + second.backward
+    header, _, line, *_ = str(summary).splitlines()
+    assert header.split()[-3:] == ["FLOPs", "backward", "kept"] and line.split()[-2:] == [str(root.kept), "B"]
+    assert plain.rows[0].backward is None and "backward" not in str(plain)
+
+
+def test_backward_leaves_integers_alone():
+    class Deep(nnx.Module):
+        def __init__(self):
+            self.embed = nnx.Embed(10, 4, ctx=nnx.context(0))
+            self.norm = nnx.BatchNorm(4, use_running_average=False)
+            self.counts = nnx.var("counts", jnp.zeros(2, int))
+
+        def __call__(self, tokens):
+            return self.norm(self.embed(tokens))
+
+    rows = rows_of(nnx.summary(Deep(), jnp.zeros((2, 5), int), backward=True))
+    assert rows["norm"].backward > 0 and rows["norm"].kept > 0
