@@ -1,15 +1,17 @@
 """Functions that read more than their arguments: Modules reached by every route, and settings read indirectly."""
 
+import contextvars
 import functools
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 import nnx
-from tests.fuzz.transforms import Function, same, transform
+from tests.fuzz.transforms import Function, eager_scan, same, scanned, transform
 
 
 class Weights(nnx.Module):
@@ -38,6 +40,27 @@ def read_default(weights: Any = None) -> Any:
     return weights.read()
 
 
+# JAX keeps the traces of these functions from program to program, with the weights as constants
+@jax.jit
+def keep_trace() -> Any:
+    return GLOBAL.read()
+
+
+def scan_body(total: Any, _: Any) -> Any:
+    return total + GLOBAL.read(), None
+
+
+def keep_trace_of_scan() -> Any:
+    return jax.lax.scan(scan_body, jnp.zeros(()), None, length=2)[0]
+
+
+def in_context() -> Any:
+    return CURRENT.get().read()
+
+
+CURRENT: contextvars.ContextVar[Any] = contextvars.ContextVar("CURRENT", default=GLOBAL)
+
+
 class Namespace:
     """Holds a Module as an attribute, and another one in its class."""
 
@@ -48,6 +71,13 @@ class Namespace:
 
     def read(self) -> Any:
         return self.own.read()
+
+    def __call__(self) -> Any:
+        return self.shared.read()
+
+    @property
+    def by_property(self) -> Any:
+        return self.own
 
 
 class Captured:
@@ -66,12 +96,15 @@ class Captured:
         for number, weights in enumerate([*modules, self.partial.keywords["weights"], GLOBAL]):
             weights.set(call + number)
 
-    def reader(self) -> Callable[[], Any]:
+    def reader(self, keep: bool) -> Callable[[], Any]:
+        """Returns a function that reads all of them; without `keep`, through no function that JAX keeps a trace of."""
         closure, namespace, by_name, partial = self.closure, self.namespace, self.by_name, self.partial
 
         def read() -> Any:
             found = closure.read() + namespace.read() + Namespace.shared.read() + getattr(namespace, "o" + "wn").w
-            return found + by_name["a"][0].read() + partial() + read_global()
+            found = found + namespace() + namespace.by_property.read() + in_context()
+            kept = keep_trace() + keep_trace_of_scan() if keep else 3 * GLOBAL.read()
+            return found + by_name["a"][0].read() + partial() + read_global() + kept
 
         return read
 
@@ -89,7 +122,7 @@ calls = Calls()
 def capturing(lift: Function) -> Function:
     def wrap(f: Function) -> Function:
         captured = Captured()
-        read = captured.reader()
+        read = captured.reader(keep=lift is not same)
 
         def reading(m: Any, n: Any, x: Any, ctx: Any) -> Any:
             total, extra = f(m, n, x, ctx)
@@ -146,3 +179,8 @@ def per_call(lift: Function) -> Function:
 @transform(per_call(same), 4, outermost=True)
 def remat_per_call(f: Function) -> Function:
     return per_call(nnx.remat)(f)
+
+
+@transform(per_call(eager_scan), 2, outermost=True, many=True, unique_keys=False)
+def scan_per_call(f: Function) -> Function:
+    return per_call(scanned)(f)

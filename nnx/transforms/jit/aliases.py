@@ -7,15 +7,24 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from nnx.transforms.jit.interrupts import uninterrupted
+
 
 def with_copies(given: Any, places: Sequence[int]) -> Any:
     """Returns the donated values, with copies at these positions."""
     if not places:
         return given
     copied = list(given)
-    for i in places:
-        copied[i] = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, given[i])
+    # JAX sets its current trace aside during an operation. An interrupt at the wrong moment keeps it from taking it up
+    # again: nothing works after that.
+    copies = uninterrupted(jax.tree.map, _copy, [given[i] for i in places])
+    for i, copy in zip(places, copies, strict=True):
+        copied[i] = copy
     return type(given)(copied)
+
+
+def _copy(value: Any) -> Any:
+    return value.copy() if isinstance(value, jax.Array) else value
 
 
 def aliases(given: Sequence[Any], others: Any) -> list[int]:
