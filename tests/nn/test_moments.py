@@ -54,9 +54,10 @@ def test_a_constant_row_has_variance_zero():
 
 @pytest.mark.parametrize("name", sorted(set(NORMS) - {"BatchNorm"}))
 @pytest.mark.parametrize("masked", [False, True])
-def test_values_whose_squares_are_beyond_float32_are_normalized(name, masked):
-    norm, mask = NORMS[name][0](), jnp.ones((2, 6, 1), bool) if masked else None
-    x, weights = normal(2, 6, 8), np.cos(np.arange(96)).reshape(2, 6, 8).astype(np.float32)
+@pytest.mark.parametrize("shape", [(2, 6, 8), (1, 1, 8)], ids=["rows", "one row"])
+def test_values_whose_squares_are_beyond_float32_are_normalized(name, masked, shape):
+    norm, mask = NORMS[name][0](), jnp.ones((*shape[:2], 1), bool) if masked else None
+    x, weights = normal(*shape), np.cos(np.arange(np.prod(shape))).reshape(shape).astype(np.float32)
 
     def value_and_gradient(x):
         y, pullback = jax.vjp(lambda x: norm(x, mask=mask), x)

@@ -107,6 +107,17 @@ def _squared(x: jax.Array, unit: float) -> jax.Array:
     return _square(x.real, unit) + _square(x.imag, unit) if jnp.iscomplexobj(x) else _square(x, unit)
 
 
+def _squared_means(x: jax.Array, unit: float) -> jax.Array:
+    """Returns what `_squared` does, for one value per row.
+
+    For a single row, where the unit is a constant of the same shape, XLA would turn `(x * c) * (x * c)` into
+    `(x * x) * c²`, which overflows. It does not look through a maximum, and this one changes nothing but minus infinity.
+    """
+    if jnp.iscomplexobj(x):
+        return _squared_means(x.real, unit) + _squared_means(x.imag, unit)
+    return lax.square(jnp.maximum(x * (1 / unit), jnp.finfo(x.dtype).min))
+
+
 def _shifted_moments(x: jax.Array, axes: tuple[int, ...], unit: float) -> tuple[jax.Array, jax.Array]:
     """Returns mean and variance over `axes` in one pass: on a GPU, a second one would be a kernel more for each norm.
 
@@ -116,7 +127,7 @@ def _shifted_moments(x: jax.Array, axes: tuple[int, ...], unit: float) -> tuple[
     origin = lax.stop_gradient(x[tuple(slice(0, 1) if axis in axes else slice(None) for axis in range(x.ndim))])
     distance = x - origin
     offset = jnp.mean(distance, axes, keepdims=True)
-    var = jnp.mean(_squared(distance, unit), axes, keepdims=True) - _squared(offset, unit)
+    var = jnp.mean(_squared(distance, unit), axes, keepdims=True) - _squared_means(offset, unit)
     return origin + offset, jnp.where(var < 0, 0, var)
 
 
