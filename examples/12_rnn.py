@@ -16,6 +16,8 @@ from sklearn.datasets import load_digits
 
 import nnx
 
+nnx.compilation_cache()  # the next run finds the programs that this one compiles
+
 args = argparse.ArgumentParser(description=__doc__)
 args.add_argument("--steps", type=int, default=1000)
 args.add_argument("--smoke", action="store_true", help="a short run, for the tests")

@@ -24,6 +24,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import nnx
 
+nnx.compilation_cache()  # the next run finds the programs that this one compiles
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--mesh", default="1", help="devices for data, or data×model: 1, 8, 2x4, …")
 parser.add_argument("--processes", type=int, default=1)

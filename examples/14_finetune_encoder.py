@@ -20,6 +20,8 @@ from sklearn.linear_model import LogisticRegression
 
 import nnx
 
+nnx.compilation_cache()  # the next run finds the programs that this one compiles
+
 args = argparse.ArgumentParser(description=__doc__)
 args.add_argument("--steps", type=int, default=1000)
 args.add_argument("--smoke", action="store_true", help="a short run, for the tests")

@@ -24,6 +24,8 @@ from gpt.model import GPT, Config
 
 import nnx
 
+nnx.compilation_cache()  # the next run finds the programs that this one compiles
+
 SIZES = {  # layers, heads, width, context, batch
     "tiny": (2, 2, 64, 32, 16),
     "small": (4, 4, 128, 64, 12),

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from unittest import mock
 
+import nnx
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -37,6 +39,7 @@ def _as_a_program(name: str, arguments: tuple[str, ...], standard_input: str = "
     with (
         mock.patch.object(sys, "argv", [name, *arguments]),
         mock.patch.object(sys, "stdin", io.StringIO(standard_input)),
+        mock.patch.object(nnx, "compilation_cache"),  # its settings would hold for all tests of this process
         contextlib.redirect_stdout(io.StringIO()) as output,
     ):
         try:

@@ -7,6 +7,7 @@ import sys
 import jax
 import pytest
 
+import nnx
 from tests.sharding.programs import ROOT, finish, start
 
 LIMIT = 240  # seconds, of which the surviving process waits twelve for a sign of life
@@ -52,5 +53,6 @@ def test_the_example_joins_other_processes_only_where_there_are_some(monkeypatch
     monkeypatch.setattr(sys, "argv", ["train.py", "--heartbeat", "7"])
     monkeypatch.setattr(jax.distributed, "initialize", joined)
     monkeypatch.setattr(jax, "make_mesh", made_a_mesh)
+    monkeypatch.setattr(nnx, "compilation_cache", lambda: None)  # its settings would hold for all tests of this process
     with pytest.raises(Reached, match="joined, heartbeat 7" if joins else "made a mesh"):
         runpy.run_path(str(ROOT / "examples" / "distributed" / "train.py"))

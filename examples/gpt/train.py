@@ -26,6 +26,8 @@ from model import GPT, GPU_OPTIONS, Config, decayed
 
 import nnx
 
+nnx.compilation_cache()  # the next run finds the programs that this one compiles
+
 on_gpu = jax.default_backend() == "gpu"
 SIZES = {  # layers, heads, width, context, batch
     "tiny": (2, 2, 64, 64, 8),

@@ -16,6 +16,8 @@ import numpy as np
 
 import nnx
 
+nnx.compilation_cache()  # the next run finds the programs that this one compiles
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("directory", type=pathlib.Path)
 parser.add_argument("--system", help="instructions for the model, before the first message")

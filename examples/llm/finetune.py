@@ -21,6 +21,8 @@ import optax
 
 import nnx
 
+nnx.compilation_cache()  # the next run finds the programs that this one compiles
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("directory", type=pathlib.Path)
 parser.add_argument("--text", type=pathlib.Path, help="a file to learn from")

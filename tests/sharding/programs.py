@@ -9,11 +9,13 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+NO_CACHE = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+"""Keeps examples from writing to the user's cache folder."""
 
 
 def environment(devices: int | None = None) -> dict[str, str]:
     """Returns the environment of a program on the CPU, with so many virtual devices if it does not make them itself."""
-    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **NO_CACHE}
     if devices is not None:
         flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={devices}"]
         variables["XLA_FLAGS"] = " ".join(flags).strip()
