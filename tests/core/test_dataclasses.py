@@ -448,3 +448,12 @@ def test_positional_patterns_match_the_fields():
     match linear():
         case Linear(w, b):
             assert w.shape == (2, 3) and b.shape == (3,)
+
+
+def test_a_field_has_one_default_and_a_type_of_variables():
+    for make in (nnx.field, nnx.node_field, nnx.static_field, nnx.param_field):
+        with pytest.raises(ValueError, match="cannot specify both default and default_factory"):
+            make(default=1, default_factory=int)
+    for wrong in (3, nnx.Linear, nnx.Node):
+        with pytest.raises(TypeError, match="nnx.var_field takes a type of Variables, such as nnx.BatchStat"):
+            nnx.var_field(wrong)  # pyright: ignore[reportArgumentType]

@@ -20,6 +20,9 @@ _WRAP = "nnx.wrap"  # the key in a field's metadata
 NO_SLOTS = """nnx.dataclass: slots=True makes a second class without the first one's `__dict__`, in which a Module or \
 Pytree keeps its values. Leave it out."""
 
+NOT_A_VARIABLE_TYPE = """nnx.var_field takes a type of Variables, such as nnx.BatchStat, or the name of a collection; \
+got {got}."""
+
 NO_DEFAULT: Any = dataclasses.MISSING
 
 
@@ -100,6 +103,8 @@ def var_field(
     BatchStat(0)
     """
     cls = collection_named(variable_type) if isinstance(variable_type, str) else variable_type
+    if not (isinstance(cls, type) and issubclass(cls, Variable)):
+        raise TypeError(NOT_A_VARIABLE_TYPE.format(got=short(variable_type)))
     return _field(_wrapper(cls, sharding=sharding), default, default_factory, kwargs)
 
 
@@ -110,6 +115,8 @@ def _wrapper(cls: type[Container], **metadata: Any) -> Callable[[Any], Any]:
 def _field(wrap: Any, default: Any, default_factory: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(default, (list, dict, set)):
         raise ValueError(MUTABLE_DEFAULT.format(type=type(default).__name__, default=short(default)))
+    if default is not NO_DEFAULT and default_factory is not NO_DEFAULT:
+        raise ValueError("cannot specify both default and default_factory")  # as the standard library says it
     # Defaults become factories, too, so that the class has no attribute that a missing value would fall back to.
     factory = default_factory if default is NO_DEFAULT else (lambda: default)
     if wrap is not None:
