@@ -110,3 +110,9 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_static_arguments_of_remat_are_counted_without_the_module_in_front_of_the_dot(call):
     assert call() == 6
+
+
+@pytest.mark.parametrize("name", ["grad", "value_and_grad", "jacrev", "checkify", "capture", "custom_vjp"])
+def test_transforms_without_a_class_form_say_so(name):
+    with pytest.raises(TypeError, match=rf"nnx\.{name} takes a function, .* got the Module class Linear"):
+        getattr(nnx, name)(nnx.Linear)

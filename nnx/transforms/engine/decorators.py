@@ -9,6 +9,9 @@ from nnx.core.module.info import ModuleBase
 from nnx.transforms.engine.bad_arguments import explains_self
 from nnx.transforms.engine.tracebacks import boundary
 
+MODULE_CLASS = """nnx.{transform} takes a function, a Module or a method; got the Module class {name}. Make a Module \
+first, nnx.{transform}({name}(...)), or lift a function that does."""
+
 class_forms: dict[str, Callable[..., Any]] = {}
 """What `scan`, `vmap` and `remat` mean for a Module class, by name; filled by class_forms."""
 
@@ -32,7 +35,9 @@ def decorator(transform: Callable[..., Any]) -> Callable[..., Any]:
             args = (options.pop("fun"), *args)
         if args and transform.__name__ in class_forms and _makes_modules(args[0]):
             return class_forms[transform.__name__](*args, **options)
-        # A class is a filter here (`@nnx.grad(nnx.Param)`), although it could be called.
+        if args and isinstance(args[0], type) and issubclass(args[0], ModuleBase):
+            raise TypeError(MODULE_CLASS.format(transform=transform.__name__, name=args[0].__name__))
+        # Any other class is a filter here (`@nnx.grad(nnx.Param)`), although it could be called.
         if args and callable(args[0]) and not isinstance(args[0], type):
             lifted = transform(*args, **options)
             if isinstance(lifted, types.FunctionType):
