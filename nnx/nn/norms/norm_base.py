@@ -111,7 +111,7 @@ def _squared_means(x: jax.Array, unit: float) -> jax.Array:
     """Returns what `_squared` does, for one value per row.
 
     For a single row, where the unit is a constant of the same shape, XLA would turn `(x * c) * (x * c)` into
-    `(x * x) * c²`, which overflows. It does not look through a maximum, and this one changes nothing but minus infinity.
+    `(x * x) * c²`, which overflows. It does not look through a maximum; this one changes only minus infinity.
     """
     if jnp.iscomplexobj(x):
         return _squared_means(x.real, unit) + _squared_means(x.imag, unit)
