@@ -27,6 +27,8 @@ RESERVED_NAME = """{metric}({name!r}): `update` takes {name!r} for what counts, 
 NOT_A_MASK = """{metric}.update expected a boolean mask, got {dtype}{shape}. If these say how much each value counts, \
 write {metric}.update(..., weights=...) instead; if they are zeros and ones, write mask=mask.astype(bool)."""
 NOT_WEIGHTS = "{metric}.update expected real weights, got {dtype}."
+DOES_NOT_FIT = """{metric}.update: {argument} of the shape {given} cannot be broadcast to the values, which have the \
+shape {shape}. Add axes of size 1, as in {argument}[:, None]."""
 NO_CLASS_AXIS = """Accuracy expected logits with one axis more than labels, got logits of shape {logits} and labels of \
 shape {labels}. For binary labels write nnx.Accuracy(threshold=0.5)."""
 NOT_BINARY = """Accuracy(threshold=...) expected logits and labels of one shape, got logits of shape {logits} and \
@@ -393,7 +395,7 @@ def _mask(metric: Any, mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
     mask = jnp.asarray(mask)
     if mask.dtype != bool:
         raise ValueError(NOT_A_MASK.format(metric=type(metric).__name__, dtype=mask.dtype, shape=list(mask.shape)))
-    return jnp.broadcast_to(mask, shape)
+    return _fitted(metric, "mask", mask, shape)
 
 
 def _weights(metric: Any, weights: Any, shape: tuple[int, ...]) -> jax.Array | None:
@@ -402,7 +404,15 @@ def _weights(metric: Any, weights: Any, shape: tuple[int, ...]) -> jax.Array | N
     weights = jnp.asarray(weights)
     if jnp.iscomplexobj(weights):
         raise ValueError(NOT_WEIGHTS.format(metric=type(metric).__name__, dtype=weights.dtype))
-    return jnp.broadcast_to(weights, shape)
+    return _fitted(metric, "weights", weights, shape)
+
+
+def _fitted(metric: Any, argument: str, given: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    try:
+        return jnp.broadcast_to(given, shape)
+    except ValueError:
+        text = {"metric": type(metric).__name__, "argument": argument, "given": list(given.shape), "shape": list(shape)}
+        raise ValueError(DOES_NOT_FIT.format(**text)) from None
 
 
 def _counted(size: int, mask: jax.Array | None, weights: jax.Array | None) -> jax.Array:

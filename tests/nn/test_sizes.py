@@ -61,6 +61,8 @@ def test_sizes_within_a_sequence_are_checked():
         nnx.Einsum("ab,bc->ac", (2, 2.0), ctx=nnx.context(0))
     with pytest.raises(ValueError, match=r"MLP: `hidden_features`.*got \[8, 0\]"):
         nnx.MLP(2, [8, 0], 2, ctx=nnx.context(0))
+    with pytest.raises(TypeError, match=r"Linear: `in_features` is a size.*got array\(\[2, 2\]\)"):
+        nnx.Linear(np.array([2, 2]), 3, ctx=nnx.context(0))
 
 
 def test_numpy_integers_are_sizes():

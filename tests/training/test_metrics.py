@@ -404,3 +404,11 @@ def test_welford_survives_a_large_first_value():
 
     found = jax.vmap(member, axis_name="members")(jnp.full(2, 3e19), jnp.array([True, False]))
     assert found.mean.tolist() == pytest.approx([3e19] * 2) and found.standard_deviation.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("argument", ["mask", "weights"])
+def test_what_does_not_broadcast_to_the_values_is_named(argument):
+    with pytest.raises(
+        ValueError, match=rf"Average.update: {argument} of the shape \[3\] cannot be broadcast .* \[3, 2\]"
+    ):
+        nnx.Average("loss").update(loss=jnp.ones((3, 2)), **{argument: jnp.ones(3, bool)})

@@ -61,7 +61,7 @@ def check_sizes(layer: object, **sizes: int | Sequence[int]) -> None:
             if type(entry) is int and entry > 0:  # nearly always
                 continue
             error, advice = ValueError, ""
-            if isinstance(entry, bool) or not hasattr(entry, "__index__"):
+            if isinstance(entry, bool) or not hasattr(entry, "__index__") or np.ndim(entry):
                 example = f", such as `{argument}=x.shape[-1]`" if argument in ("in_features", "num_features") else ""
                 error, advice = TypeError, NO_LAZY_SIZES.format(example=example) if value is None else ""
             elif operator.index(entry) > 0:
