@@ -23,6 +23,7 @@ from benchmarks.harness import OURS, Row, Settings, seconds_text
 
 QUESTIONS = (
     "import_time",
+    "cold_start",
     "read_attribute",
     "build_module",
     "partition_merge",

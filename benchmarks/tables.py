@@ -319,6 +319,29 @@ def profile() -> str:
     )
 
 
+# The first seconds
+
+FIRST_STEPS = {"mlp": "MLP", "cnn": "CNN", "transformer": "six-layer transformer", "lstm": "LSTM"}
+
+
+def first_steps() -> str:
+    """Seconds of processor time until the first loss."""
+
+    def cells(model: str, part: str) -> list[str]:
+        names = ("nnx", "flax", "equinox", "raw jax")
+        return [f"{value('first_steps', f'{model}, {part}', name):.1f}" for name in names]
+
+    parts = {"build": "build", "total": "until the first loss", "total, cached": "the same with a filled cache"}
+    return table(
+        ["seconds of processor time", "NNX", "Flax", "Equinox", "raw JAX"],
+        *(
+            [f"{label}, {text}", *cells(model, part)]
+            for model, label in FIRST_STEPS.items()
+            for part, text in parts.items()
+        ),
+    )
+
+
 # Plans and the demo
 
 
@@ -376,6 +399,7 @@ TABLES: dict[str, str] = {
     "write-llama": writing("gpu_decode_llama", "a Llama of 1.2 billion parameters"),
     "moe": moe(),
     "quantize": quantized(),
+    "first-steps": first_steps(),
     "plans": plans(),
     "demo": demo(),
 }
