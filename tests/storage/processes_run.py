@@ -152,8 +152,28 @@ def failing(directory: Path, own: int):
     return found
 
 
+class Counter:
+    """A data iterator that is somewhere else on each process."""
+
+    def __init__(self, position: int):
+        self.position = position
+
+    def get_state(self):
+        return {"position": self.position}
+
+    def set_state(self, state):
+        self.position = state["position"]
+
+
+def iterators(directory: Path, own: int):
+    """Each process gets back the state of its own iterator."""
+    nnx.save(directory / "data", {"data": Counter(own)})
+    return nnx.load(directory / "data", {"data": Counter(0)})["data"].position - own
+
+
 def checks(directory: Path, own: int):
     return {
+        "iterators": iterators(directory, own),
         "loop": loop(directory, own, int(os.environ.get("NNX_LOOPS", "20"))),
         "managed": managed(directory, own),
         "failing": failing(directory, own),

@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import nnx
+from nnx.storage.locations import location
 from tests.checks import sealed
 
 SAMPLES = Path(__file__).with_name("old_checkpoints")
@@ -73,6 +74,13 @@ def test_without_orbax_the_error_names_the_extra(monkeypatch):
         ImportError, match=r"format version 1 needs the package 'orbax'.*pip install 'nnx\[checkpoint\]'"
     ):
         nnx.load(SAMPLES / "version_1", make())
+
+
+def test_an_old_checkpoint_in_a_store_is_refused_with_what_to_do(tmp_path):
+    url = f"memory://{tmp_path.name}/c"
+    location(url).write("manifest.json", (SAMPLES / "version_2" / "manifest.json").read_bytes())
+    with pytest.raises(nnx.CheckpointError, match="format version 2, which is read from local disks only: copy it"):
+        nnx.load(url)
 
 
 # Damage

@@ -14,6 +14,7 @@ import pytest
 
 import nnx
 from tests.sharding.programs import finish, start
+from tests.storage.processes_run import Counter
 
 PROGRAM = Path(__file__).with_name("processes_run.py")
 LIMIT = 300
@@ -74,6 +75,13 @@ def test_data_local_to_a_process_is_written_once_and_loaded_by_all(found):
     first, second = (process["loop"] for process in found[0])
     assert first == second
     assert first["local"] == [[10.0] * 3, 10] and first["order"] == [[10, 11, 12], 10]
+
+
+def test_each_process_gets_back_the_state_of_its_own_data_iterator(found, directory):
+    assert [process["iterators"] for process in found[0]] == [0, 0]
+    assert nnx.load(directory / "data")["data"] == [{"position": 10}, {"position": 20}]
+    with pytest.raises(nnx.CheckpointError, match="state of a data iterator in each of 2 processes in the checkpoint"):
+        nnx.load(directory / "data", {"data": Counter(0)})
 
 
 def test_both_processes_see_the_same_steps_and_resume_from_the_same_one(found):

@@ -21,24 +21,24 @@ SETTINGS_CHANGED = """The checkpoint at {path} was loaded, but some settings of 
 
 
 def save(path: str | os.PathLike[str], obj: Any) -> None:
-    """Saves an object to a directory, replacing an existing checkpoint.
+    """Saves an object to a directory or an object store, replacing an existing checkpoint.
 
     The new checkpoint replaces an older one in one step, once it is complete: an interrupted save leaves the older one
-    intact. Arrays, typed keys, numbers and strings are saved by path. Static attributes are not saved, so build the
-    target of `load` with the code that built the object.
+    intact. Arrays, typed keys, numbers, strings and states of data iterators are saved by path. Static attributes are
+    not saved, so build the target of `load` with the code that built the object.
 
     With several processes, each of them must call this function, with the same path and an object of the same
     structure. It returns when all of them see the new checkpoint. Values that are not spread over the processes are
     taken from process 0.
 
     Args:
-        path: the directory to save to.
-        obj: a Module, State, TrainState, Optimizer, metric, Context, or a dict (any pytree) of them and of arrays and
-            numbers.
+        path: the directory or URL (`gs://`, `s3://`) to save to.
+        obj: a Module, State, TrainState, Optimizer, metric, Context, data iterator, or a dict (any pytree) of them and
+            of arrays, numbers, strings and bytes.
 
     Raises:
-        CheckpointError: the checkpoint could not be written, or another job is writing to the same path. It is both an
-            OSError and a ValueError.
+        CheckpointError: the checkpoint could not be written, or another job has saved to the path meanwhile. It is both
+            an OSError and a ValueError.
         TypeError: a value is not data, or has a dtype that cannot be saved.
         ValueError: an array has no values (it is abstract, traced or donated).
 
@@ -58,9 +58,10 @@ class CheckpointEntry(NamedTuple):
     """The description of one entry of a checkpoint.
 
     Attributes:
-        kind: "array", "key" (typed random keys), "number" (a Python number) or "text" (a string).
-        shape: the shape; empty for numbers and strings.
-        dtype: the name of the dtype, or of the Python type of a number; empty for strings.
+        kind: "array", "key" (typed random keys), "number" (a Python number), "text" (a string), "bytes", or "state"
+            (that of a data iterator).
+        shape: the shape; empty for everything but arrays and keys.
+        dtype: the name of the dtype, or of the Python type of a number; otherwise empty.
         type: the name of the Variable type that held it; empty if there was none.
     """
 
@@ -143,7 +144,7 @@ def load(
     is reported as a warning, or in `report`.
 
     Args:
-        path: the directory that was given to `save`.
+        path: the directory or URL that was given to `save`.
         target: an object of the structure that was saved, with any values. Without one, a nested dict of NumPy arrays
             and values is returned, nested by the segments of their paths.
         strict: whether everything must fit. If False, the values that fit are loaded, and the others are reported and
