@@ -59,13 +59,20 @@ def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return function(self, *args, **kwargs)
-        except (TypeError, ValueError) as error:
-            explain_call(self, function, args, kwargs, error)
+        except BaseException as error:
+            if isinstance(error, (TypeError, ValueError)):
+                explain_call(self, function, args, kwargs, error)
             # A bare `raise` goes on with this traceback and adds no entry, so this frame is not in it.
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
             raise
 
+    setattr(__call__, "_nnx_explains", function)  # noqa: B010  type checkers know functions without it
     return __call__
+
+
+def unexplained(function: Any) -> Any:
+    """Returns the function that an author wrote as `__call__`, behind the one that a bound method has."""
+    return getattr(function, "_nnx_explains", function)
 
 
 def _scoped(function: Callable[..., Any]) -> Callable[..., Any]:

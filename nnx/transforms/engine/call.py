@@ -19,6 +19,7 @@ from nnx.core.context import Context, ContextDef
 from nnx.core.foreign_models import refuse_foreign_model
 from nnx.core.module.call_chains import Way
 from nnx.core.module.info import ModuleBase
+from nnx.core.module.scopes import unexplained
 from nnx.core.repr import short
 from nnx.core.state.paths import join
 from nnx.core.statics.statics import NO_STATICS, Statics
@@ -229,7 +230,7 @@ def callee_of(fun: Any, transform: str) -> Callee:
         return Callee(type(fun).__call__, (fun,), type(fun).__name__)
     owner = getattr(fun, "__self__", None)
     if isinstance(owner, ModuleBase) and hasattr(fun, "__func__"):
-        return Callee(fun.__func__, (owner,), getattr(fun, "__name__", "method"))
+        return Callee(unexplained(fun.__func__), (owner,), getattr(fun, "__name__", "method"))
     if not callable(fun):
         raise TypeError(NOT_CALLABLE.format(transform=transform, value=short(fun)))
     return Callee(fun, (), fun.name if isinstance(fun, CallAt) else getattr(fun, "__name__", type(fun).__name__))
@@ -267,4 +268,4 @@ class CallAt(NamedTuple):
     def function(self, module: Any) -> Callable[..., Any] | None:
         """Returns the function that really runs."""
         found = self.way(module)
-        return type(found).__call__ if is_module(found) else getattr(found, "__func__", None)
+        return type(found).__call__ if is_module(found) else unexplained(getattr(found, "__func__", None))

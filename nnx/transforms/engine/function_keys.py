@@ -21,6 +21,7 @@ import numpy as np
 import optax
 
 from nnx.core.module.info import ModuleBase
+from nnx.core.module.scopes import unexplained
 from nnx.core.state.filters import Matcher
 from nnx.core.statics.keys import ById
 from nnx.core.statics.reach import closure_of, globals_of
@@ -65,7 +66,7 @@ def function_key(fun: Any) -> Any:
     if isinstance(fun, functools.partial):
         return ById(fun), function_key(fun.func), stable_key((fun.args, *fun.keywords.items()))
     if isinstance(fun, types.MethodType):
-        return function_key(fun.__func__), stable_key(fun.__self__)
+        return function_key(unexplained(fun.__func__)), stable_key(fun.__self__)
     if not isinstance(fun, types.FunctionType):
         return stable_key(fun)
     # A library's function does not change; but a lifted function does what the user's function under it does.
