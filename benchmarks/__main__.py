@@ -32,6 +32,7 @@ QUESTIONS = (
     "train_step",
     "call_forms",
     "adam_step",
+    "bridges",
     "dqn",
     "eager_transforms",
     "trace_time",

@@ -34,7 +34,10 @@ class ToFlax(fx.Module):
         if self.deterministic is not None:
             set_mode(module, not self.deterministic)
         if accepts_ctx(module) and "ctx" not in kwargs and rngs is not None:
-            kwargs["ctx"] = context(**{name: stream() for name, stream in rngs.items()})
+            keys = {name: stream() for name, stream in rngs.items()}
+            if "default" in keys and "dropout" not in keys:
+                keys["dropout"] = rngs.dropout()  # which is the default stream, as for layers of Flax
+            kwargs["ctx"] = context(**keys)
         out = module(*args, **kwargs)
         for path, leaf in Module.get_state(module).items():
             owner, name = self._owner(path)

@@ -29,8 +29,8 @@ class ToLinen(linen.Module):
     streams: tuple[str, ...] = ("dropout",)
 
     @linen.compact
-    def __call__(self, *args: Any, method: str = "__call__", flags: Any = None, **kwargs: Any) -> Any:
-        """Calls a method of the Module; `flags` are those of its Context."""
+    def __call__(self, *args: Any, run: str = "__call__", flags: Any = None, **kwargs: Any) -> Any:
+        """Calls the Module, or its method `run`; `flags` are those of its Context."""
         if self.is_initializing():
             module = self.build(self._context(("params", *self.streams), None))
         else:
@@ -39,7 +39,7 @@ class ToLinen(linen.Module):
         state, moduledef = Module.partition(module)
         held = self._variables(state)
         module: Any = moduledef.merge(State({path: _inside(held, leaf, path) for path, leaf in state.items()}))
-        function = module if method == "__call__" else getattr(module, method)
+        function = module if run == "__call__" else getattr(module, run)
         if accepts_ctx(function) and "ctx" not in kwargs:
             kwargs["ctx"] = self._context(self.streams, flags)
         out = function(*args, **kwargs)

@@ -30,7 +30,7 @@ def to_linen(
     """Returns a Flax Linen module that runs a Module: `to_linen(lambda ctx: nnx.Linear(2, 3, ctx=ctx))`.
 
     Its variables are in the collections of their types, with nested names as in the Module. `init` builds the Module;
-    `apply` takes `method=` for other methods than `__call__`, and `flags=` for the flags of the Context.
+    `apply` takes `run=`, the name of another method than `__call__`, and `flags=` for the flags of the Context.
 
     Args:
         build: the function that makes the Module from a Context.
