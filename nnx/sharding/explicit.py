@@ -66,6 +66,14 @@ def split_first_by(axis: str, split: bool, x: Array) -> Array:
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*(entry or None for entry in entries))))
 
 
+def split_first_like(x: Array, other: Array) -> Array:
+    """Returns `x` with its first axis split like that of `other`, and the others whole."""
+    sharding = jax.typeof(other).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1])))
+
+
 def with_automatic_axes(fn: Callable[..., T], like: T) -> Callable[..., T]:
     """Returns a function that computes as on automatic axes, if `like` is split on explicit ones.
 

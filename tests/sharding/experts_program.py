@@ -110,12 +110,9 @@ def on_explicit_axes():
     found = {}
     whole = make(nnx.context(0))
     expected = step(whole, *data())
-    both = ("data", 4), ("expert", 2)
     cases = {
         "FSDP": ([("data", 8)], "data", nnx.fsdp_rules()),
         "data parallelism": ([("data", 8)], "data", nnx.data_parallel_rules()),
-        "FSDP, an axis of their own": (both, "expert", nnx.fsdp_rules()),
-        "both split, an axis of their own": (both, "expert", [("expert", "expert"), *nnx.fsdp_rules()]),
     }
     for name, (axes, expert_axis, rules) in cases.items():
         mesh = mesh_of(*axes, type=AxisType.Explicit)

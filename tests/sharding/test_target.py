@@ -20,8 +20,9 @@ def test_arrays_say_where_they_are():
 
 
 def test_devices_of_a_mesh_decide():
+    x = jnp.ones(2)
     with use_abstract_mesh(AbstractMesh((4,), ("data",), abstract_device=H100)):
-        assert target(jnp.ones(2)) == ("gpu", "9.0", 4, True)
+        assert target(x) == ("gpu", "9.0", 4, True)
         with compiling_for("tpu"):
             assert target().platform == "gpu"
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx.sharding.explicit import split_first_by, with_other_axes_automatic
+from nnx.sharding.explicit import split_first_by, split_first_like, with_other_axes_automatic
 from nnx.sharding.meshes import current_mesh
 
 
@@ -66,7 +66,8 @@ def on_each_device(
         jax.tree.map(functools.partial(split_first_by, axis, is_split), argument)
         for argument, is_split in zip(arguments, split, strict=True)
     ]
-    return with_other_axes_automatic(mapped, axis, placed[0])(*placed)
+    out, others = with_other_axes_automatic(mapped, axis, placed[0])(*placed)
+    return split_first_like(out, arguments[0]), others
 
 
 def exchange(
