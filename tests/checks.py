@@ -26,6 +26,11 @@ def photograph(module: nnx.Module) -> Any:
     return list(module.modules()), types, jax.tree.leaves(state), moduledef
 
 
+def name_of(value: object) -> str:
+    """Returns the name of a parameter of a test, without addresses: processes of pytest compare the names."""
+    return str(getattr(value, "__name__", value))
+
+
 def assert_unchanged(module: nnx.Module, before: Any) -> None:
     """Compares a Module with its photograph; its Modules and arrays must be the same objects."""
     modules, types, leaves, moduledef = photograph(module)

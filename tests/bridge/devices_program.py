@@ -11,8 +11,6 @@ from jax.sharding import PartitionSpec as P
 import nnx
 from nnx import bridge
 
-assert jax.device_count() == 8
-MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 RULES = [("embed", "data"), ("mlp", "model")]
 X = jax.random.normal(jax.random.key(0), (8, 16))
 
@@ -54,19 +52,26 @@ def step(optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
     return loss
 
 
-for make in (from_linen, from_flax):
-    one_device = nnx.Optimizer(make(nnx.context(0)).train(), optax.adam(1e-2))
-    expected = [float(step(one_device, X)) for _ in range(3)]
+def main() -> None:
+    assert jax.device_count() == 8
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    for make in (from_linen, from_flax):
+        one_device = nnx.Optimizer(make(nnx.context(0)).train(), optax.adam(1e-2))
+        expected = [float(step(one_device, X)) for _ in range(3)]
 
-    model = nnx.init_sharded(make, MESH, RULES, nnx.context(0))
-    specs = {path: getattr(leaf, "value", leaf).sharding.spec for path, leaf in model.filter(nnx.Param).items()}
-    assert specs["up/kernel"] == P("data", "model") and specs["down/kernel"] == P("model", "data"), specs
-    optimizer = nnx.Optimizer(model.train(), optax.adam(1e-2))
-    rows = jax.device_put(X, jax.NamedSharding(MESH, P("data")))
-    with jax.set_mesh(MESH):
-        losses = [float(step(optimizer, rows)) for _ in range(3)]
-    np.testing.assert_allclose(losses, expected, rtol=1e-4)
-    assert losses[-1] < losses[0]
-    assert model["up"]["kernel"].sharding.spec == P("data", "model")
-    assert np.abs(model["norm"]["mean"]).max() > 0
-print("two models on eight devices")
+        model = nnx.init_sharded(make, mesh, RULES, nnx.context(0))
+        specs = {path: getattr(leaf, "value", leaf).sharding.spec for path, leaf in model.filter(nnx.Param).items()}
+        assert specs["up/kernel"] == P("data", "model") and specs["down/kernel"] == P("model", "data"), specs
+        optimizer = nnx.Optimizer(model.train(), optax.adam(1e-2))
+        rows = jax.device_put(X, jax.NamedSharding(mesh, P("data")))
+        with jax.set_mesh(mesh):
+            losses = [float(step(optimizer, rows)) for _ in range(3)]
+        np.testing.assert_allclose(losses, expected, rtol=1e-4)
+        assert losses[-1] < losses[0]
+        assert model["up"]["kernel"].sharding.spec == P("data", "model")
+        assert np.abs(model["norm"]["mean"]).max() > 0
+    print("two models on eight devices")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.checks import assert_refused
+from tests.checks import assert_refused, name_of
 from tests.models import Count
 
 
@@ -266,7 +266,7 @@ def test_a_refused_filter_is_shown_with_what_to_write_and_changes_nothing(does, 
         nnx.PathMatches("nothing/**"),
         nnx.Any("batch_stats", lambda path, value: path == "head/kernel"),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_a_wrt_that_names_its_types_or_selects_one_type_is_accepted(wrt):
     nnx.EMA(Model(), wrt=wrt)
@@ -283,7 +283,7 @@ def test_a_wrt_that_names_its_types_or_selects_one_type_is_accepted(wrt):
         (nnx.All(nnx.PathMatches("head/**"), nnx.PathMatches("**")), "All(PathMatches('head/**'), PathMatches('**'))"),
         (nnx.All((nnx.Param, nnx.PathMatches("**")), nnx.PathMatches("head/**")), "All((Param, PathMatches('**'))"),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_a_wrt_that_names_no_type_and_selects_several_is_an_error_that_lists_them(wrt, shown):
     with pytest.raises(ValueError) as error:

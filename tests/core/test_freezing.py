@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import nnx
+from tests.checks import name_of
 
 
 class Net(nnx.Module):
@@ -175,7 +176,7 @@ def test_the_trace_level_is_checked():
         (["head", nnx.BatchNorm], ["encoder/1", "head"]),
         (..., ["encoder/0", "encoder/1", "head"]),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_selector_picks_modules_by_type_glob_function_or_a_list_of_these(where, paths):
     model = Net()
