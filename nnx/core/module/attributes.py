@@ -83,7 +83,7 @@ def _category(value: Any) -> int:
             category = _REF
         elif isinstance(value, _node_types):
             category = _ARRAY
-        elif cls in _ATOMS:
+        elif cls in _ATOMS or isinstance(value, np.dtype):  # every dtype has a class of its own
             category = _ATOM
         else:
             category = _OTHER
@@ -171,6 +171,8 @@ def decide(module: Any, name: str, category: int, value: Any) -> tuple[Any, Any]
             return spec, value.value
         inner = fresh(value.value)
         return spec, inner if spec.on_set is None else spec.on_set(inner, spec.metadata)
+    if _is_made_of_atoms(value):
+        return STATIC, value
     if isinstance(value, ContainerMetadata):
         raise ValueError(
             f"Cannot assign attribute {name!r} of {type(module).__name__}: the result of an initializer with metadata "
@@ -187,6 +189,21 @@ def decide(module: Any, name: str, category: int, value: Any) -> tuple[Any, Any]
     _refuse_captured(module, name, value)
     _refuse_array(module, name, value)
     return STATIC, value
+
+
+def _is_made_of_atoms(value: Any) -> bool:
+    """Whether a value is a tuple of atoms or a function of nothing but code and atoms.
+
+    Most settings of a layer are, and for these no search for arrays and Modules is needed: searches would take a third
+    of the time to build a large model.
+    """
+    if type(value) is tuple:
+        held: Any = value
+    elif type(value) is types.FunctionType and value.__closure__ is None and not value.__dict__:
+        held = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    else:
+        return False
+    return all(map(_ATOMS.__contains__, map(type, held)))
 
 
 def store(module: Any, name: str, kind: Any, value: Any) -> None:
