@@ -185,7 +185,10 @@ LATER = {
 
 
 @pytest.mark.parametrize("fun, kind", LATER.values(), ids=LATER)
-@pytest.mark.parametrize("transform", [nnx.jit, nnx.grad, nnx.vmap, nnx.scan, nnx.remat, nnx.jacrev])
+@pytest.mark.parametrize(
+    "transform",
+    [nnx.jit, nnx.grad, nnx.value_and_grad, nnx.vmap, nnx.scan, nnx.remat, nnx.jacrev, nnx.jacfwd, nnx.hessian],
+)
 def test_a_function_whose_body_runs_later_is_refused_where_it_is_lifted(transform, fun, kind):
     with pytest.raises(TypeError) as error:
         transform(fun)

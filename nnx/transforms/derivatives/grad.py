@@ -81,7 +81,9 @@ def value_and_grad(
     >>> float(value), float(grads["w"].value)
     (9.0, 6.0)
     """
-    return _value_and_gradient(fun, wrt, argnums, stateful, has_aux, holomorphic, allow_int, reduce_axes)
+    return _value_and_gradient(
+        "nnx.value_and_grad", fun, wrt, argnums, stateful, has_aux, holomorphic, allow_int, reduce_axes
+    )
 
 
 @overload
@@ -176,7 +178,7 @@ def grad(
       'w': Param(float32[]),
     })
     """
-    both = _value_and_gradient(fun, wrt, argnums, stateful, has_aux, holomorphic, allow_int, reduce_axes)
+    both = _value_and_gradient("nnx.grad", fun, wrt, argnums, stateful, has_aux, holomorphic, allow_int, reduce_axes)
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
         value, gradient = both(*args, **kwargs)
@@ -186,6 +188,7 @@ def grad(
 
 
 def _value_and_gradient(
+    caller: str,
     fun: Any,
     wrt: Any,
     argnums: int | Sequence[int],
@@ -195,7 +198,7 @@ def _value_and_gradient(
     allow_int: bool,
     reduce_axes: Sequence[str],
 ) -> Callable[..., Any]:
-    callee = callee_of(fun, "nnx.grad")
+    callee = callee_of(fun, caller)
     argnums = argnums if isinstance(argnums, int) else tuple(argnums)
     name = f"nnx.grad({callee.name})"
 
