@@ -57,3 +57,31 @@ def test_an_error_speaks_of_what_the_user_wrote(case):
     with pytest.raises((TypeError, ValueError)) as raised:
         wrong()
     assert says in str(raised.value) and not INTERNAL.search(str(raised.value))
+
+
+def asks(x: Any) -> Any:
+    return x if x.sum() > 0 else -x  # line to find
+
+
+ASKING: dict[str, Callable[[], Any]] = {
+    "scan": lambda: nnx.scan(lambda m, c, x: (asks(c), x), length=3)(linear(), jnp.ones(2), jnp.ones(3)),
+    "cond": lambda: nnx.cond(jnp.array(True), lambda m, x: asks(x), lambda m, x: x, linear(), jnp.ones(2)),
+    "fori_loop": lambda: nnx.fori_loop(0, 3, lambda i, c: (c[0], asks(c[1])), (linear(), jnp.ones(2))),
+    "while_loop": lambda: nnx.while_loop(lambda c: True, lambda c: (c[0], asks(c[1])), (linear(), jnp.ones(2))),
+    "remat in jit": lambda: nnx.jit(nnx.remat(lambda m, x: asks(x)))(linear(), jnp.ones(2)),
+}
+
+
+@pytest.mark.parametrize("case", ASKING)
+def test_an_error_about_a_tracer_names_the_users_line_and_what_to_write(case):
+    with pytest.raises(TypeError) as raised:
+        ASKING[case]()
+    text = str(raised.value)
+    assert f"asks at {__file__}:{asks.__code__.co_firstlineno + 1}" in text and "nnx.cond" in text
+    assert not INTERNAL.search(text)
+
+
+def test_a_value_asked_for_in_vmap_names_no_line_of_the_package():
+    with pytest.raises(TypeError) as raised:
+        nnx.vmap(lambda m, x: float(x), in_axes=(None, 0))(linear(), jnp.ones(2))
+    assert not INTERNAL.search(str(raised.value)) and "object id" not in str(raised.value)

@@ -27,8 +27,8 @@ from nnx.sharding.rules import current_rules
 from nnx.transforms.engine.call import Call, CallAt
 from nnx.transforms.engine.captured import Captured
 from nnx.transforms.engine.function_keys import CanChange, function_key, options_key, stable_key
+from nnx.transforms.engine.internal_names import TRACER_ERRORS
 from nnx.transforms.engine.programs import evaluate, trace_program
-from nnx.transforms.jit.tracer_errors import TRACER_ERRORS
 
 MAX_TRACES = 256
 

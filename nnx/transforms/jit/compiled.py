@@ -18,6 +18,7 @@ from nnx.transforms.engine.call import Call, Signature
 from nnx.transforms.engine.captured import Captured
 from nnx.transforms.engine.commit import finish
 from nnx.transforms.engine.inner_traces import with_fresh_traces
+from nnx.transforms.engine.internal_names import TRACER_ERRORS
 from nnx.transforms.engine.leave import run
 from nnx.transforms.engine.outcome import Effects, Outcome
 from nnx.transforms.engine.programs import evaluate, trace_program
@@ -26,7 +27,7 @@ from nnx.transforms.engine.selected_arguments import StaticArgument, static_argu
 from nnx.transforms.jit.donation import Donation, NeedsGeneralPath, arguments_of
 from nnx.transforms.jit.kept_shardings import ShardedFunction, output_shardings, shardings_to_keep
 from nnx.transforms.jit.requested_shardings import InputShardings, constrain_outcome, input_shardings
-from nnx.transforms.jit.tracer_errors import TRACER_ERRORS, explain, standing_for
+from nnx.transforms.jit.tracer_errors import explain, standing_for
 
 
 class NeedsStaging(Exception):

@@ -13,18 +13,11 @@ from typing import Any
 import jax.errors as errors
 
 from nnx.transforms.engine.call import Signature
+from nnx.transforms.engine.internal_names import BRANCH
 from nnx.transforms.jit.argument_names import ArgumentNames
-
-TRACER_ERRORS = (
-    errors.ConcretizationTypeError,  # TracerBoolConversionError is one
-    errors.TracerArrayConversionError,
-    errors.TracerIntegerConversionError,
-    errors.NonConcreteBooleanIndexError,
-)
 
 STATIC = """If the value decides what is compiled, pass a Python value and make the argument static: \
 nnx.jit(..., static_argnames={names})."""
-BRANCH = "To choose between values use jnp.where, to choose between computations nnx.cond; for loops, nnx.while_loop."
 NUMPY = "Use jax.numpy instead of numpy inside the function, or convert what it returns."
 MASK = """The shape of `x[mask]` depends on values, which are not known yet. Keep the shape: jnp.where(mask, x, fill), \
 or jnp.nonzero(mask, size=...)."""
