@@ -13,6 +13,7 @@ import pytest
 import nnx
 
 MODEL = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+LINEAR = nnx.Linear(2, 2, ctx=nnx.context(0))
 
 
 def tiny_decoder():
@@ -33,6 +34,9 @@ CALLS = {
     "nnx.models.Tokenizer.from_pretrained": lambda path: nnx.models.Tokenizer.from_pretrained(path),
     "nnx.models.from_pretrained": lambda path: nnx.models.from_pretrained(path),
     "nnx.models.save_pretrained": lambda path: nnx.models.save_pretrained(tiny_decoder(), path),
+    "nnx.ModelPicture.save": lambda path: nnx.plot_model(LINEAR, jnp.ones(2)).save(path),
+    "nnx.plot_attention": lambda path: nnx.plot_attention(jnp.ones((1, 2, 2)), path),
+    "nnx.plot_model": lambda path: nnx.plot_model(LINEAR, jnp.ones(2), path=path),
     "nnx.plot_metrics": lambda path: nnx.plot_metrics([{"step": 0, "loss": 1.0}], path),
     "nnx.read_metrics": lambda path: nnx.read_metrics(path),
     "nnx.save": lambda path: nnx.save(path, MODEL),
@@ -61,7 +65,7 @@ def _signature(value):
 
 
 def test_everything_that_takes_a_path_is_tested_here():
-    assert set(takers()) == set(CALLS)
+    assert set(takers()) - {"nnx.compilation_cache"} == set(CALLS)  # JAX itself opens the folder of the cache
 
 
 ANY_STORE = ("nnx.CheckpointManager", "nnx.checkpoint_entries", "nnx.load", "nnx.save")

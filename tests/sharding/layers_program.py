@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx
 from benchmarks.plan_sharded import make_plan
+from nnx.storage.checkpoints import loading
 from tests.sharding.optimizer_checks import Layers
 from tests.sharding.programs import ROOT
 from tests.sharding.transformer import LanguageModel, collectives, mesh_of
@@ -208,7 +209,8 @@ def restoring() -> dict[str, int]:
         for name in ("abstract", "sharded"):
             before, peak[0] = sum(x.nbytes for x in jax.live_arrays() if x.shape == (size, size)), 0
             target = nnx.shard(nnx.eval_shape(Stack) if name == "abstract" else Stack(), mesh, rules)
-            with mock.patch.object(jax, "make_array_from_callback", recording):
+            small = mock.patch.object(loading, "SMALL", 1 << 20)  # otherwise a gigabyte is read at once
+            with small, mock.patch.object(jax, "make_array_from_callback", recording):
                 nnx.load(Path(folder) / "saved", target)
             found[name] = peak[0]
             del target

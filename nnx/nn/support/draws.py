@@ -20,7 +20,8 @@ import numpy as np
 from jax import Array
 from jax.nn.initializers import Initializer, normal, truncated_normal, variance_scaling
 
-from nnx.core.trace import NO_GUARD, block_mesh, is_eager, is_tracer, transfer_guard
+from nnx.core.trace import NO_GUARD, is_eager, is_tracer, transfer_guard
+from nnx.sharding.meshes import current_mesh
 
 BLOCK_SIZES = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
 LARGEST = BLOCK_SIZES[-1]
@@ -111,8 +112,7 @@ def is_ordinary(key: Any = None) -> bool:
     return (
         transfer_guard() in NO_GUARD
         and _fetch_guard() in NO_GUARD
-        and jax.sharding.get_abstract_mesh().empty
-        and block_mesh() is None
+        and current_mesh() is None
         and not _setting("jax_disable_jit")
         and (key is None or _has_independent_elements(key))
     )
