@@ -263,3 +263,16 @@ def test_discarded_changes_leave_the_order_and_returned_modules_have_theirs():
     eager = Model()
     move(eager)
     assert order_of(model) == ORDER and order_of(returned) == order_of(eager)
+
+
+def test_a_dict_reordered_in_a_call_that_discards_changes_stays_as_it_is_in_every_call():
+    model = nnx.Dict()
+    model.tree = {"a": jnp.ones(2), "b": jnp.zeros(2)}
+
+    @nnx.jit(stateful=False)
+    def reorder(model):
+        model.tree["a"] = model.tree.pop("a")
+        return model.tree["a"].sum()
+
+    for _ in range(3):  # the last call repeats the first from its plan
+        assert reorder(model) == 2 and list(model.tree) == ["a", "b"]

@@ -188,7 +188,7 @@ def _writes(flat: Flat, effects: Effects, stateful: bool) -> _Writes | None:
                 names.append(name)
                 sources.append(source)
     spread = None if sources is None else itemgetter(*sources)  # a Ref is a target itself, so there are at least two
-    if not {cell for cell, _ in effects.orders}.isdisjoint(effects.changed):  # dicts to put back in order
+    if not {cell for cell, _ in effects.orders}.isdisjoint(changed):  # dicts to put back in order
         spread = _after(effects.tie, spread)
     return _Writes(dicts, names, spread)
 
