@@ -7,7 +7,9 @@ import re
 import urllib.parse
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
+import jax
 import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
@@ -107,6 +109,14 @@ def test_changelog_and_contributing_are_those_of_the_repository(pages: dict[str,
 def test_drawings_are_part_of_their_pages(pages: dict[str, str]):
     for page in ("guide/state-and-filters.html", "guide/transforms.html", "performance.html"):
         assert '<figure class="diagram"' in pages[page] and "</svg>" in pages[page]
+
+
+def test_the_picture_of_the_home_page_is_that_of_its_model():
+    code = (DOCS / "index.md").read_text().split("```python\n")[1]
+    namespace: dict[str, Any] = {}
+    exec(code.split("optimizer = ")[0], namespace)
+    picture = nnx.plot_model(namespace["model"], jax.ShapeDtypeStruct((12, 4), "float32"))
+    assert (DOCS / "assets" / "classifier.svg").read_text() == picture.svg
 
 
 def test_charts_show_the_stored_figures():
