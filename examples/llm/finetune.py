@@ -64,8 +64,9 @@ optimizer = nnx.Optimizer(model, optax.adamw(schedule, weight_decay=0.0), wrt=nn
 
 
 def loss_fn(model: nnx.models.Decoder, tokens: jax.Array) -> jax.Array:
-    logits = model(tokens[:, :-1]).astype(jnp.float32)  # [batch, length, vocab]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    features = model.features(tokens[:, :-1])  # [batch, length, features]; the logits are never all in memory
+    cap = model.config.logits_soft_cap
+    return nnx.linear_cross_entropy(features, model.head_kernel, tokens[:, 1:], soft_cap=cap)
 
 
 @nnx.jit(donate_argnums=0)

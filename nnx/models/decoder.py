@@ -31,9 +31,9 @@ from nnx.nn.linear import Linear
 from nnx.nn.mlp import MLP, GatedMLP
 from nnx.nn.moe.moe import MoE
 from nnx.nn.norms.norm import LayerNorm, RMSNorm
-from nnx.nn.quantized.quantized import weight_dtype
+from nnx.nn.quantized.quantized import to_weight, weight_dtype
 from nnx.nn.support.parameters import AxisNames
-from nnx.nn.support.settings import as_dtype, as_optional_dtype
+from nnx.nn.support.settings import as_dtype, as_optional_dtype, cast
 from nnx.sharding.axes import PARTITION_NAME, DefaultAxes
 from nnx.sharding.constraints import with_logical_constraint
 from nnx.sharding.rules import RulesFallback
@@ -45,6 +45,10 @@ LAYERS_AXIS = "layers"
 """The logical name of the axis along which a scanned decoder stacks its layers."""
 
 NO_LAYER_CACHE = "Decoder.decode: expected a cache with {expected} layers (see init_cache), got one with {got}."
+ADAPTED_HEAD = (
+    "Decoder.head_kernel: the output layer is a {got}, which is more than one matrix. Merge it first "
+    "(`nnx.merge_lora`), or compute the loss from `model.logits(features)`."
+)
 WRONG_ROWS = "Decoder.decode: expected a cache with {expected} rows, one per row of tokens, got {got}."
 
 
@@ -259,13 +263,57 @@ class Decoder(Module):
         Returns:
             Logits of shape `[batch, length, vocab_size]`.
         """
+        return self.logits(self.features(tokens, positions=positions, mask=mask))
+
+    def features(
+        self, tokens: jax.Array, *, positions: jax.Array | None = None, mask: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns what the output layer reads: the hidden state of each token after the last norm.
+
+        They are embeddings of texts, and with `head_kernel` all that `nnx.linear_cross_entropy` needs to compute the
+        loss without the logits of every position. The arguments are those of a call.
+
+        Returns:
+            An array of shape `[batch, length, features]`.
+
+        >>> config = nnx.models.DecoderConfig(
+        ... model_type="llama", vocab_size=64, features=8, hidden_features=16, num_layers=1, num_heads=1, max_length=9)
+        >>> model, tokens = nnx.models.Decoder(config, ctx=nnx.context(0)), jnp.array([[3, 1, 4, 1, 5]])
+        >>> features = model.features(tokens[:, :-1])
+        >>> loss = nnx.linear_cross_entropy(features, model.head_kernel, tokens[:, 1:], soft_cap=config.logits_soft_cap)
+        >>> bool(jnp.allclose(loss, nnx.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])))
+        True
+        """
         check_tokens("Decoder", tokens, self.config.vocab_size)
         x = _constrained(self._embedded(tokens, positions))
         if isinstance(self.layers, Scan):
             x, _ = self._scanned(x, positions, mask)
         for block in self.tail if isinstance(self.layers, Scan) else self.layers:
             x = _run(block, x, positions, mask, self.remat)
-        return self._logits(x)
+        return self.norm(x)
+
+    def logits(self, features: jax.Array) -> jax.Array:
+        """Applies the output layer to `features`, `[batch, length, features]`."""
+        logits = self.embed.attend(features) if self.head is None else self.head(features)
+        cap = self.config.logits_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    @property
+    def head_kernel(self) -> jax.Array:
+        """The matrix of the output layer, `[features, vocab_size]`, whether it is the embedding or not.
+
+        Logits are `features @ head_kernel`, bounded by `config.logits_soft_cap` if the model has one.
+        """
+        if self.head is None:
+            table, scale, summed = self.embed.embedding, self.embed.embedding_scale, (1,)
+        elif type(self.head) is Linear:
+            table, scale, summed = self.head.kernel, self.head.kernel_scale, (0,)
+        else:
+            raise ValueError(ADAPTED_HEAD.format(got=type(self.head).__name__))
+        if scale is not None:
+            table = to_weight(table, scale, summed, weight_dtype(scale, self.param_dtype))
+        table = table if self.dtype is None else cast(table, self.dtype)
+        return table.T if self.head is None else table
 
     @property
     def max_length(self) -> int | None:
@@ -330,7 +378,7 @@ class Decoder(Module):
         for block, held in zip(self.layers, cache.layers, strict=True):
             x, held = block.decode_step(x, held, cache.lengths, lengths)
             layers.append(held)
-        return self._logits(x), cache.advanced(layers, tokens.shape[1] if lengths is None else lengths)
+        return self.logits(self.norm(x)), cache.advanced(layers, tokens.shape[1] if lengths is None else lengths)
 
     def unscanned(self) -> "Decoder":
         """Returns an equal model with its layers in a list; the model itself if they already are.
@@ -369,12 +417,6 @@ class Decoder(Module):
                 raise too_long("Decoder", self.config.max_length, tokens.shape[1])
             x = self.positions(x, positions)
         return x
-
-    def _logits(self, x: jax.Array) -> jax.Array:
-        x = self.norm(x)
-        logits = self.embed.attend(x) if self.head is None else self.head(x)
-        cap = self.config.logits_soft_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def _mlp(config: DecoderConfig, options: dict[str, Any]) -> GatedMLP | MLP | MoE:

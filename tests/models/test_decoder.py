@@ -97,6 +97,39 @@ def test_recomputing_layers_changes_no_gradient(scan_layers):
     jax.tree.map(agree, gradient(model), plain)
 
 
+class TestFeatures:
+    @pytest.mark.parametrize(
+        "changes", [{}, {"tie_embeddings": True, "logits_soft_cap": 2.0}], ids=["own head", "tied"]
+    )
+    def test_blockwise_loss_equals_the_loss_of_the_logits(self, changes):
+        model = tiny_model(**changes)
+        tokens = tokens_for(model.config, 2, 6)
+
+        def plain(model):
+            return nnx.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+
+        def blockwise(model):
+            features, cap = model.features(tokens[:, :-1]), model.config.logits_soft_cap
+            return nnx.linear_cross_entropy(features, model.head_kernel, tokens[:, 1:], soft_cap=cap, block_size=3)
+
+        (loss, gradient), (expected, others) = (nnx.jit(nnx.value_and_grad(f))(model) for f in (blockwise, plain))
+        agree(loss, expected)
+        jax.tree.map(agree, gradient, others)
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_head_kernel_of_a_quantized_model_is_its_weight(self, tied):
+        model = tiny_model(tie_embeddings=tied)
+        nnx.quantize(model, where="embed" if tied else "head")
+        features = model.features(tokens_for(model.config, 1, 4))
+        agree(features @ model.head_kernel, model.logits(features))
+
+    def test_an_adapted_head_is_not_one_matrix(self):
+        model = tiny_model()
+        nnx.add_lora(model, 2, where="head", ctx=nnx.context(0))
+        with pytest.raises(ValueError, match="is a LoRALinear, which is more than one matrix.*model.logits"):
+            _ = model.head_kernel
+
+
 class TestDecoding:
     @pytest.mark.parametrize("name", GOLDENS)
     def test_ragged_rows_in_chunks_equal_each_row_alone(self, name):
