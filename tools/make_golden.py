@@ -2,17 +2,17 @@
 
     make goldens
 
-`tests/models/golden/<name>/` then holds a directory as `transformers` saves it (`config.json`, `model.safetensors` or
-shards with an index) and `golden.npz`: `tokens` `[2, 24]`, `logits` `[2, 24, vocab]` in float32, `greedy` `[2, 32]`.
-Those of encoders have the inputs of the model as `in.NAME`, and its outputs as `out.NAME`; those of encoder-decoders
-also have `greedy` `[2, 24]`, the text after the first token. The tests of NNX compare with these files and need neither
-`torch` nor `transformers`.
+`tests/models/golden/NAME.json` then holds a model as `tests/models/golden_files.py` describes it: weights are computed
+from the names of the tensors, so a file holds only shapes, inputs, and a summary of the outputs. Decoders have `tokens`
+`[2, 24]`, the sums of their logits, and `greedy` `[2, 32]`, the most likely text after it. Encoders have all inputs and
+outputs; encoder-decoders have `greedy` `[2, 24]` as well, the text after the first token. The tests of NNX compare with
+these files and need neither `torch` nor `transformers`.
 """
 
 import argparse
 import json
 import pathlib
-import shutil
+import tempfile
 from typing import Any
 
 import audio_goldens
@@ -20,10 +20,13 @@ import encoders
 import image_goldens
 import numpy as np
 import reference
+import safetensors
+import safetensors.numpy
 
-GOLDEN = pathlib.Path(__file__).parent.parent / "tests" / "models" / "golden"
+from tests.models import golden_files
+
 LENGTH, NEW_TOKENS, BATCH = 24, 32, 2
-SIZE_LIMIT = 300_000  # bytes of one directory
+SIZE_LIMIT = 6_000  # bytes of one file
 SMALLEST_LEAD = 5e-3  # a chosen token leads by at least this, so that rounding never changes a continuation
 
 SMALL = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, max_position_embeddings=64)
@@ -122,7 +125,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
-SHARDED = {"mistral": "40KB"}  # cases saved in several files, and the limit for each
+SHARDED = {"mistral": 3}  # cases saved in several files, and how many
 AS_PUBLISHED = (
     "llama3",
     "gemma3_text",
@@ -132,58 +135,75 @@ AS_PUBLISHED = (
 
 
 def write(name: str) -> str:
-    """Writes the golden of one case and returns a line about it."""
+    """Writes the golden of a decoder and returns a line about it."""
     family, fields = CASES[name]
-    directory = GOLDEN / name
-    shutil.rmtree(directory, ignore_errors=True)
-    for seed in range(20):
-        model = reference.make(family, fields, seed)
-        tokens = np.random.default_rng(seed).integers(3, 96, (BATCH, LENGTH), np.int32)
-        greedy, lead = reference.greedy(model, tokens, NEW_TOKENS)
-        if lead > SMALLEST_LEAD and all(len(set(row)) > 4 for row in greedy.tolist()):
-            break
-    else:
-        raise RuntimeError(f"{name}: no seed gives a continuation that is varied and safe from rounding")
-    model.save_pretrained(directory, max_shard_size=SHARDED.get(name, "1GB"))
-    (directory / "generation_config.json").unlink(missing_ok=True)
-    if name in AS_PUBLISHED:
-        reference.publish_config(directory, fields)
-    logits = reference.logits(reference.load(directory), tokens)  # what a reader of the files must compute
-    np.testing.assert_allclose(logits, reference.logits(model, tokens), rtol=1e-6, atol=1e-6)
-    np.savez_compressed(directory / "golden.npz", tokens=tokens, logits=logits, greedy=greedy)
-    size = sum(file.stat().st_size for file in directory.iterdir())
-    assert size < SIZE_LIMIT, f"{name}: {size} bytes"
-    spread = logits.std(axis=-1).mean()
-    return f"{name:12} {size:8,} bytes   seed {seed}   logits ±{spread:.2f}   smallest lead {lead:.3f}"
+    with tempfile.TemporaryDirectory() as folder:
+        directory = pathlib.Path(folder)
+        reference.make(family, fields, 0).save_pretrained(directory)
+        if name in AS_PUBLISHED:
+            reference.publish_config(directory, fields)
+        for seed in range(100):
+            golden = filled(directory, seed, gain=2.0)
+            model = reference.load(directory)  # what a reader of the files must compute
+            tokens = np.random.default_rng(seed).integers(3, 96, (BATCH, LENGTH), np.int32)
+            greedy, lead = reference.greedy(model, tokens, NEW_TOKENS)
+            if lead > SMALLEST_LEAD and all(len(set(row)) > 4 for row in greedy.tolist()):
+                break
+        else:
+            raise RuntimeError(f"{name}: no seed gives a continuation that is varied and safe from rounding")
+    logits = reference.logits(model, tokens)
+    golden |= {"inputs": {"tokens": tokens.tolist()}, "outputs": {"logits": golden_files.sums(logits)}}
+    if name in SHARDED:
+        golden["shards"] = SHARDED[name]
+    return f"{saved(name, golden, greedy)}   logits ±{logits.std(axis=-1).mean():.2f}   smallest lead {lead:.3f}"
 
 
 def write_encoder(name: str) -> str:
     """Writes the golden of an encoder and returns a line about it."""
-    case, directory = encoders.GOLDENS[name], GOLDEN / name
-    shutil.rmtree(directory, ignore_errors=True)
-    for seed in range(20):
-        model = encoders.make(case, seed, gain=3.0 if case.cls.startswith(("T5", "Whisper")) else 1.5)
-        given = encoders.inputs(model.config, seed)
-        if "decoder_tokens" not in given:
-            break
-        greedy, lead = encoders.greedy(model, given, NEW_TOKENS - 8)
-        if lead > SMALLEST_LEAD and all(len(set(row)) > 4 for row in greedy.tolist()):
-            break
-    else:
-        raise RuntimeError(f"{name}: no seed gives a text that is varied and safe from rounding")
-    model.save_pretrained(directory)
-    (directory / "generation_config.json").unlink(missing_ok=True)
-    if case.cls.startswith("T5") and "tie_word_embeddings" in case.fields:
-        publish_tie(directory, case.fields["tie_word_embeddings"])
-    found = encoders.outputs(encoders.load(directory, case.cls), given)  # what a reader of the files must compute
-    arrays = {f"in.{key}": array for key, array in given.items()} | {f"out.{key}": found[key] for key in found}
-    if "decoder_tokens" in given:
-        arrays["greedy"] = greedy
-    np.savez_compressed(directory / "golden.npz", **arrays)
-    size = sum(file.stat().st_size for file in directory.iterdir())
+    case = encoders.GOLDENS[name]
+    greedy = None
+    with tempfile.TemporaryDirectory() as folder:
+        directory = pathlib.Path(folder)
+        encoders.make(case, 0).save_pretrained(directory)
+        if case.cls.startswith("T5") and "tie_word_embeddings" in case.fields:
+            publish_tie(directory, case.fields["tie_word_embeddings"])
+        for seed in range(100):
+            golden = filled(directory, seed, gain=3.0 if case.cls.startswith(("T5", "Whisper")) else 1.5)
+            model = encoders.load(directory, case.cls)  # what a reader of the files must compute
+            given = encoders.inputs(model.config, seed)
+            floats = {key: {"shape": array.shape} for key, array in given.items() if array.dtype.kind == "f"}
+            given |= {key: golden_files.random_input(key, *given[key].shape) for key in floats}
+            if "decoder_tokens" not in given:
+                break
+            greedy, lead = encoders.greedy(model, given, NEW_TOKENS - 8)
+            if lead > SMALLEST_LEAD and all(len(set(row)) > 4 for row in greedy.tolist()):
+                break
+        else:
+            raise RuntimeError(f"{name}: no seed gives a text that is varied and safe from rounding")
+    found = encoders.outputs(model, given)
+    golden["inputs"] = {key: floats.get(key) or array.tolist() for key, array in given.items()}
+    golden["outputs"] = {key: golden_files.sums(array) for key, array in found.items()}
+    return saved(name, golden, greedy) + "   " + ", ".join(f"{key} ±{array.std():.2f}" for key, array in found.items())
+
+
+def filled(directory: pathlib.Path, seed: int, gain: float) -> dict[str, Any]:
+    """Replaces the tensors in a directory by those of a golden, and returns the golden, still without its outputs."""
+    file = directory / "model.safetensors"
+    with safetensors.safe_open(file, "np") as opened:
+        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in sorted(opened.keys())}
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("transformers_version", None)
+    golden = {"config": config, "seed": seed, "gain": gain, "tensors": shapes}
+    safetensors.numpy.save_file(golden_files.weights(golden), file, metadata={"format": "pt"})
+    return golden
+
+
+def saved(name: str, golden: dict[str, Any], greedy: np.ndarray | None) -> str:
+    """Writes a golden and returns the start of a line about it."""
+    text = {} if greedy is None else {"greedy": greedy.tolist()}
+    size = golden_files.write(name, {**golden, **text}).stat().st_size
     assert size < SIZE_LIMIT, f"{name}: {size} bytes"
-    spreads = ", ".join(f"{key} ±{array.std():.2f}" for key, array in found.items())
-    return f"{name:16} {size:8,} bytes   {spreads}"
+    return f"{name:16} {size:6,} bytes   seed {golden['seed']}"
 
 
 def publish_tie(directory: pathlib.Path, tied: bool) -> None:
@@ -200,8 +220,8 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(known)}; all by default")
     for case in parser.parse_args().names or known:
         if case == "images":
-            print(*(image_goldens.write(name, GOLDEN) for name in image_goldens.CASES), sep="\n")
+            print(*(image_goldens.write(name, golden_files.FOLDER) for name in image_goldens.CASES), sep="\n")
         elif case == "audio":
-            print(audio_goldens.write(GOLDEN))
+            print(audio_goldens.write(golden_files.FOLDER))
         else:
             print((write if case in CASES else write_encoder)(case), flush=True)

@@ -14,7 +14,7 @@ from nnx.models.files.tables import links
 from nnx.models.pretrained import abstract_model, pending_tensor, values_by_path
 from nnx.models.registry import DECODERS
 from nnx.storage.safetensors.header import NAMES
-from tests.models.published import GOLDEN, GOLDENS, encoder_outputs, golden_arrays, tokens_for
+from tests.models.published import GOLDENS, encoder_outputs, golden_arrays, golden_directory, relative_error, tokens_for
 
 RULES = {
     "tensor": nnx.tensor_parallel_rules("model"),
@@ -51,12 +51,12 @@ def small_models() -> dict:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     found = {}
     for name in GOLDENS:
-        whole = nnx.models.from_pretrained(GOLDEN / name)
+        whole = nnx.models.from_pretrained(golden_directory(name))
         tokens = tokens_for(whole.config, 2, 9)
         expected = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(whole, tokens))
         for number, (setting, rules) in enumerate(RULES.items()):
             scanned = (number + GOLDENS.index(name)) % 2 == 0
-            model = nnx.models.from_pretrained(GOLDEN / name, mesh=mesh, rules=rules, scan_layers=scanned)
+            model = nnx.models.from_pretrained(golden_directory(name), mesh=mesh, rules=rules, scan_layers=scanned)
             parts = {
                 path: [list(leaf.value.shape), list(leaf.value.addressable_shards[0].data.shape)]
                 for path, leaf in model.get_state().items()
@@ -76,14 +76,14 @@ def encoders() -> dict:
     found = {}
     for name in ("bert_masked_lm", "vit_classifier", "clip", "resnet_classifier"):
         inputs, expected = golden_arrays(name)
-        model = nnx.models.from_pretrained(GOLDEN / name, mesh=mesh, rules=RULES["both"])
+        model = nnx.models.from_pretrained(golden_directory(name), mesh=mesh, rules=RULES["both"])
         out = encoder_outputs(model, inputs)
         parts = {
             path: [list(leaf.value.shape), list(leaf.value.addressable_shards[0].data.shape)]
             for path, leaf in model.get_state().items()
         }
-        errors = [np.abs(out[key] - expected[key]).max() / np.abs(expected[key]).max() for key in expected]
-        found[name] = {"error": float(np.max(errors)), "parts": parts}
+        errors = [relative_error(out[key], expected[key]) for key in expected]
+        found[name] = {"error": max(errors), "parts": parts}
     return found
 
 

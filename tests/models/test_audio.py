@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.models.published import GOLDEN
+from tests.models.golden_files import FOLDER
 
 
 @pytest.fixture(scope="module")
 def golden():
-    with np.load(GOLDEN / "audio" / "expected.npz") as arrays:
+    with np.load(FOLDER / "audio" / "expected.npz") as arrays:
         return dict(arrays)
 
 

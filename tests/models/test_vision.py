@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import nnx
-from tests.models.published import GOLDEN, edited, golden_arrays, golden_model
+from tests.models.golden_files import sums
+from tests.models.published import edited, golden_arrays, golden_directory, golden_model
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_patches_must_fill_the_image():
 
 
 def test_a_pooler_of_another_size_is_refused(tmp_path):
-    directory = shutil.copytree(GOLDEN / "vit", tmp_path / "vit")
+    directory = shutil.copytree(golden_directory("vit"), tmp_path / "vit")
     edited(directory, pooler_output_size=5)
     with pytest.raises(ValueError, match="config.json: pooler_output_size=5 is not supported for vit; only 24 is"):
         nnx.models.from_pretrained(directory)
@@ -55,8 +56,8 @@ class TestCLIP:
     def test_embeddings_alone_agree_with_those_of_a_comparison(self):
         model, (inputs, expected) = golden_model("clip"), golden_arrays("clip")
         images = nnx.jit(lambda model, images: model.embed_images(images))(model, inputs["images"])
-        np.testing.assert_allclose(images, expected["image_embeds"], atol=1e-5)
-        assert expected["logits_per_image"].shape == (3, 2)
+        np.testing.assert_allclose(sums(images), expected["image_embeds"], atol=1e-5)
+        assert expected["logits_per_image"].shape == (3,)
 
     def test_wrong_inputs_name_the_encoder(self):
         model = golden_model("clip")
@@ -70,7 +71,7 @@ class TestCLIP:
             model.embed_images(jnp.ones((1, 8, 8, 3)))
 
     def test_entries_of_either_encoder_are_checked(self, tmp_path):
-        directory = shutil.copytree(GOLDEN / "clip", tmp_path / "clip")
+        directory = shutil.copytree(golden_directory("clip"), tmp_path / "clip")
         edited(directory, text_config=3)
         with pytest.raises(ValueError, match="'text_config' to be an object, got 3"):
             nnx.models.from_pretrained(directory)
@@ -95,7 +96,7 @@ class TestResNet:
         assert np.abs(out - golden_model("resnet_classifier")(images)).max() > 0.1
 
     def test_statistics_stay_in_float32(self, tmp_path):
-        model = nnx.models.from_pretrained(GOLDEN / "resnet", dtype=jnp.bfloat16)
+        model = nnx.models.from_pretrained(golden_directory("resnet"), dtype=jnp.bfloat16)
         assert model.stem.norm.var.dtype == jnp.float32 and model.stem.norm.scale.dtype == jnp.bfloat16
         np.testing.assert_array_equal(model.stem.norm.var, golden_model("resnet").stem.norm.var)
         nnx.models.save_pretrained(model, tmp_path)

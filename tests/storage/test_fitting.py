@@ -10,7 +10,7 @@ import pytest
 
 import nnx
 from nnx.storage.safetensors.file import TensorFile
-from tests.models.published import GOLDEN
+from tests.models.published import golden_directory
 
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(0, impl="rbg")
 
@@ -104,7 +104,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("dtype", PUBLISHED)
 def test_weights_from_elsewhere_are_floats_of_any_width(dtype, tmp_path):
     model = nnx.Linear(3, 2, use_bias=False, ctx=nnx.context(0))
-    golden = GOLDEN / "llama"
+    golden = golden_directory("llama")
     arrays = {name: np.array(array) for name, array in nnx.load_safetensors(golden / "model.safetensors").items()}
     name = "model.layers.1.mlp.up_proj.weight"
     arrays[name] = arrays[name].astype(dtype)
@@ -129,8 +129,8 @@ def test_shapes_of_weights_from_elsewhere_agree_exactly(tmp_path):
     model = nnx.Linear(3, 2, use_bias=False, ctx=nnx.context(0))
     with pytest.raises(ValueError, match=r"float32\[3, 2\] .*float32\[2, 3\], in the layout of PyTorch"):
         nnx.load_torch_state_dict(model, {"weight": np.ones((3, 2), np.float32)})
-    fields = json.loads((GOLDEN / "llama" / "config.json").read_text())
+    fields = json.loads((golden_directory("llama") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**fields, "vocab_size": 95}))
-    (tmp_path / "model.safetensors").write_bytes((GOLDEN / "llama" / "model.safetensors").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((golden_directory("llama") / "model.safetensors").read_bytes())
     with pytest.raises(nnx.CheckpointError, match=r"embed_tokens.weight is \[96, 32\], expected \[95, 32\]"):
         nnx.models.from_pretrained(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import nnx
-from tests.models.published import ALL_GOLDENS, GOLDEN, GOLDENS, golden_arrays
+from tests.models.published import ALL_GOLDENS, GOLDENS, golden_arrays, golden_directory
 from tests.nn.registry import LAYERS
 from tests.targets import topologies
 from tests.targets.pages import PAGES, compile_page
@@ -67,7 +67,7 @@ def test_layers_and_their_gradients_compile(entry):
 @pytest.mark.parametrize("name", GOLDENS)
 def test_decoders_train_and_write(name):
     mesh = topologies.mesh()
-    model = nnx.models.from_pretrained(GOLDEN / name, abstract=True)
+    model = nnx.models.from_pretrained(golden_directory(name), abstract=True)
     pure = topologies.whole(nnx.Module.partition(model), mesh)
     tokens = topologies.whole(jax.ShapeDtypeStruct((2, 16), jnp.int32), mesh)
 
@@ -84,7 +84,7 @@ def test_decoders_train_and_write(name):
 @pytest.mark.parametrize("name", sorted(set(ALL_GOLDENS) - set(GOLDENS)))
 def test_other_models_compile(name):
     mesh = topologies.mesh()
-    model = nnx.models.from_pretrained(GOLDEN / name, abstract=True)
+    model = nnx.models.from_pretrained(golden_directory(name), abstract=True)
     inputs = topologies.whole(jax.tree.map(jnp.asarray, golden_arrays(name)[0]), mesh)
     pure = topologies.whole(nnx.Module.partition(model), mesh)
     topologies.compiled(lambda pure, inputs: jax.tree.leaves(pure.merge()(**inputs)), pure, inputs)
