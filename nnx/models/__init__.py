@@ -38,6 +38,7 @@ from nnx.models.architectures.whisper import WhisperConfig as WhisperConfig
 from nnx.models.architectures.whisper import WhisperDecoderBlock as WhisperDecoderBlock
 from nnx.models.architectures.whisper import WhisperEncoder as WhisperEncoder
 from nnx.models.config import DecoderConfig as DecoderConfig
+from nnx.models.config import LayerSpec as LayerSpec
 from nnx.models.config import RotaryConfig as RotaryConfig
 from nnx.models.decoder import Decoder as Decoder
 from nnx.models.decoder import DecoderBlock as DecoderBlock

@@ -1,9 +1,11 @@
 """The settings of a decoder: `DecoderConfig`, one frozen record for all families, and its rotary part.
 
-The fields have NNX's names. `families` translates the `config.json` of a published model into them, and back.
+The fields have NNX's names. `families` translates the `config.json` of a published model into them, and back. What they
+mean for one layer is its `LayerSpec`; blocks are built from these, and scanning looks for the pattern in their list.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -17,6 +19,8 @@ HEADS_DO_NOT_DIVIDE = "DecoderConfig: num_kv_heads={kv_heads} does not divide nu
 WRONG_LAYER_TYPES = (
     "DecoderConfig: expected layer_types to be 'full' or 'sliding' for each of the {layers} layers, got {got!r}."
 )
+NO_SUCH_LAYER = "DecoderConfig: expected {name} to list numbers of the {layers} layers, in order, got {got!r}."
+DENSE_AMONG_NO_EXPERTS = "DecoderConfig: dense_layers={got!r} is about models with experts; num_experts is None."
 NO_WINDOW = "DecoderConfig: layer_types has 'sliding' layers, which need a sliding_window >= 1, got {got!r}."
 WRONG_EXPERTS = (
     "DecoderConfig: expected num_experts and num_selected to be both None, or integers with 1 <= num_selected <= "
@@ -52,6 +56,44 @@ class RotaryConfig:
     fraction: float = 1.0
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """What one layer of a decoder is made of, where layers may differ.
+
+    Attributes:
+        mixer: the name of what mixes tokens, one of the keys of `MIXERS` in `nnx/models/mixers`.
+        window: the number of tokens that a token sees, including itself; all by default.
+        rotary: the rotary embedding, if any.
+        mlp: "dense" or "experts".
+
+    >>> config = nnx.models.DecoderConfig(
+    ...     model_type="gemma2", vocab_size=64, features=8, hidden_features=16, num_layers=2, num_heads=2, max_length=9,
+    ...     layer_types=("sliding", "full"), sliding_window=4)
+    >>> [layer.window for layer in config.layers]
+    [4, None]
+    """
+
+    mixer: str
+    window: int | None
+    rotary: RotaryConfig | None
+    mlp: Literal["dense", "experts"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Which layers of a decoder can be scanned: `count` periods of equal layers, after the first `lead` ones.
+
+    Attributes:
+        lead: the number of layers before the first period.
+        period: the number of layers in a period.
+        count: the number of whole periods. Layers that follow them start another one.
+    """
+
+    lead: int
+    period: int
+    count: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """The architecture of a decoder-only language model.
@@ -81,10 +123,13 @@ class DecoderConfig:
         post_norms: whether the outputs of attention and MLP are normalized as well, before they are added.
         normalize_qk: whether queries and keys are normalized per head.
         use_qkv_bias, use_out_bias, use_mlp_bias: whether these projections have biases; those of experts are an MLP's.
+        dense_layers: the numbers of the layers that have a dense MLP although `num_experts` is set.
+        dense_features: the number of hidden features of these; `hidden_features` by default.
         use_router_bias: whether the routers of mixtures of experts have biases.
         use_sinks: whether attention has sinks (`nnx.MultiHeadAttention`).
         rotary: the rotary embedding; `None` means learned positions.
         local_rotary: the rotary embedding of "sliding" layers, where it differs.
+        unrotated_layers: the numbers of the layers without a rotary embedding.
         layer_types: "full" or "sliding" for each layer; all "full" by default.
         sliding_window: the number of tokens that a token of a "sliding" layer sees, including itself.
         query_pre_attn_scalar: attention logits are divided by the square root of this number; `head_dim` by default.
@@ -115,6 +160,8 @@ class DecoderConfig:
     num_experts: int | None = None
     num_selected: int | None = None
     normalize_experts: bool = True
+    dense_layers: tuple[int, ...] = ()
+    dense_features: int | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_epsilon: float = 1e-6
     norm_offset: float = 0.0
@@ -127,6 +174,7 @@ class DecoderConfig:
     use_sinks: bool = False
     rotary: RotaryConfig | None = RotaryConfig()
     local_rotary: RotaryConfig | None = None
+    unrotated_layers: tuple[int, ...] = ()
     layer_types: tuple[LayerType, ...] = None  # type: ignore[assignment]
     sliding_window: int | None = None
     query_pre_attn_scalar: float | None = None
@@ -159,17 +207,42 @@ class DecoderConfig:
         both = isinstance(experts, int) and isinstance(selected, int) and 1 <= selected <= experts
         if not both and (experts is not None or selected is not None):
             raise ValueError(WRONG_EXPERTS.format(experts=experts, selected=selected))
+        for name in ("dense_layers", "unrotated_layers"):
+            listed = tuple(getattr(self, name))
+            object.__setattr__(self, name, listed)
+            if list(listed) != sorted(set(listed) & set(range(self.num_layers))):
+                raise ValueError(NO_SUCH_LAYER.format(name=name, layers=self.num_layers, got=listed))
+        if self.dense_layers and experts is None:
+            raise ValueError(DENSE_AMONG_NO_EXPERTS.format(got=self.dense_layers))
         if self.swiglu_limit is not None and not self.gated:
             raise ValueError(NO_GATES.format(limit=self.swiglu_limit))
         if self.norm not in ("rms", "layer"):
             raise ValueError(UNKNOWN_NORM.format(got=self.norm))
 
+    @functools.cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer is made of."""
+        return tuple(map(self._layer, range(self.num_layers)))
+
+    def _layer(self, number: int) -> LayerSpec:
+        sliding = self.layer_types[number] == "sliding"
+        rotary = self.local_rotary if sliding and self.local_rotary is not None else self.rotary
+        return LayerSpec(
+            mixer="attention",
+            window=self.sliding_window if sliding else None,
+            rotary=None if number in self.unrotated_layers else rotary,
+            mlp="dense" if self.num_experts is None or number in self.dense_layers else "experts",
+        )
+
+    @functools.cached_property
+    def stack(self) -> Stack:
+        """Which layers can be scanned: as many as possible, so that few are compiled one by one."""
+        return _stack(self.layers)
+
     @property
     def period(self) -> int:
-        """The length of the shortest pattern of layer types that repeats from the first layer to the last."""
-        types = self.layer_types
-        # A pattern of length n repeats if the list agrees with itself moved by n.
-        return next(n for n in range(1, len(types) + 1) if types[n:] == types[:-n])
+        """The length of the shortest pattern of layers that repeats up to the last one."""
+        return self.stack.period
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -180,6 +253,21 @@ class DecoderConfig:
     def replace(self, **changes: Any) -> "DecoderConfig":
         """Returns a copy with other values in some fields."""
         return dataclasses.replace(self, **changes)
+
+
+def _stack(layers: tuple[LayerSpec, ...]) -> Stack:
+    """Returns the stack that leaves the fewest layers to compile: those before it, of one period, and after it."""
+    kinds = [layers.index(layer) for layer in layers]  # numbers compare faster
+
+    def after(lead: int) -> Stack:
+        rest = kinds[lead:]
+        # A pattern of length n repeats if the list agrees with itself moved by n.
+        period = next(n for n in range(1, len(rest) + 1) if rest[n:] == rest[:-n])
+        return Stack(lead, period, len(rest) // period)
+
+    first = after(0)
+    repeated = [stack for stack in (first, *map(after, range(1, len(kinds)))) if stack.count > 1]
+    return min(repeated, key=lambda s: len(kinds) - (s.count - 1) * s.period, default=first)
 
 
 # Entries of a `config.json` that describe the file or the class rather than the architecture. They are never kept, and

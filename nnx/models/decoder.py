@@ -1,11 +1,13 @@
 """`Decoder`: every decoder-only language model of `nnx.models`, made from public layers.
 
-A *block* is one layer: attention and MLP, each with its norm, added to its input. Blocks are in a list, or *scanned*:
-then the blocks of one *period*, the repeating pattern of windows, form one Module whose parameters are stacked, and
-`nnx.scan` runs it over the stack. The layers left over after the last whole period are the *tail*, a list. Scanning
-over periods rather than layers keeps every window and rotary base a static value, so fused attention kernels apply.
+A *block* is one layer: a mixer of tokens (`mixers`) and an MLP, each with its norm, added to its input. Blocks are in a
+list, or *scanned*: then the blocks of one *period*, the repeating pattern of layers, form one Module whose parameters
+are stacked, and `nnx.scan` runs it over the stack. The layers before the first period are the *lead*, those left over
+after the last whole one the *tail*; both are lists. Scanning over periods rather than layers keeps every window and
+rotary base a static value, so fused attention kernels apply.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -19,14 +21,13 @@ from nnx.core.module.dict_sequence import Sequence
 from nnx.core.module.module import Module
 from nnx.core.variables.variables import Variable
 from nnx.models.activations_by_name import ClampedSwiGLU, activation_of
-from nnx.models.config import DecoderConfig
+from nnx.models.config import DecoderConfig, LayerSpec
 from nnx.models.inputs.tokens import check_tokens, too_long, without_negatives
-from nnx.nn.attention.attention import MultiHeadAttention
-from nnx.nn.attention.kv_cache import DecoderCache, LayerCache
-from nnx.nn.attention.rotary import RotaryEmbedding
+from nnx.models.mixers.mixers import MIXERS
+from nnx.models.mixers.norms import make_norm
+from nnx.nn.attention.kv_cache import DecoderCache
 from nnx.nn.attention.rotary_scaling import DynamicNTKScaling, LongRoPEScaling
 from nnx.nn.embed import Embed, LearnedPositionEmbed
-from nnx.nn.initializers import zeros
 from nnx.nn.linear import Linear
 from nnx.nn.mlp import MLP, GatedMLP
 from nnx.nn.moe.moe import MoE
@@ -45,6 +46,10 @@ LAYERS_AXIS = "layers"
 """The logical name of the axis along which a scanned decoder stacks its layers."""
 
 NO_LAYER_CACHE = "Decoder.decode: expected a cache with {expected} layers (see init_cache), got one with {got}."
+BLOCK_OF_A_BOOL = (
+    "DecoderBlock(config, {got}, ...): say which layer it is instead of whether it has a window, "
+    "`DecoderBlock(config, config.layers[i], ...)`. The next minor version refuses a bool."
+)
 ADAPTED_HEAD = (
     "Decoder.head_kernel: the output layer is a {got}, which is more than one matrix. Merge it first "
     "(`nnx.merge_lora`), or compute the loss from `model.logits(features)`."
@@ -57,18 +62,18 @@ class DecoderBlock(Module):
 
     Args:
         config: the architecture.
-        sliding: whether the layer sees only `config.sliding_window` tokens.
+        spec: what this layer is made of, one of `config.layers`.
         dtype, param_dtype, ctx: as in `Decoder`.
 
     Attributes:
-        attention_norm, mlp_norm: the norms of the inputs of attention and MLP.
-        attention: the `MultiHeadAttention`.
+        attention_norm, mlp_norm: the norms of the inputs of mixer and MLP.
+        attention: the mixer, such as a `MultiHeadAttention`.
         mlp: a `GatedMLP`, `MLP` or `MoE`.
         attention_post_norm, mlp_post_norm: the norms of their outputs, or None.
     """
 
     attention_norm: RMSNorm | LayerNorm
-    attention: MultiHeadAttention
+    attention: Any  # a Mixer; a protocol would hide the attributes of attention from an editor
     attention_post_norm: RMSNorm | LayerNorm | None
     mlp_norm: RMSNorm | LayerNorm
     mlp: GatedMLP | MLP | MoE
@@ -77,45 +82,23 @@ class DecoderBlock(Module):
     def __init__(
         self,
         config: DecoderConfig,
-        sliding: bool,
+        spec: LayerSpec | bool,
         *,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         ctx: Context,
     ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "ctx": ctx}
-        rotary = config.local_rotary if sliding and config.local_rotary is not None else config.rotary
-        divisor = config.query_pre_attn_scalar
-        self.attention_norm = _norm(config, config.features, options)
-        self.attention = MultiHeadAttention(
-            config.num_heads,
-            config.features,
-            qkv_features=config.num_heads * config.head_dim,
-            num_kv_heads=config.num_kv_heads,
-            use_bias=config.use_qkv_bias,
-            use_out_bias=config.use_out_bias,
-            rotary=None
-            if rotary is None
-            else RotaryEmbedding(
-                config.head_dim,
-                base=rotary.base,
-                rotary_dim=int(config.head_dim * rotary.fraction),
-                scaling=rotary.scaling,
-            ),
-            sliding_window=config.sliding_window if sliding else None,
-            scale=None if divisor is None else float(divisor) ** -0.5,
-            logits_soft_cap=config.attention_soft_cap,
-            use_sinks=config.use_sinks,
-            **options,
-        )
-        if config.normalize_qk:
-            # Set here because `normalize_qk=` takes neither the epsilon nor the offset.
-            self.attention.query_ln = _norm(config, config.head_dim, options)
-            self.attention.key_ln = _norm(config, config.head_dim, options)
-        self.attention_post_norm = _norm(config, config.features, options) if config.post_norms else None
-        self.mlp_norm = _norm(config, config.features, options)
-        self.mlp = _mlp(config, options)
-        self.mlp_post_norm = _norm(config, config.features, options) if config.post_norms else None
+        if isinstance(spec, bool):
+            warnings.warn(BLOCK_OF_A_BOOL.format(got=spec), DeprecationWarning, stacklevel=2)
+            kind = "sliding" if spec else "full"
+            spec = config.replace(layer_types=(kind,) * config.num_layers).layers[0]
+        self.attention_norm = make_norm(config, config.features, options)
+        self.attention = MIXERS[spec.mixer](config, spec, options)
+        self.attention_post_norm = make_norm(config, config.features, options) if config.post_norms else None
+        self.mlp_norm = make_norm(config, config.features, options)
+        self.mlp = _mlp(config, spec, options)
+        self.mlp_post_norm = make_norm(config, config.features, options) if config.post_norms else None
 
     def __call__(
         self, x: jax.Array, positions: jax.Array | None = None, mask: jax.Array | None = None
@@ -125,9 +108,9 @@ class DecoderBlock(Module):
         return _constrained(self._with_mlp(x, attended))
 
     def decode_step(
-        self, x: jax.Array, cache: LayerCache, lengths: jax.Array, seq_lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, LayerCache]:
-        """Applies the layer to the next tokens; the arguments are those of `MultiHeadAttention.decode_step`."""
+        self, x: jax.Array, cache: Any, lengths: jax.Array, seq_lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Applies the layer to the next tokens; the arguments are those of its mixer's `decode_step`."""
         attended, cache = self.attention.decode_step(self.attention_norm(x), cache, lengths, seq_lengths)
         # A mixture of experts in training mode would store its losses.
         mlp = {"update_stats": False} if isinstance(self.mlp, MoE) else {}
@@ -140,7 +123,7 @@ class DecoderBlock(Module):
 
 
 class Period(Module):
-    """The blocks of one period of the pattern of windows; what a scanned decoder stacks.
+    """The blocks of one period of the pattern of layers; what a scanned decoder stacks.
 
     Attributes:
         layers: the blocks, in order.
@@ -149,8 +132,9 @@ class Period(Module):
     layers: Sequence
 
     def __init__(self, config: DecoderConfig, **options: Any) -> None:
+        stack = config.stack
         self.layers = Sequence(
-            DecoderBlock(config, kind == "sliding", **options) for kind in config.layer_types[: config.period]
+            DecoderBlock(config, spec, **options) for spec in config.layers[stack.lead : stack.lead + stack.period]
         )
 
     def __call__(self, x: jax.Array, _: None, positions: Any, mask: Any, remat: Any) -> tuple[jax.Array, None]:
@@ -178,7 +162,7 @@ class Decoder(Module):
         embed: the `Embed` of tokens.
         positions: the `LearnedPositionEmbed`, or None with rotary positions.
         layers: a `Sequence` of `DecoderBlock`s; with `scan_layers`, the scanned stack of periods.
-        tail: the blocks after the last whole period of a scanned stack.
+        lead, tail: the blocks before and after the scanned stack; empty without one.
         norm: the norm before the output layer.
         head: the output layer, or None if it is the transposed embedding.
 
@@ -205,6 +189,7 @@ class Decoder(Module):
     embed: Embed
     positions: LearnedPositionEmbed | None
     layers: Any  # a Sequence or a Scan; a union would make an editor refuse `model.layers[0]`
+    lead: Sequence
     tail: Sequence
     norm: RMSNorm | LayerNorm
     head: Linear | None
@@ -228,22 +213,25 @@ class Decoder(Module):
         self.positions = (
             LearnedPositionEmbed(config.max_length, config.features, **options) if config.rotary is None else None
         )
-        stacked = config.num_layers // config.period if scan_layers else 0
-        if stacked > 1:
+
+        def blocks(specs: tuple[LayerSpec, ...]) -> Sequence:
+            return Sequence(DecoderBlock(config, spec, **options) for spec in specs)
+
+        stack = config.stack
+        if scan_layers and stack.count > 1:
+            self.lead = blocks(config.layers[: stack.lead])
             self.layers = Scan(
                 Period,
                 # All Variables, not only Params: one that was added unstacked is an error instead of silently shared.
                 variable_axes={...: 0},
                 split_rngs="params",
-                length=stacked,
+                length=stack.count,
                 metadata_params={PARTITION_NAME: LAYERS_AXIS},
             )(config, **options)
-            rest = config.layer_types[stacked * config.period :]
+            self.tail = blocks(config.layers[stack.lead + stack.count * stack.period :])
         else:
-            self.layers = Sequence(DecoderBlock(config, kind == "sliding", **options) for kind in config.layer_types)
-            rest = ()
-        self.tail = Sequence(DecoderBlock(config, kind == "sliding", **options) for kind in rest)
-        self.norm = _norm(config, config.features, options)
+            self.lead, self.layers, self.tail = blocks(()), blocks(config.layers), blocks(())
+        self.norm = make_norm(config, config.features, options)
         self.head = (
             None if config.tie_embeddings else Linear(config.features, config.vocab_size, use_bias=False, **options)
         )
@@ -286,9 +274,12 @@ class Decoder(Module):
         """
         check_tokens("Decoder", tokens, self.config.vocab_size)
         x = _constrained(self._embedded(tokens, positions))
-        if isinstance(self.layers, Scan):
+        is_scanned = isinstance(self.layers, Scan)
+        for block in self.lead if is_scanned else self.layers:
+            x = _run(block, x, positions, mask, self.remat)
+        if is_scanned:
             x, _ = self._scanned(x, positions, mask)
-        for block in self.tail if isinstance(self.layers, Scan) else self.layers:
+        for block in self.tail:
             x = _run(block, x, positions, mask, self.remat)
         return self.norm(x)
 
@@ -339,13 +330,12 @@ class Decoder(Module):
                 text are those of a text of this length.
             dtype: the dtype in which keys and values are stored; the computation dtype by default.
         """
-        config = self.config
         if dtype is None:
             table, scale = self.embed.embedding, self.embed.embedding_scale
             stored: DTypeLike = table.dtype if scale is None else weight_dtype(scale, self.embed.param_dtype)
             dtype = stored if self.dtype is None else self.dtype
-        heads = [(config.num_kv_heads, config.head_dim)] * config.num_layers
-        return DecoderCache.empty(batch, length, heads, dtype=dtype)
+        layers = tuple(block.attention.make_cache(batch, length, dtype) for block in self._blocks())
+        return DecoderCache(layers, jnp.zeros((batch,), jnp.int32))
 
     def decode(
         self, tokens: jax.Array, cache: DecoderCache, lengths: jax.Array | None = None
@@ -390,15 +380,20 @@ class Decoder(Module):
         period = self.layers.scan_module
         definition: Any = Module.get_module_def(period)
         state = Module.get_state(period)
-        length = self.config.num_layers // self.config.period
         blocks = []
-        for i in range(length):
+        for i in range(self.config.stack.count):
             layer = state.map(lambda path, leaf, i=i: _sliced(leaf, i))
             blocks += list(definition.merge(layer).layers)
         rest: Any = Module.clone(self)
-        rest.layers = Sequence((*blocks, *rest.tail))
-        rest.tail = Sequence(())
+        rest.layers = Sequence((*rest.lead, *blocks, *rest.tail))
+        rest.lead, rest.tail = Sequence(()), Sequence(())
         return rest
+
+    def _blocks(self) -> list[DecoderBlock]:
+        """Returns the block of each layer; those of a scanned stack, whose parameters are stacked, several times."""
+        if not isinstance(self.layers, Scan):
+            return list(self.layers)
+        return [*self.lead, *list(self.layers.scan_module.layers) * self.config.stack.count, *self.tail]
 
     def _scanned(self, x: jax.Array, positions: Any, mask: Any) -> tuple[jax.Array, None]:
         layers: Any = self.layers
@@ -419,12 +414,13 @@ class Decoder(Module):
         return x
 
 
-def _mlp(config: DecoderConfig, options: dict[str, Any]) -> GatedMLP | MLP | MoE:
-    sizes = (config.features, config.hidden_features)
+def _mlp(config: DecoderConfig, spec: LayerSpec, options: dict[str, Any]) -> GatedMLP | MLP | MoE:
+    hidden = config.hidden_features if spec.mlp == "experts" else config.dense_features or config.hidden_features
+    sizes = (config.features, hidden)
     options = {**options, "activation": activation_of(config.activation), "use_bias": config.use_mlp_bias}
     if config.swiglu_limit is not None:
         options["gated_activation"] = ClampedSwiGLU(config.swiglu_limit, config.swiglu_alpha)
-    if config.num_experts is not None and config.num_selected is not None:
+    if spec.mlp == "experts" and config.num_experts is not None and config.num_selected is not None:
         return MoE(
             *sizes,
             config.num_experts,
@@ -445,14 +441,6 @@ def _constrained(x: jax.Array) -> jax.Array:
     instead of gathering the parameters.
     """
     return with_logical_constraint(x, ("batch", "length", "embed"), fallback=RulesFallback.NO_CONSTRAINT)
-
-
-def _norm(config: DecoderConfig, features: int, options: dict[str, Any]) -> RMSNorm | LayerNorm:
-    if config.norm == "layer":
-        return LayerNorm(features, epsilon=config.norm_epsilon, **options)
-    if config.norm_offset != 0.0:
-        options = {**options, "scale_offset": config.norm_offset, "scale_init": zeros()}
-    return RMSNorm(features, epsilon=config.norm_epsilon, **options)
 
 
 def _run(block: Any, x: jax.Array, positions: Any, mask: Any, remat: Any) -> jax.Array:

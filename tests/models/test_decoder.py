@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import nnx
+from nnx.models.config import Stack
 from tests.models.published import GOLDENS, golden_model, tiny_config, tiny_model, tokens_for
 
 WINDOWS = {"layer_types": ("sliding", "sliding", "full") * 2 + ("sliding",), "num_layers": 7, "sliding_window": 3}
@@ -41,6 +42,24 @@ class TestScannedLayers:
         kinds = tuple({"f": "full", "s": "sliding"}[letter] for letter in types)
         config = tiny_config(num_layers=len(kinds), layer_types=kinds, sliding_window=2)
         assert config.period == period
+
+    def test_layers_that_differ_at_the_start_come_before_the_stack(self):
+        experts = {"num_experts": 4, "num_selected": 2, "dense_layers": (0,), "dense_features": 20}
+        scanned = tiny_model(scan_layers=True, num_layers=6, unrotated_layers=(2, 4), **experts)
+        assert scanned.config.stack == Stack(lead=1, period=2, count=2)
+        assert [len(scanned.lead), len(scanned.layers.scan_module.layers), len(scanned.tail)] == [1, 2, 1]
+        assert scanned.lead[0].mlp.up.kernel.shape == (16, 20)
+        listed, tokens = scanned.unscanned(), tokens_for(scanned.config, 2, 6)
+        assert [block.attention.rotary is None for block in listed.layers] == [False, False, True, False, True, False]
+        agree(scanned(tokens), listed(tokens))
+        out, _ = scanned.decode(tokens, scanned.init_cache(2, 6))
+        agree(out, listed(tokens))
+
+    @pytest.mark.parametrize("name", ["dense_layers", "unrotated_layers"])
+    @pytest.mark.parametrize("listed", [(2,), (-1,), (1, 0), (0, 0)])
+    def test_numbers_of_layers_that_are_not_there_are_refused(self, name, listed):
+        with pytest.raises(ValueError, match=f"{name} to list numbers of the 2 layers, in order, got"):
+            tiny_config(num_experts=2, num_selected=1, **{name: listed})
 
     def test_a_pattern_that_never_repeats_stays_a_list(self):
         model = nnx.models.Decoder(
@@ -95,6 +114,14 @@ def test_recomputing_layers_changes_no_gradient(scan_layers):
     model.remat = jax.checkpoint_policies.dots_saveable
     assert "policy=" in program(model) and "policy=None" not in program(model)
     jax.tree.map(agree, gradient(model), plain)
+
+
+def test_a_block_can_still_be_asked_for_by_whether_it_has_a_window():
+    config = tiny_config(**WINDOWS)
+    for sliding, window in ((True, 3), (False, None)):
+        with pytest.warns(DeprecationWarning, match=r"config.layers\[i\]"):
+            block = nnx.models.DecoderBlock(config, sliding, ctx=nnx.context(0))
+        assert block.attention.sliding_window == window
 
 
 class TestFeatures:

@@ -279,11 +279,13 @@ def links(config: DecoderConfig, scanned: bool, present: Iterable[str], prefix: 
 
 def layer_places(config: DecoderConfig, scanned: bool) -> list[tuple[str, tuple[int, ...]]]:
     """Returns the start of the paths of each layer, and its index in the stack if it is in one."""
-    period, length = config.period, config.num_layers // config.period
-    if not scanned or length < 2:  # a Decoder does not scan a single period either
+    stack = config.stack
+    if not scanned or stack.count < 2:  # a Decoder does not scan a single period either
         return [(f"layers/{i}/", ()) for i in range(config.num_layers)]
-    stacked = [(f"layers/scan_module/layers/{i % period}/", (i // period,)) for i in range(period * length)]
-    return [*stacked, *((f"tail/{i}/", ()) for i in range(config.num_layers - period * length))]
+    numbers = range(stack.count * stack.period)
+    stacked = [(f"layers/scan_module/layers/{i % stack.period}/", (i // stack.period,)) for i in numbers]
+    rest = range(config.num_layers - stack.lead - len(numbers))
+    return [*((f"lead/{i}/", ()) for i in range(stack.lead)), *stacked, *((f"tail/{i}/", ()) for i in rest)]
 
 
 def is_ignored(config: DecoderConfig, name: str) -> bool:
