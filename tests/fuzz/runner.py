@@ -171,7 +171,7 @@ class Run:
         self.compare_derivatives(call, expected, out)
         if not self.stateless:
             self.history.append(lambda side: side.see(side.call(self.eager, call, self.scope)))
-        if all(t.unique_keys for t in self.stack):
+        if self.program.draws_once():
             self.check_keys(drawn)
         if traces is not None:
             if types in self.traced and self.lifted.trace_count > traces:

@@ -1,5 +1,7 @@
 """`nnx.checkify`: checks on traced values, with Modules in the call."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,3 +79,28 @@ def test_new_state_and_stateful_false():
     _, returned = nnx.checkify(adds)(model)
     np.testing.assert_array_equal(model.extra, np.ones(2))
     assert returned is model
+
+
+@pytest.mark.parametrize("around", [wrapped, nnx.checkify], ids=["plain", "checked"])
+def test_every_draw_in_a_loop_has_its_own_key(around):
+    """JAX evaluates the condition of a checked loop twice: the same draw again, not one that anything else makes."""
+    drawn = {"condition": [], "body": []}
+
+    def draw(ctx, place):
+        data = jax.random.key_data(ctx.make_rng("params"))
+        jax.debug.callback(lambda key: drawn[place].append(tuple(key.tolist())), data)
+
+    def condition(carry):
+        draw(carry[1], "condition")
+        return carry[0] < 2
+
+    def body(carry):
+        draw(carry[1], "body")
+        return carry[0] + 1, carry[1]
+
+    nnx.jit(around(lambda i, ctx: nnx.while_loop(condition, body, (i, ctx))[0]))(jnp.array(0), nnx.context(0))
+    jax.effects_barrier()
+    in_condition, in_body = map(collections.Counter, (drawn["condition"], drawn["body"]))
+    assert set(in_body.values()) == {1} and len(in_body) == 2
+    assert set(in_condition.values()) == {1 if around is wrapped else 2} and len(in_condition) == 3
+    assert in_condition.keys().isdisjoint(in_body)
