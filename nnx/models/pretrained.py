@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +30,8 @@ from nnx.core.variables.variables import Loss
 from nnx.models.architecture import Architecture
 from nnx.models.files.counts import check_counts
 from nnx.models.files.quantized_files import AnyFile, decoding, reopened
-from nnx.models.files.reading import Location, Reader
+from nnx.models.files.reading import Location, Reader, Request
+from nnx.models.files.sending import placed
 from nnx.models.files.tables import Link, Parameter, Shape
 from nnx.models.registry import architecture_named, architecture_of
 from nnx.nn.quantized.quantize import is_quantized
@@ -99,8 +100,9 @@ def from_pretrained(
 ) -> Any:
     """Loads a published model from a directory with `config.json` and safetensors files.
 
-    Each tensor is read, rearranged and put on its devices one after the other, so the host needs room for little more
-    than the largest one. Nothing is downloaded, and no pickle is read. Inside a transform the files are read when the
+    On a CPU, each tensor is read and rearranged one after the other, so there is little more in memory than the model and
+    its largest tensor. Accelerators rearrange what they are sent: several tensors are on their way at once, in pieces
+    of at most 64 MB. Nothing is downloaded, and no pickle is read. Inside a transform the files are read when the
     compiled program runs; `nnx.eval_shape` therefore reads only their headers.
 
     Args:
@@ -154,8 +156,7 @@ def from_pretrained(
         if mesh is not None or not inside_trace:  # the current mesh is out of reach inside a trace
             shard(model, mesh, rules)
         if not abstract:
-            reader = opened.enter_context(Reader())
-            _fill(model, known, files, _place_when_run if inside_trace else reader.place)
+            _fill(model, known, files, _placed_when_run if inside_trace else placed)
     _origins[info_of(model)] = path
     return model
 
@@ -321,13 +322,19 @@ def _check(
         raise CheckpointError(DOES_NOT_FIT.format(path=path, family=config.model_type, differences=differences))
 
 
-def _fill(model: Module, known: list[Link], files: Mapping[str, AnyFile], place: Callable[..., jax.Array]) -> None:
+def _fill(
+    model: Module,
+    known: list[Link],
+    files: Mapping[str, AnyFile],
+    place: Callable[[Sequence[Request]], Sequence[jax.Array]],
+) -> None:
     """Fills an abstract model with the values in the files."""
     state, values = Module.get_state(model), values_by_path(model)
     locations, stacks = _located(known, files, values)
     # In the order of the files, so that reading is sequential.
     order = sorted(locations, key=lambda path: _position(locations[path][0]))
-    filled = {path: place(locations[path], values[path], stacks[path]) for path in order}
+    requests = [Request(locations[path], values[path], stacks[path]) for path in order]
+    filled = dict(zip(order, place(requests), strict=True))
     Module.update_state(
         model, state.map(lambda path, leaf: leaf.replace(filled[path] if path in filled else _zeros(leaf)))
     )
@@ -361,18 +368,23 @@ def _zeros(leaf: Any) -> jax.Array:
     return jnp.zeros(leaf.value.shape, leaf.value.dtype, device=leaf.value.sharding)
 
 
-def _place_when_run(locations: list[Location], target: jax.ShapeDtypeStruct, stack: Shape) -> jax.Array:
-    """Returns a parameter inside a trace: its tensors are read when the compiled program runs, if it ever does."""
+def _placed_when_run(requests: Sequence[Request]) -> list[jax.Array]:
+    """Returns parameters inside a trace: their tensors are read when the compiled program runs, if it ever does."""
 
-    def read() -> np.ndarray:
-        with contextlib.ExitStack() as opened:
-            by_path = {location.file.path: location.file for location in locations}
-            files = {path: reopened(file, opened) for path, file in by_path.items()}
-            again = [location._replace(file=files[location.file.path]) for location in locations]
-            return opened.enter_context(Reader()).read(again, whole(target.shape), target.dtype, stack)
+    def placed_when_run(request: Request) -> jax.Array:
+        locations, target, stack = request
 
-    array = jax.pure_callback(read, jax.ShapeDtypeStruct(target.shape, target.dtype))
-    return array if target.sharding is None else jax.lax.with_sharding_constraint(array, target.sharding)
+        def read() -> np.ndarray:
+            with contextlib.ExitStack() as opened:
+                by_path = {location.file.path: location.file for location in locations}
+                files = {path: reopened(file, opened) for path, file in by_path.items()}
+                again = [location._replace(file=files[location.file.path]) for location in locations]
+                return opened.enter_context(Reader()).read(again, whole(target.shape), target.dtype, stack)
+
+        array = jax.pure_callback(read, jax.ShapeDtypeStruct(target.shape, target.dtype))
+        return array if target.sharding is None else jax.lax.with_sharding_constraint(array, target.sharding)
+
+    return list(map(placed_when_run, requests))
 
 
 # Saving

@@ -1,16 +1,21 @@
 """Tiny published models: the goldens on disk, and decoders of every family with random weights."""
 
+import contextlib
 import functools
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import nnx
+from nnx.models.files import sending
+from nnx.storage import placing
 from tests.models import golden_files
 
 ALL_GOLDENS = {  # the model type of each one, by its name
@@ -43,6 +48,16 @@ def golden_directory(name: str) -> Path:
     weight_map = {name: file for file, names in shards.items() for name in names}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return directory
+
+
+@contextlib.contextmanager
+def sending_to_cpus(piece: int = 700) -> Iterator[None]:
+    """Loads parameters as on an accelerator: sent as they are stored, a few rows at a time, and rearranged there."""
+    with (
+        mock.patch.object(placing, "rearranges", lambda platforms: True),
+        mock.patch.multiple(sending, SMALL=2, PIECE=piece),
+    ):
+        yield
 
 
 @functools.cache

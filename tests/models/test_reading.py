@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ import safetensors.numpy
 
 import nnx
 from nnx.models.files import reading
-from nnx.models.files.reading import Location, Reader
+from nnx.models.files.reading import Location, Reader, Request
+from nnx.models.files.sending import Sender, is_sent, placed
 from nnx.models.files.tables import (
     CONV1D,
     CONV1D_FROM_HEADS,
@@ -24,6 +27,7 @@ from nnx.models.files.tables import (
 )
 from nnx.storage.safetensors import file as safetensors_file
 from nnx.storage.safetensors.file import TensorFile
+from tests.models.published import sending_to_cpus
 
 # The layout, the shape of the parameter, and where a fused one begins.
 CASES = {
@@ -116,3 +120,62 @@ def test_special_values_survive_conversion_to_float32(tmp_path):
         part = reader.read([Location(file, "w", LINEAR, (3, 2), 0)], ((0, 3), (0, 2)), np.float32, ())
     np.testing.assert_array_equal(part, values.T.astype(np.float32))
     assert math.copysign(1.0, part[1, 0]) == -1.0
+
+
+class TestSending:
+    """To accelerators, which rearrange parameters themselves; the CPU has to do it here."""
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_every_layout_arrives(self, case, tmp_path):
+        layout, shape, offset = CASES[case]
+        random = np.random.default_rng(0)
+        parameters = random.standard_normal((3, *shape)).astype(np.float32)
+        tensors = {}
+        for number, parameter in enumerate(parameters):
+            tensor = layout.to_tensor(parameter)
+            around = [(offset, 3) if axis == layout.output_axis else (0, 0) for axis in range(tensor.ndim)]
+            tensors[f"w{number}"] = np.pad(tensor, around) if offset else tensor
+        nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State(tensors))
+        with TensorFile(tmp_path / "x.safetensors") as file, sending_to_cpus(piece=40):
+            locations = [Location(file, name, layout, shape, offset) for name in tensors]
+            one = Request(locations[1:2], jax.ShapeDtypeStruct(shape, jnp.bfloat16), ())
+            stacked = Request(locations, jax.ShapeDtypeStruct((3, *shape), jnp.float32), (3,))
+            assert is_sent(one) and is_sent(stacked)
+            arrived = placed([one, stacked])
+        np.testing.assert_array_equal(arrived[0], parameters[1].astype(jnp.bfloat16))
+        np.testing.assert_array_equal(arrived[1], parameters)
+        assert arrived[0].dtype == jnp.bfloat16
+
+    def test_special_values_survive_conversion(self, tmp_path):
+        values = np.array([[0.0, -0.0, np.inf], [-np.inf, 1e-40, 1e-3]], jnp.bfloat16)
+        nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": values}))
+        with TensorFile(tmp_path / "x.safetensors") as file, sending_to_cpus():
+            request = Request([Location(file, "w", LINEAR, (3, 2), 0)], jax.ShapeDtypeStruct((3, 2), jnp.float32), ())
+            (array,) = placed([request])
+        assert np.asarray(array).tobytes() == np.ascontiguousarray(values.T.astype(np.float32)).tobytes()
+
+    def test_damage_is_reported_and_threads_end(self, tmp_path):
+        path = tmp_path / "x.safetensors"
+        nnx.save_safetensors(path, nnx.State({"w": np.ones((64, 64), np.float32)}))
+        raw = bytearray(path.read_bytes())
+        raw[-5] ^= 1
+        path.write_bytes(raw)
+        with TensorFile(path) as file, sending_to_cpus():
+            request = Request(
+                [Location(file, "w", LINEAR, (64, 64), 0)], jax.ShapeDtypeStruct((64, 64), jnp.float32), ()
+            )
+            with pytest.raises(nnx.CheckpointError, match="damaged"), Sender() as sender:
+                sender.send(request)
+                sender.finish()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("nnx-send")]
+
+    def test_what_jax_would_convert_on_the_way_is_rearranged_by_the_host(self, tmp_path):
+        values = np.array([1 + 2**-8 + 2**-40, 1.0]).reshape(
+            1, 2
+        )  # rounding it to float32 first would lose the last bit
+        nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": values}))
+        with TensorFile(tmp_path / "x.safetensors") as file, sending_to_cpus():
+            request = Request([Location(file, "w", SAME, (1, 2), 0)], jax.ShapeDtypeStruct((1, 2), jnp.bfloat16), ())
+            assert not is_sent(request)
+            (array,) = placed([request])
+        assert array.tolist() == values.astype(jnp.bfloat16).tolist()

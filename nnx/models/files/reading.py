@@ -8,7 +8,7 @@ devices hold different columns of the tensor's rows, these rows are read once an
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -50,6 +50,20 @@ class Location(NamedTuple):
     offset: int
 
 
+class Request(NamedTuple):
+    """A parameter to be read.
+
+    Attributes:
+        locations: the location of the parameter; if it is stacked, those of the stack's entries, in order.
+        target: the shape and dtype of the parameter, and its sharding, if any.
+        stack: the sizes of the leading axes of the parameter that number the locations.
+    """
+
+    locations: Sequence[Location]
+    target: jax.ShapeDtypeStruct
+    stack: Shape
+
+
 class Reader:
     """Reads parameters; a context manager.
 
@@ -68,14 +82,9 @@ class Reader:
     def __exit__(self, *error: Any) -> None:
         self._pool.shutdown()
 
-    def place(self, locations: Sequence[Location], target: jax.ShapeDtypeStruct, stack: Shape) -> jax.Array:
-        """Returns a parameter on its devices.
-
-        Args:
-            locations: the location of the parameter; if it is stacked, those of the stack's entries, in order.
-            target: the shape and dtype of the parameter, and its sharding, if any.
-            stack: the sizes of the leading axes of the parameter that number the locations.
-        """
+    def place(self, request: Request) -> jax.Array:
+        """Returns a parameter on its devices."""
+        locations, target, stack = request
         try:
             if target.sharding is None:
                 part = self.read(locations, whole(target.shape), target.dtype, stack)
@@ -113,7 +122,7 @@ class Reader:
                 into = self._fresh(_sizes(bounds), dtype)
             self._read_transposed(location, bounds, into)
             return into
-        view = self._view(location, bounds)
+        view = view_of(location, bounds, self._read_rows)
         if into is None:
             if view.dtype == dtype and view.flags.c_contiguous:
                 self._forget()  # the caller keeps these rows, and no other device needs them
@@ -169,65 +178,6 @@ class Reader:
             self._local.scratch = np.empty(size, np.uint8)
         return location.file.read(location.name, start, stop, into=self._local.scratch)
 
-    def _view(self, location: Location, bounds: Bounds) -> np.ndarray:
-        """Reads the rows of a tensor that hold a part of a parameter, and returns the part as a view of them."""
-        layout = location.layout
-        if layout.order is not None or layout.leading or not location.shape:
-            return self._small_view(location, bounds)
-        view, axis = (self._rows_of_outputs if layout.transposed else self._rows_of_inputs)(location, bounds)
-        cut = [slice(*bound) for bound in bounds]
-        cut[axis] = slice(None)  # only the rows of this part were read
-        return view[tuple(cut)]
-
-    def _rows_of_outputs(self, location: Location, bounds: Bounds) -> tuple[np.ndarray, int]:
-        """Reads a tensor `[outputs, inputs]`, such as the weight of a PyTorch `Linear`.
-
-        For example, the kernel of a query projection has the shape `[features 8, heads 4, head_dim 2]`. Its tensor is
-        `[8, 8]`, with two rows per head. If a device holds heads 2 and 3, rows 4 to 7 are read. As `[heads 2, head_dim
-        2, features 8]`, transposed, they are the part of the parameter, complete along all axes but that of the heads.
-
-        Returns:
-            The parameter within the bounds of one axis, its first output, and the number of that axis.
-        """
-        shape, axis = location.shape, location.layout.inputs or 0
-        inputs, others = shape[:axis], shape[axis + 1 :]
-        step = math.prod(others)  # the rows per entry of the first output axis
-        start, stop = bounds[axis]
-        rows = self._read_rows(location, location.offset + start * step, location.offset + stop * step)
-        rows = rows.reshape(stop - start, *others, *inputs)
-        outputs = rows.ndim - axis
-        return rows.transpose(*range(outputs, rows.ndim), *range(outputs)), axis
-
-    def _rows_of_inputs(self, location: Location, bounds: Bounds) -> tuple[np.ndarray, int]:
-        """Reads a tensor `[inputs, outputs]`, one that has the axes of the parameter, or a flat one.
-
-        For example, the fused kernel of GPT-2 is `[features 8, 24]`, with the outputs of queries, keys and values next
-        to each other. The keys have the offset 8; their parameter `[features 8, heads 4, head_dim 2]` is columns 8 to
-        15 of every row.
-
-        Returns:
-            The parameter within the bounds of its first axis, and the number of that axis.
-        """
-        layout, shape = location.layout, location.shape
-        inputs = len(shape) if layout.inputs is None else layout.inputs  # without outputs, it has inputs only
-        is_matrix = layout.flat or layout.inputs is not None
-        step = math.prod(shape[1:inputs]) if is_matrix else 1  # the rows per entry of the first axis
-        first = location.offset if layout.output_axis == 0 else 0
-        rows = self._read_rows(location, *(first + n * step for n in bounds[0]))
-        if layout.interleaved:
-            rows = rows[..., location.offset :: layout.interleaved]
-        elif layout.output_axis == 1:
-            rows = rows[:, location.offset : location.offset + math.prod(shape[inputs:])]
-        start, stop = bounds[0]
-        return rows.reshape(stop - start, *shape[1:]), 0
-
-    def _small_view(self, location: Location, bounds: Bounds) -> np.ndarray:
-        """Reads a whole tensor of a kind that is never large (a convolution, a scalar), and returns a part of it."""
-        tensor = self._read_rows(location, 0, None)
-        order = location.layout.order
-        array = tensor.reshape(location.shape) if order is None else tensor.transpose(np.argsort(order))
-        return array[(..., *(slice(*bound) for bound in bounds))]
-
     def _fresh(self, shape: Shape, dtype: Any) -> np.ndarray:
         """Returns new memory for an array, provided by all threads together."""
         array = aligned_zeros(shape, dtype)
@@ -243,6 +193,81 @@ class Reader:
 
     def _forget(self) -> None:
         self._rows, self._rows_at = np.empty(0), None
+
+
+ReadRows = Callable[[Location, int, int | None], np.ndarray]
+"""Reads a range of the rows of a tensor, or all from the first one on."""
+
+
+class RowAxis(NamedTuple):
+    """The axis of a parameter along which the rows of its tensor follow each other, and the rows per entry of it."""
+
+    number: int
+    rows: int
+
+
+def row_axis(location: Location) -> RowAxis | None:
+    """Returns the axis of a parameter that is read in ranges; None if its tensor is always read whole."""
+    layout, shape = location.layout, location.shape
+    if layout.order is not None or layout.leading or not shape:
+        return None
+    if layout.transposed:
+        axis = layout.inputs or 0
+        return RowAxis(axis, math.prod(shape[axis + 1 :]))
+    inputs = len(shape) if layout.inputs is None else layout.inputs  # without outputs, it has inputs only
+    is_matrix = layout.flat or layout.inputs is not None
+    return RowAxis(0, math.prod(shape[1:inputs]) if is_matrix else 1)
+
+
+def view_of(location: Location, bounds: Bounds, read_rows: ReadRows) -> np.ndarray:
+    """Reads the rows of a tensor that hold a part of a parameter, and returns the part as a view of them."""
+    axis = row_axis(location)
+    if axis is None:
+        return _small_view(location, bounds, read_rows)
+    view = (_rows_of_outputs if location.layout.transposed else _rows_of_inputs)(location, bounds, axis, read_rows)
+    cut = [slice(*bound) for bound in bounds]
+    cut[axis.number] = slice(None)  # only the rows of this part were read
+    return view[tuple(cut)]
+
+
+def _rows_of_outputs(location: Location, bounds: Bounds, axis: RowAxis, read_rows: ReadRows) -> np.ndarray:
+    """Reads a tensor `[outputs, inputs]`, such as the weight of a PyTorch `Linear`.
+
+    For example, the kernel of a query projection has the shape `[features 8, heads 4, head_dim 2]`. Its tensor is
+    `[8, 8]`, with two rows per head. If a device holds heads 2 and 3, rows 4 to 7 are read. As `[heads 2, head_dim
+    2, features 8]`, transposed, they are the part of the parameter, complete along all axes but that of the heads.
+    """
+    inputs, others = location.shape[: axis.number], location.shape[axis.number + 1 :]
+    start, stop = bounds[axis.number]
+    rows = read_rows(location, location.offset + start * axis.rows, location.offset + stop * axis.rows)
+    rows = rows.reshape(stop - start, *others, *inputs)
+    outputs = rows.ndim - axis.number
+    return rows.transpose(*range(outputs, rows.ndim), *range(outputs))
+
+
+def _rows_of_inputs(location: Location, bounds: Bounds, axis: RowAxis, read_rows: ReadRows) -> np.ndarray:
+    """Reads a tensor `[inputs, outputs]`, one that has the axes of the parameter, or a flat one.
+
+    For example, the fused kernel of GPT-2 is `[features 8, 24]`, with the outputs of queries, keys and values next
+    to each other. The keys have the offset 8; their parameter `[features 8, heads 4, head_dim 2]` is columns 8 to
+    15 of every row.
+    """
+    layout, shape = location.layout, location.shape
+    first = location.offset if layout.output_axis == 0 else 0
+    start, stop = bounds[0]
+    rows = read_rows(location, first + start * axis.rows, first + stop * axis.rows)
+    if layout.interleaved:
+        rows = rows[..., location.offset :: layout.interleaved]
+    elif layout.output_axis == 1:
+        rows = rows[:, location.offset : location.offset + math.prod(shape[layout.inputs :])]
+    return rows.reshape(stop - start, *shape[1:])
+
+
+def _small_view(location: Location, bounds: Bounds, read_rows: ReadRows) -> np.ndarray:
+    """Reads a whole tensor of a kind that is never large (a convolution, a scalar), and returns a part of it."""
+    tensor, order = read_rows(location, 0, None), location.layout.order
+    array = tensor.reshape(location.shape) if order is None else tensor.transpose(np.argsort(order))
+    return array[(..., *(slice(*bound) for bound in bounds))]
 
 
 def _transpose(rows: np.ndarray, into: np.ndarray) -> None:
