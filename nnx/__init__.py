@@ -159,6 +159,7 @@ from nnx.nn.attention.dot_product import dot_product_attention as dot_product_at
 from nnx.nn.attention.kv_cache import DecoderCache as DecoderCache
 from nnx.nn.attention.kv_cache import KVCache as KVCache
 from nnx.nn.attention.kv_cache import LayerCache as LayerCache
+from nnx.nn.attention.latent import LatentAttention as LatentAttention
 from nnx.nn.attention.masks import combine_masks as combine_masks
 from nnx.nn.attention.masks import make_attention_mask as make_attention_mask
 from nnx.nn.attention.masks import make_causal_mask as make_causal_mask
@@ -218,6 +219,9 @@ from nnx.nn.quantized.quantize import dequantize as dequantize
 from nnx.nn.quantized.quantize import quantize as quantize
 from nnx.nn.quantized.quantized import QuantizedParam as QuantizedParam
 from nnx.nn.recurrent.cell_base import RNNCellBase as RNNCellBase
+from nnx.nn.recurrent.delta_rule import gated_delta_rule as gated_delta_rule
+from nnx.nn.recurrent.gated_delta import DeltaCache as DeltaCache
+from nnx.nn.recurrent.gated_delta import GatedDeltaNet as GatedDeltaNet
 from nnx.nn.recurrent.recurrent import RNN as RNN
 from nnx.nn.recurrent.recurrent import Bidirectional as Bidirectional
 from nnx.nn.recurrent.rnn_cells import ConvLSTMCell as ConvLSTMCell
@@ -319,22 +323,22 @@ __all__ = [
     # nn
     "adaptive_avg_pool", "adaptive_max_pool", "AdaptiveAvgPool", "AdaptiveMaxPool", "add_lora", "apply_rotary",
     "attention_implementation", "avg_pool", "AvgPool", "BatchNorm", "Bidirectional", "Bilinear", "celu",
-    "combine_masks", "Conv", "ConvLSTMCell", "ConvTranspose", "cross_entropy", "DecoderCache", "dequantize",
-    "dot_product_attention", "Dropout", "DropPath", "DynamicNTKScaling", "Einsum", "elu", "Embed", "GatedMLP",
-    "GaussianNoise", "gelu", "get_scaled_dot_general_config", "global_avg_pool", "global_max_pool",
-    "GlobalAvgPool", "GlobalMaxPool", "glu", "GroupNorm", "GRUCell", "hard_sigmoid", "hard_silu", "hard_swish",
-    "hard_tanh", "Identity", "identity", "initializers", "InstanceNorm", "KVCache", "LayerCache", "LayerNorm",
-    "leaky_relu", "LearnedPositionEmbed", "Linear", "linear_cross_entropy", "LinearGeneral", "LinearScaling",
-    "Llama3Scaling", "log1mexp", "log_sigmoid", "log_softmax", "logmeanexp", "logsumexp", "LongRoPEScaling",
-    "LoRA", "LoRALinear", "LoRALinearGeneral", "LoRAParam", "LSTMCell", "make_attention_mask", "make_causal_mask",
-    "make_padding_mask", "make_segment_mask", "make_sliding_window_mask", "max_pool", "MaxPool", "merge_lora",
-    "min_pool", "MinPool", "mish", "MLP", "MoE", "MultiHeadAttention", "normalize", "NTKScaling", "one_hot",
-    "OptimizedLSTMCell", "pool", "PReLU", "quantize", "QuantizedParam", "relu", "relu6", "ring_attention",
-    "RMSNorm", "RNN", "RNNCellBase", "RotaryEmbedding", "RotaryScaling", "router_losses", "RouterLosses",
-    "scaled_dot_general", "scaled_matmul", "selu", "set_dtypes", "sigmoid", "silu", "SimpleCell",
-    "sinusoidal_positions", "SinusoidalPositionEmbed", "soft_sign", "softmax", "softplus", "sparse_plus",
-    "sparse_sigmoid", "SpectralNorm", "squareplus", "standardize", "swish", "tanh", "Upsample", "WeightNorm",
-    "YaRNScaling",
+    "combine_masks", "Conv", "ConvLSTMCell", "ConvTranspose", "cross_entropy", "DecoderCache", "DeltaCache",
+    "dequantize", "dot_product_attention", "Dropout", "DropPath", "DynamicNTKScaling", "Einsum", "elu", "Embed",
+    "gated_delta_rule", "GatedDeltaNet", "GatedMLP", "GaussianNoise", "gelu", "get_scaled_dot_general_config",
+    "global_avg_pool", "global_max_pool", "GlobalAvgPool", "GlobalMaxPool", "glu", "GroupNorm", "GRUCell",
+    "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "Identity", "identity", "initializers",
+    "InstanceNorm", "KVCache", "LatentAttention", "LayerCache", "LayerNorm", "leaky_relu",
+    "LearnedPositionEmbed", "Linear", "linear_cross_entropy", "LinearGeneral", "LinearScaling", "Llama3Scaling",
+    "log1mexp", "log_sigmoid", "log_softmax", "logmeanexp", "logsumexp", "LongRoPEScaling", "LoRA", "LoRALinear",
+    "LoRALinearGeneral", "LoRAParam", "LSTMCell", "make_attention_mask", "make_causal_mask", "make_padding_mask",
+    "make_segment_mask", "make_sliding_window_mask", "max_pool", "MaxPool", "merge_lora", "min_pool", "MinPool",
+    "mish", "MLP", "MoE", "MultiHeadAttention", "normalize", "NTKScaling", "one_hot", "OptimizedLSTMCell",
+    "pool", "PReLU", "quantize", "QuantizedParam", "relu", "relu6", "ring_attention", "RMSNorm", "RNN",
+    "RNNCellBase", "RotaryEmbedding", "RotaryScaling", "router_losses", "RouterLosses", "scaled_dot_general",
+    "scaled_matmul", "selu", "set_dtypes", "sigmoid", "silu", "SimpleCell", "sinusoidal_positions",
+    "SinusoidalPositionEmbed", "soft_sign", "softmax", "softplus", "sparse_plus", "sparse_sigmoid",
+    "SpectralNorm", "squareplus", "standardize", "swish", "tanh", "Upsample", "WeightNorm", "YaRNScaling",
     # training
     "Accuracy", "Average", "CheckpointEntry", "CheckpointError", "CheckpointManager", "DynamicScale", "EarlyStopping",
     "EMA", "EmaState", "load", "Metric", "MetricState", "MultiMetric", "muon_dimensions", "Optimizer", "OptState",

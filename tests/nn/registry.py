@@ -470,7 +470,33 @@ def _layers() -> list[Entry]:
             offset=False,
             blames="KVCache",
         ),
+        e(
+            "LatentAttention",
+            lambda ctx, **d: nnx.LatentAttention(
+                2, 8, kv_rank=4, query_rank=6, head_dim=3, value_dim=2, rotary=nnx.RotaryEmbedding(2), ctx=ctx, **d
+            ),
+            ((3, 8),),
+            (3, 8),
+            call={"is_causal": True},
+            wrong=(((3, 1),), ((8,),)),
+            offset=False,
+            mask=np.array([False, True, True])[:, None],
+            wide=lambda ctx: (
+                nnx.LatentAttention(4, 256, kv_rank=48, head_dim=8, rotary=nnx.RotaryEmbedding(8), ctx=ctx).kv_down,
+                ((64, 256),),
+            ),
+        ),
         # recurrence
+        e(
+            "GatedDeltaNet",
+            lambda ctx, **d: nnx.GatedDeltaNet(6, 4, 3, 2, 2, ctx=ctx, **d),
+            ((3, 6),),
+            (3, 6),
+            wrong=(((3, 1),), ((6,),)),
+            offset=False,
+            mask=np.zeros(3, bool),
+            wide=lambda ctx: (nnx.GatedDeltaNet(256, 4, 16, ctx=ctx).value, ((64, 256),)),
+        ),
         *(
             e(
                 cell.__name__,

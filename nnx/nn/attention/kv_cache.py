@@ -30,34 +30,17 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from nnx.core.module.module import Module
-from nnx.core.trace import is_tracer
 from nnx.core.variables.variables import Cache
 from nnx.nn.attention.masks import positions_visible
+from nnx.nn.attention.room import POISONED, check_room, grown, is_known
 from nnx.nn.support.checks import check_sizes
 from nnx.nn.support.parameters import AxisNames
 from nnx.sharding.target import target
 
-FULL = (
-    "{cache} is full: it has room for max_length={max_length} tokens per row, {details}. Nothing was written. Make a "
-    "longer cache (`init_cache` with a greater length){or_reset}, or stop generating."
-)
 NOT_FLOATS = "{cache} stores floating-point numbers: expected such a dtype, got {got}."
 NO_ROOM = "{cache}: expected max_length >= 1, got {got}."
 WRONG_SHAPE = "{cache}: expected {name} of shape {expected} (batch..., length, heads, head_dim), got {got}."
 UNPAIRED = "{cache}: expected as many keys as values, got {keys} and {values}."
-IMPOSSIBLE_LENGTHS = (
-    "{cache}: expected seq_lengths from 0 to {length}, the number of tokens in each row of the keys, got {got}. "
-    "Nothing was written."
-)
-BELOW_ZERO = (
-    "{cache}: expected {name} of 0 or more, the number of tokens in each row, got {got}. Nothing was written. To go "
-    "back to the start of a text, use 0."
-)
-POISONED = (
-    "{cache}: row {row} got more tokens than max_length={max_length} inside a transform, and the NaN that marks it is "
-    "still in the cache. Start again with a {longer}cache of enough room."
-)
-WRONG_LENGTHS = "{cache}: expected {name} of shape {expected}, one per row, got {got}."
 
 
 LANES = 128  # of a TPU's vector unit
@@ -249,6 +232,15 @@ class LayerCache:
         keys, values, _ = _append(self.key, self.value, lengths, key, value, seq_lengths, aligned=aligned)
         return dataclasses.replace(self, key=keys, value=values)
 
+    def check(self, lengths: jax.Array, cache: str = "LayerCache") -> None:
+        """Raises `ValueError` if a row has overflowed inside a transform; call it outside of transforms.
+
+        Args:
+            lengths: `[batch...]`, the number of tokens each row holds.
+            cache: the name to use in the error.
+        """
+        _check_rows(cache, self.key, self.value, lengths)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +250,7 @@ class DecoderCache:
     Each layer has its own arrays. A stack of all layers would be copied whole for each token when a loop updates it.
 
     Attributes:
-        layers: one `LayerCache` per layer.
+        layers: one cache per layer: a `LayerCache`, or whatever else its mixer makes (`make_cache`).
         lengths: int32 `[batch]`, the number of tokens each row holds. A row that overflowed inside a transform has a
             length above `max_length`, and its outputs are NaN.
 
@@ -267,7 +259,7 @@ class DecoderCache:
     (3, 8, [0, 0])
     """
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[Any, ...]
     lengths: jax.Array
 
     @classmethod
@@ -290,13 +282,13 @@ class DecoderCache:
         """The number of tokens a row can hold."""
         return self.layers[0].max_length
 
-    def advanced(self, layers: Iterable[LayerCache], added: int | jax.Array) -> "DecoderCache":
+    def advanced(self, layers: Iterable[Any], added: int | jax.Array) -> "DecoderCache":
         """Returns a cache with these layers, whose rows hold `added` tokens more: one number, or one per row."""
         return DecoderCache(tuple(layers), self.lengths + jnp.asarray(added, jnp.int32))
 
     def check(self) -> None:
         """Raises `ValueError` if a row has overflowed inside a transform; call it outside of transforms."""
-        _check_rows("DecoderCache", self.layers[0].key, self.layers[0].value, self.lengths)
+        self.layers[0].check(self.lengths, "DecoderCache")
 
 
 def next_positions(index: jax.Array, length: int) -> jax.Array:
@@ -371,33 +363,17 @@ def _check_append(
             raise ValueError(WRONG_SHAPE.format(cache=cache, name=name, expected=expected, got=given.shape))
     if key.shape[-3] != value.shape[-3]:
         raise ValueError(UNPAIRED.format(cache=cache, keys=key.shape, values=value.shape))
-    for name, given in (("lengths", index), ("seq_lengths", seq_lengths)):
-        if given is not None and given.shape != batch:
-            raise ValueError(WRONG_LENGTHS.format(cache=cache, name=name, expected=batch, got=given.shape))
-    length = key.shape[-3]
-    if seq_lengths is not None and _is_known(seq_lengths):
-        given = np.asarray(seq_lengths)
-        if ((given < 0) | (given > length)).any():
-            raise ValueError(IMPOSSIBLE_LENGTHS.format(cache=cache, length=length, got=given.tolist()))
-    _check_known_lengths(cache, index)
-    _check_room(cache, keys.shape[-3], index, length, seq_lengths)
+    check_room(cache, keys.shape[-3], index, key.shape[-3], seq_lengths, batch)
 
 
 def _check_rows(cache: str, keys: jax.Array, values: jax.Array, index: jax.Array) -> None:
     """Raises `ValueError` if a row has overflowed, as far as is known."""
     max_length = keys.shape[-3]
-    _check_known_lengths(cache, index)
-    _check_room(cache, max_length, index, 0, None)
-    if _is_known(keys) and _is_known(values) and (poisoned := np.asarray(_poisoned(keys, values))).any():
+    check_room(cache, max_length, index, 0, None)
+    if is_known(keys) and is_known(values) and (poisoned := np.asarray(_poisoned(keys, values))).any():
         row = ", ".join(map(str, np.argwhere(poisoned)[0]))
         longer = "reset or a longer " if cache == "KVCache" else "new "
         raise ValueError(POISONED.format(cache=cache, row=row, max_length=max_length, longer=longer))
-
-
-def _check_known_lengths(cache: str, index: jax.Array) -> None:
-    if _is_known(index) and (np.asarray(index) < 0).any():
-        name = "an index" if cache == "KVCache" else "lengths"
-        raise ValueError(BELOW_ZERO.format(cache=cache, name=name, got=np.asarray(index).tolist()))
 
 
 def ends_poisoned(cache: KVCache) -> jax.Array:
@@ -408,28 +384,6 @@ def ends_poisoned(cache: KVCache) -> jax.Array:
 def _poisoned(keys: jax.Array, values: jax.Array) -> jax.Array:
     """Returns which rows have the mark of an overflow in one of these slots: a value of NaN with a key of zeros."""
     return (jnp.isnan(values).all((-2, -1)) & (keys == 0).all((-2, -1))).any(-1)
-
-
-def _check_room(cache: str, max_length: int, index: jax.Array, length: int, seq_lengths: jax.Array | None) -> None:
-    or_reset = ", call `reset()`" if cache == "KVCache" else ""
-    options = {"cache": cache, "max_length": max_length, "or_reset": or_reset}
-    if seq_lengths is None and length > max_length:
-        raise ValueError(FULL.format(**options, details=f"got {length} tokens at once"))
-    added = length if seq_lengths is None else seq_lengths
-    if not (_is_known(index) and _is_known(added)):
-        return
-    held = np.asarray(index)
-    needed = held + np.asarray(added)
-    if (needed > max_length).any():
-        row = np.unravel_index(int(needed.argmax()), needed.shape)
-        where = f"row {', '.join(map(str, row))}" if row else "it"
-        details = f"{where} holds {held[row]} tokens and would come to {needed[row]}"
-        raise ValueError(FULL.format(**options, details=details))
-
-
-def _is_known(value: Any) -> bool:
-    """Returns whether a value can be read now, outside of any trace."""
-    return not (is_tracer(value) or isinstance(value, jax.ShapeDtypeStruct))
 
 
 def _with_length(shape: tuple[int, ...]) -> str:
@@ -450,15 +404,13 @@ def _append(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the arrays of a cache after an append, with rows poisoned that overflow or have impossible lengths."""
     length, max_length = key.shape[-3], keys.shape[-3]
-    tokens = jnp.arange(length, dtype=jnp.int32)
-    added: Any = length if seq_lengths is None else seq_lengths.astype(jnp.int32)
-    impossible = index < 0
     slots = next_positions(index, length)
+    new_index, impossible = grown(index, length, seq_lengths, max_length)
     if seq_lengths is not None:
-        impossible |= (added < 0) | (added > length)
-        real = (tokens < added[..., None]) | impossible[..., None]  # a poisoned row is poisoned at all its tokens
+        tokens = jnp.arange(length, dtype=jnp.int32)
+        # A poisoned row is poisoned at all its tokens.
+        real = (tokens < seq_lengths.astype(jnp.int32)[..., None]) | impossible[..., None]
         slots = jnp.where(real, slots, max_length)  # out of range: not written
-    new_index = jnp.where(impossible, max_length + 1, index + added)
     full = (new_index > max_length)[..., None]  # [batch..., 1]
     # A row that overflows must not fail silently: a NaN goes into its last slot, which every later query sees. All of
     # its tokens could be out of range and be dropped; one below zero would count slots from the end.

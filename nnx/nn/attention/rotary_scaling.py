@@ -197,6 +197,9 @@ class YaRNScaling(RotaryScaling):
         beta_slow: a number of turns; features with fewer have their frequency divided by `factor`.
         attention_factor: the factor on rotated queries and keys; `0.1 * ln(factor) + 1` by default.
         truncate: whether the ramp between the two starts and ends at whole features.
+        mscale, mscale_all_dim: two numbers with which DeepSeek divides the sharpening between the parts of a head: the
+            default of `attention_factor` is then `(0.1 * mscale * ln(factor) + 1)` over the same with `mscale_all_dim`,
+            and `logits_factor` is the square of the latter.
     """
 
     factor: float
@@ -205,6 +208,8 @@ class YaRNScaling(RotaryScaling):
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
 
     def frequencies(self, dim: int, base: float) -> np.ndarray:
         plain = super().frequencies(dim, base)
@@ -225,7 +230,17 @@ class YaRNScaling(RotaryScaling):
     def amplitude(self) -> float:
         if self.attention_factor is not None:
             return self.attention_factor
-        return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0
+        if self.mscale and self.mscale_all_dim:
+            return self._sharpening(self.mscale) / self._sharpening(self.mscale_all_dim)
+        return self._sharpening(1.0)
+
+    @property
+    def logits_factor(self) -> float:
+        """The factor on all logits of `LatentAttention`, of which only a part of each head rotates."""
+        return self._sharpening(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _sharpening(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 
 @dataclasses.dataclass(frozen=True)
