@@ -42,7 +42,7 @@ from nnx.models.config import LayerSpec as LayerSpec
 from nnx.models.config import RotaryConfig as RotaryConfig
 from nnx.models.decoder import Decoder as Decoder
 from nnx.models.decoder import DecoderBlock as DecoderBlock
-from nnx.models.families import FAMILIES as FAMILIES
+from nnx.models.families.families import FAMILIES as FAMILIES
 from nnx.models.inputs.audio import log_mel as log_mel
 from nnx.models.inputs.images import ImageProcessor as ImageProcessor
 from nnx.models.inputs.images import resize_image as resize_image

@@ -1,8 +1,7 @@
 """`Architecture`: what `from_pretrained` and `save_pretrained` need to know about one kind of model.
 
-An *architecture* covers the families (`model_type`) that share their Modules: one class, or one class per task. It is a
-record of functions; `registry` lists all of them. A *path* is that of a parameter in the Module, a *name* that of a
-tensor in the checkpoint.
+An *architecture* covers the families (`model_type`) that share their Modules: one class, or one class per task.
+`registry` lists all of them. A *path* is that of a parameter in the Module, a *name* that of a tensor in a checkpoint.
 """
 
 import dataclasses
@@ -12,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from nnx.core.module.module import Module
-from nnx.models.files.tables import Link
+from nnx.models.family import Family
+from nnx.models.files.table import Link, Parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,32 +20,62 @@ class Architecture:
     """A kind of model: its classes, and how they correspond to published directories.
 
     Attributes:
-        model_types: the values of `model_type` in `config.json` that it covers.
+        families: the families that it covers.
         modules: the classes of its models, which have the attributes `config` and `param_dtype`.
         build: a function that makes a model: `build(config, param_dtype=..., ctx=..., **options)`.
-        read_config: a function that translates the entries of a `config.json`: `read_config(entries, file)`, where
-            `file` is named in errors.
-        write_config: the inverse: a function from a config to the entries with which `transformers` loads the model.
-        links: a function `links(config, paths, names)` that returns which tensor holds which of these parameters.
-            `names` are the tensors of a checkpoint whose names may vary, and empty when one is written.
-        is_ignored: a function `is_ignored(config, name)`: whether a tensor is allowed although no parameter needs it.
         dtype_paths: parameters, one of which every model has; its dtype is that of the checkpoint.
         options: the options of `from_pretrained` that `build` takes in addition.
         options_of: a function from a model to those options that decide its structure.
+        located: a function `located(config, paths)` to the parameters of a model by the paths they have if no layers
+            are stacked; needed only if layers can be.
         completed: a function `completed(config, names)` from the config in the file to that of the model, for what only
             the tensors of a checkpoint decide.
-        constants: a function `constants(config, paths)` that returns tensors to write in addition, by name.
+        constants: a function `constants(config, links)` that returns tensors to write in addition, by name.
     """
 
-    model_types: tuple[str, ...]
+    families: tuple[Family, ...]
     modules: tuple[type[Module], ...]
     build: Callable[..., Module]
-    read_config: Callable[[Mapping[str, Any], str], Any]
-    write_config: Callable[[Any], dict[str, Any]]
-    links: Callable[[Any, Collection[str], Collection[str]], list[Link]]
-    is_ignored: Callable[[Any, str], bool]
     dtype_paths: tuple[str, ...]
     options: tuple[str, ...] = ()
     options_of: Callable[[Any], dict[str, Any]] = lambda model: {}
+    located: Callable[[Any, Collection[str]], dict[str, Parameter]] = lambda config, paths: {
+        path: Parameter(path) for path in paths
+    }
     completed: Callable[[Any, Collection[str]], Any] = lambda config, names: config
-    constants: Callable[[Any, Collection[str]], Mapping[str, np.ndarray]] = lambda config, paths: {}
+    constants: Callable[[Any, list[Link]], Mapping[str, np.ndarray]] = lambda config, links: {}
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """The values of `model_type` in `config.json` that it covers."""
+        return tuple(family.model_type for family in self.families)
+
+    def family_of(self, config: Any) -> Family:
+        """Returns the family of a config."""
+        return next(family for family in self.families if family.model_type == config.model_type)
+
+    def read_config(self, entries: Mapping[str, Any], where: str) -> Any:
+        """Translates the entries of a `config.json`; `where` is the name of the file, for errors."""
+        family = next(family for family in self.families if family.model_type == entries["model_type"])
+        return family.read(entries, where)
+
+    def write_config(self, config: Any) -> dict[str, Any]:
+        """Returns the entries with which `transformers` loads a model of the config."""
+        return self.family_of(config).write(config)
+
+    def links(self, config: Any, paths: Collection[str], names: Collection[str] = ()) -> list[Link]:
+        """Returns which tensor holds which of these parameters.
+
+        Args:
+            config: the config of the model.
+            paths: the paths of its parameters. Entries for others (an absent bias) are left out.
+            names: the tensors of a checkpoint, whose names may vary; empty when one is written.
+        """
+        table = self.family_of(config).table_of(config)
+        return table.links(self.located(config, paths), names, getattr(config, "num_experts", None))
+
+    def is_ignored(self, config: Any, name: str) -> bool:
+        """Whether a tensor is allowed although no parameter needs it: a buffer, or a copy of a tied embedding."""
+        table = self.family_of(config).table_of(config)
+        tied = getattr(config, "tie_embeddings", False) and name in {entry.name for entry in table.head}
+        return tied or table.ignores(name)

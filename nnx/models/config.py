@@ -49,11 +49,13 @@ class RotaryConfig:
         base: the base of the geometric series of frequencies.
         scaling: the change of frequencies for long contexts, if any.
         fraction: the part of each head's features that rotate.
+        interleaved: whether neighboring features rotate together, rather than those of the two halves.
     """
 
     base: float = 10000.0
     scaling: RotaryScaling | None = None
     fraction: float = 1.0
+    interleaved: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

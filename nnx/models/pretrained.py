@@ -29,10 +29,11 @@ from nnx.core.trace import is_tracer
 from nnx.core.variables.variables import Loss
 from nnx.models.architecture import Architecture
 from nnx.models.files.counts import check_counts
+from nnx.models.files.layouts import Shape
 from nnx.models.files.quantized_files import AnyFile, decoding, reopened
 from nnx.models.files.reading import Location, Reader, Request
 from nnx.models.files.sending import placed
-from nnx.models.files.tables import Link, Parameter, Shape
+from nnx.models.files.table import Link, Parameter
 from nnx.models.registry import architecture_named, architecture_of
 from nnx.nn.quantized.quantize import is_quantized
 from nnx.nn.support.settings import as_dtype
@@ -100,8 +101,8 @@ def from_pretrained(
 ) -> Any:
     """Loads a published model from a directory with `config.json` and safetensors files.
 
-    On a CPU, each tensor is read and rearranged one after the other, so there is little more in memory than the model and
-    its largest tensor. Accelerators rearrange what they are sent: several tensors are on their way at once, in pieces
+    On a CPU, each tensor is read and rearranged one after the other, so there is little more in memory than the model
+    and its largest tensor. Accelerators rearrange what they are sent: several tensors are on their way at once, in pieces
     of at most 64 MB. Nothing is downloaded, and no pickle is read. Inside a transform the files are read when the
     compiled program runs; `nnx.eval_shape` therefore reads only their headers.
 
@@ -194,7 +195,7 @@ def save_pretrained(
     _check_savable(model, architecture, values, known)
     tensors = {link.name: pending_tensor(link, values) for link in known}
     by_name = {link.name: link for link in known}
-    constants = architecture.constants(config, values)
+    constants = architecture.constants(config, known)
     tensors |= {name: Pending(array.dtype, array.shape) for name, array in constants.items()}
     metadata = {"format": "pt"}  # what transformers writes; it refuses files without it
     write_arrays(
@@ -347,15 +348,19 @@ def _located(
     locations: dict[str, list[Location]] = {}
     stacks: dict[str, Shape] = {}
     for link in known:
-        offset = 0
-        for parameter in link.parameters:
-            path, shape = parameter.path, _shape(parameter, values)
-            location = Location(files[link.name], link.name, link.layout, shape, offset)
+        offset, layout = 0, link.layout
+        shapes = [_shape(parameter, values) for parameter in link.parameters]
+        groups = layout.groups(shapes) if layout.grouped else 0
+        stride = sum(layout.tensor_shape(shape)[0] for shape in shapes) // groups if groups else 0
+        for parameter, shape in zip(link.parameters, shapes, strict=True):
+            path = parameter.path
+            location = Location(files[link.name], link.name, layout, shape, offset, groups, stride)
             # Layers and experts come in order, so the locations of a stacked parameter are appended by index.
             locations.setdefault(path, []).append(location)
             stacks[path] = tuple(values[path].shape[: len(parameter.index)])
             if len(link.parameters) > 1:
-                offset += 1 if link.layout.interleaved else link.layout.tensor_shape(shape)[link.layout.output_axis]
+                rows = layout.tensor_shape(shape)[layout.output_axis]
+                offset += 1 if layout.interleaved else rows // (groups or 1)
     return locations, stacks
 
 
@@ -443,12 +448,10 @@ def _differences(model: Module, expected: Module) -> list[str]:
 
 def _tensor(link: Link, values: Mapping[str, Any]) -> Any:
     """Returns the tensor of a link; for arrays that are spread over processes, all of them must call it."""
-    parts = []
-    for parameter in link.parameters:
-        value = values[parameter.path]
-        value = value[parameter.index] if parameter.index else value
-        parts.append(link.layout.to_tensor(value))
-    return parts[0] if len(parts) == 1 else link.layout.joined(parts)
+    held = ((values[parameter.path], parameter.index) for parameter in link.parameters)
+    arrays = [value[index] if index else value for value, index in held]
+    parts = [link.layout.to_tensor(array) for array in arrays]
+    return parts[0] if len(parts) == 1 else link.layout.joined(parts, [array.shape for array in arrays])
 
 
 def _listed(names: Any) -> str:

@@ -14,29 +14,45 @@ from nnx.models.architectures.vit_format import VIT
 from nnx.models.architectures.whisper_format import WHISPER
 from nnx.models.config import DecoderConfig
 from nnx.models.decoder import Decoder
-from nnx.models.families import FAMILIES, UNKNOWN_MODEL, config_from_dict, config_to_dict
-from nnx.models.files.tables import Link, checkpoint_prefix, is_ignored, links
+from nnx.models.families.families import FAMILIES, UNKNOWN_MODEL
+from nnx.models.files.table import Parameter
 from nnx.transforms.control.class_forms import Scan
 
 NOT_A_MODEL = "save_pretrained takes a model of nnx.models ({known}), got {got}."
 
 
-def _decoder_links(config: DecoderConfig, paths: Collection[str], names: Collection[str]) -> list[Link]:
-    scanned = any(path.startswith("layers/scan_module/") for path in paths)
-    return links(config, scanned, paths, checkpoint_prefix(config, names))
+def located(config: DecoderConfig, paths: Collection[str]) -> dict[str, Parameter]:
+    """Returns the parameters of a decoder by the paths they have if its layers are in a list."""
+    found = {path: Parameter(path) for path in paths if not path.startswith(("layers/", "lead/", "tail/"))}
+    by_place: dict[str, list[str]] = {}
+    for path in paths:
+        parts = path.split("/", 4 if path.startswith("layers/scan_module/") else 2)
+        by_place.setdefault("/".join(parts[:-1]), []).append(parts[-1])
+    scanned = any(place.startswith("layers/scan_module/") for place in by_place)
+    for number, (place, index) in enumerate(_layer_places(config, scanned)):
+        found |= {f"layers/{number}/{rest}": Parameter(f"{place}/{rest}", index) for rest in by_place.get(place, ())}
+    return found
+
+
+def _layer_places(config: DecoderConfig, scanned: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns the path of each layer, and its index in the stack if it is in one."""
+    stack = config.stack
+    if not scanned or stack.count < 2:  # a Decoder does not scan a single period either
+        return [(f"layers/{i}", ()) for i in range(config.num_layers)]
+    numbers = range(stack.count * stack.period)
+    stacked = [(f"layers/scan_module/layers/{i % stack.period}", (i // stack.period,)) for i in numbers]
+    rest = range(config.num_layers - stack.lead - len(numbers))
+    return [*((f"lead/{i}", ()) for i in range(stack.lead)), *stacked, *((f"tail/{i}", ()) for i in rest)]
 
 
 DECODERS = Architecture(
-    model_types=tuple(FAMILIES),
+    families=tuple(FAMILIES.values()),
     modules=(Decoder,),
     build=Decoder,
-    read_config=config_from_dict,
-    write_config=config_to_dict,
-    links=_decoder_links,
-    is_ignored=is_ignored,
     dtype_paths=("embed/embedding",),
     options=("scan_layers", "remat"),
     options_of=lambda model: {"scan_layers": isinstance(model.layers, Scan)},
+    located=located,
 )
 
 _ALL = (DECODERS, BERT, VIT, CLIP_MODELS, RESNET, T5_MODELS, WHISPER)

@@ -47,7 +47,14 @@ from jax.typing import DTypeLike
 from nnx.core.module.module import Module
 from nnx.core.variables.variables import Param
 from nnx.nn.support.checks import shape_of
-from nnx.nn.support.settings import PromoteDtype, as_dtype, as_optional_dtype, compiled_body, default_promote_dtype
+from nnx.nn.support.settings import (
+    Hook,
+    PromoteDtype,
+    as_dtype,
+    as_optional_dtype,
+    compiled_body,
+    default_promote_dtype,
+)
 
 
 def _reduce_by_name(function: Any) -> Any:
@@ -69,7 +76,9 @@ normalize = standardize
 
 
 @compiled_body
-def _prelu(x: jax.Array, slope: jax.Array, *, dtype: Any, promote: PromoteDtype = default_promote_dtype) -> jax.Array:
+def _prelu(
+    x: jax.Array, slope: jax.Array, *, dtype: Any, promote: Hook[PromoteDtype] = default_promote_dtype
+) -> jax.Array:
     x, slope = promote((x, slope), dtype=dtype)
     return jnp.where(x >= 0, x, slope * x)
 

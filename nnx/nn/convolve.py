@@ -13,7 +13,7 @@ from jax import lax
 from jax.lax import PrecisionLike
 
 from nnx.nn.support.checks import Padding
-from nnx.nn.support.settings import PromoteDtype, compiled_body, default_promote_dtype
+from nnx.nn.support.settings import Hook, PromoteDtype, compiled_body, default_promote_dtype
 from nnx.sharding.explicit import result_sharding, split_like
 
 
@@ -68,8 +68,8 @@ def convolve(
     precision: PrecisionLike,
     preferred_element_type: Any,
     out_sharding: Any,
-    conv_general_dilated: Callable[..., jax.Array] = lax.conv_general_dilated,
-    promote: PromoteDtype = default_promote_dtype,
+    conv_general_dilated: Hook[Callable[..., jax.Array]] = lax.conv_general_dilated,
+    promote: Hook[PromoteDtype] = default_promote_dtype,
 ) -> jax.Array:
     """Convolves `x`, with any number of batch axes, with `kernel` and adds the bias."""
     x, kernel, bias = promote((x, kernel, bias), dtype=dtype)
@@ -123,7 +123,7 @@ def convolve_transposed(
     dtype: Any,
     precision: PrecisionLike,
     preferred_element_type: Any,
-    promote: PromoteDtype = default_promote_dtype,
+    promote: Hook[PromoteDtype] = default_promote_dtype,
 ) -> jax.Array:
     """Convolves `x` with the transpose of a strided convolution and adds the bias."""
     x, kernel, bias = promote((x, kernel, bias), dtype=dtype)

@@ -26,6 +26,7 @@ from nnx.nn.support.parameters import (
     make_param,
 )
 from nnx.nn.support.settings import (
+    Hook,
     PromoteDtype,
     as_dtype,
     as_optional_dtype,
@@ -156,8 +157,8 @@ def _einsum(
     precision: PrecisionLike,
     preferred_element_type: Any,
     out_sharding: Any,
-    einsum_op: Callable[..., jax.Array] = jnp.einsum,
-    promote: PromoteDtype = default_promote_dtype,
+    einsum_op: Hook[Callable[..., jax.Array]] = jnp.einsum,
+    promote: Hook[PromoteDtype] = default_promote_dtype,
 ) -> jax.Array:
     if scale is None:
         x, kernel, bias = promote((x, kernel, bias), dtype=dtype)

@@ -29,6 +29,7 @@ from nnx.nn.support.parameters import (
     one_per_entry,
 )
 from nnx.nn.support.settings import (
+    Hook,
     PromoteDtype,
     as_dtype,
     as_optional_dtype,
@@ -67,8 +68,8 @@ def _contract(
     precision: PrecisionLike,
     preferred_element_type: Any,
     out_sharding: Any,
-    dot_general: DotGeneral = lax.dot_general,
-    promote: PromoteDtype = default_promote_dtype,
+    dot_general: Hook[DotGeneral] = lax.dot_general,
+    promote: Hook[PromoteDtype] = default_promote_dtype,
 ) -> jax.Array:
     """Sums over `axes` of `x` and the axes of `kernel` that follow its batch axes, then adds the bias."""
     batches = len(batch_axes)

@@ -29,6 +29,7 @@ from nnx.nn.support.parameters import (
     initial_value,
 )
 from nnx.nn.support.settings import (
+    Hook,
     PromoteDtype,
     as_dtype,
     as_optional_dtype,
@@ -85,7 +86,7 @@ def _low_rank(
     *,
     scale: float,
     dtype: Any,
-    promote: PromoteDtype = default_promote_dtype,
+    promote: Hook[PromoteDtype] = default_promote_dtype,
 ) -> jax.Array:
     x, a, b = promote((x, a, b), dtype=dtype)
     for matrix in (a, b):  # (x @ a) @ b never forms the full matrix

@@ -64,7 +64,7 @@ class Program:
         return any("nnx.Ref(" in line or "del p.r" in line for lines in (self.f, self.g, *self.edits) for line in lines)
 
     def draws_once(self) -> bool:
-        """Whether every draw of a key runs once. `checkify` evaluates the condition of a loop twice, as in plain JAX."""
+        """Whether every draw of a key runs once; `checkify` evaluates the condition of a loop twice, as plain JAX."""
         checks_condition = self.transforms == ["checkify", "while_loop_drawing"]
         return all(TRANSFORMS[name].unique_keys for name in self.transforms) and not checks_condition
 

@@ -10,8 +10,7 @@ import jax
 import numpy as np
 
 import nnx
-from nnx.models.families import config_from_dict
-from nnx.models.files.tables import links
+from nnx.models.families.families import config_from_dict
 from nnx.models.pretrained import abstract_model, pending_tensor, values_by_path
 from nnx.models.registry import DECODERS
 from nnx.storage.safetensors.header import NAMES
@@ -105,7 +104,7 @@ def write_sparse(directory: Path, fields: dict) -> int:
     values = values_by_path(abstract_model(DECODERS, config, np.dtype("bfloat16")))
     shards: list[dict] = [{}]
     size = total = 0
-    for link in links(config, False, values):
+    for link in DECODERS.links(config, values):
         tensor = pending_tensor(link, values)
         if size + tensor.nbytes > SHARD:
             shards.append({})

@@ -9,9 +9,9 @@ import pytest
 
 import nnx
 from nnx.models.files import mxfp4, reading
+from nnx.models.files.layouts import IN_TURNS, SAME
 from nnx.models.files.mxfp4 import packed_files, unpacked
 from nnx.models.files.reading import Location, Reader
-from nnx.models.files.tables import IN_TURNS, SAME
 from nnx.storage.safetensors.file import TensorFile
 from tests.models.published import edited, tiny_model
 

@@ -12,19 +12,21 @@ import safetensors.numpy
 
 import nnx
 from nnx.models.files import reading
-from nnx.models.files.reading import Location, Reader, Request
-from nnx.models.files.sending import Sender, is_sent, placed
-from nnx.models.files.tables import (
+from nnx.models.files.layouts import (
     CONV1D,
     CONV1D_FROM_HEADS,
     FLAT,
+    FLAT_IN_GROUPS,
     FROM_HEADS,
+    IN_GROUPS,
     IN_TURNS,
     KERNEL_2D,
     LINEAR,
     SAME,
     TensorLayout,
 )
+from nnx.models.files.reading import Location, Reader, Request
+from nnx.models.files.sending import Sender, is_sent, placed
 from nnx.storage.safetensors import file as safetensors_file
 from nnx.storage.safetensors.file import TensorFile
 from tests.models.published import sending_to_cpus
@@ -86,6 +88,22 @@ def test_interleaved_parameters_are_separated(shape, tmp_path):
         for number, bounds in itertools.product(range(2), parts_of(shape)):
             part = reader.read([Location(file, "w", IN_TURNS, shape, number)], bounds, np.float32, stack=())
             np.testing.assert_array_equal(part, parameters[number][tuple(slice(*bound) for bound in bounds)])
+
+
+@pytest.mark.parametrize("layout", [IN_GROUPS, FLAT_IN_GROUPS])
+def test_heads_that_take_turns_by_groups_are_separated(layout, tmp_path):
+    inputs = (5,) * (layout.inputs or 0)
+    shapes = [(*inputs, heads, width) for heads, width in ((6, 3), (2, 3), (2, 4))]  # two groups of 3 + 1 + 1 heads
+    parameters = [np.random.default_rng(n).standard_normal(shape).astype(np.float32) for n, shape in enumerate(shapes)]
+    tensor = np.asarray(layout.joined([layout.to_tensor(parameter) for parameter in parameters], shapes))
+    np.testing.assert_array_equal(tensor[9:12], np.moveaxis(parameters[1], -2, 0)[0].T.reshape(3, *inputs))
+    nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": tensor}))
+    with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
+        for parameter, offset in zip(parameters, (0, 9, 12), strict=True):
+            location = Location(file, "w", layout, parameter.shape, offset, groups=2, stride=16)
+            for bounds in parts_of(parameter.shape):
+                part = reader.read([location], bounds, np.float32, stack=())
+                np.testing.assert_array_equal(part, parameter[tuple(slice(*bound) for bound in bounds)])
 
 
 def test_pieces_of_layers_and_experts_are_read_in_order(tmp_path):

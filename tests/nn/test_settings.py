@@ -1,11 +1,14 @@
 """Settings that layers share: compiled bodies and the functions a user can replace in them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
 import nnx
+from nnx.nn.support.settings import Hook, compiled_body
 
 
 def counting(function):
@@ -64,6 +67,20 @@ def test_equal_settings_share_one_compiled_body():
     jaxpr = jax.make_jaxpr(lambda x: second(first(x)[:, :3]))(jnp.ones((2, 3)))
     bodies = [equation.params["jaxpr"] for equation in jaxpr.eqns if equation.primitive.name in ("pjit", "jit")]
     assert len(bodies) == 2 and bodies[0] is bodies[1]
+
+
+def test_a_setting_with_a_default_is_static_and_a_hook_is_not():
+    traces = []
+
+    @compiled_body
+    def body(x: Any, *, times: int = 2, shift: Hook[Any] = abs) -> Any:
+        traces.append(times)
+        return shift(x) * times
+
+    assert [int(body(jnp.array(-3), **settings)) for settings in ({}, {"times": 4}, {"times": 4}, {})] == [6, 12, 12, 6]
+    assert traces == [2, 4]
+    assert [int(body(jnp.array(-3), times=4, shift=jnp.negative)) for _ in range(2)] == [12, 12]
+    assert traces == [2, 4, 4, 4]
 
 
 def test_different_settings_have_different_bodies():

@@ -2,9 +2,9 @@
 
 from nnx.models.architecture import Architecture
 from nnx.models.architectures.bert import Bert, BertConfig, BertWithHead
-from nnx.models.files.config_entries import ConfigEntries
-from nnx.models.files.name_table import NameTable, attention, linear, norm
-from nnx.models.files.tables import TableEntry
+from nnx.models.family import Family
+from nnx.models.files.config_entries import ENCODER, Labels
+from nnx.models.files.table import Table, TableEntry, attention, linear, norm
 
 _CLASSES = {
     None: "BertModel",
@@ -13,28 +13,6 @@ _CLASSES = {
     "token_classification": "BertForTokenClassification",
     "question_answering": "BertForQuestionAnswering",
 }
-_ENTRIES = ConfigEntries(
-    "bert",
-    BertConfig,
-    {
-        "vocab_size": "vocab_size",
-        "hidden_size": "features",
-        "intermediate_size": "hidden_features",
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_heads",
-        "max_position_embeddings": "max_length",
-        "type_vocab_size": "num_segments",
-        "hidden_act": "activation",
-        "layer_norm_eps": "norm_epsilon",
-    },
-    only={
-        "is_decoder": False,
-        "add_cross_attention": False,
-        "position_embedding_type": "absolute",
-        "tie_word_embeddings": True,
-    },
-    classes=_CLASSES,
-)
 _LAYER = "encoder.layer.{}"
 _BODY = (
     TableEntry("embeddings.word_embeddings.weight", ("embed/embedding",)),
@@ -62,7 +40,7 @@ _HEADS = {
 # Published masked models keep the head of their other training task, and second copies of the tied parameters.
 _UNUSED = {"masked_lm": (r"bert\.pooler\..*", r"cls\.seq_relationship\..*", r"cls\.predictions\.decoder\..*")}
 _TABLES = {
-    task: NameTable(
+    task: Table(
         _BODY,
         head,
         "bert.",
@@ -73,14 +51,26 @@ _TABLES = {
     for task, head in _HEADS.items()
 }
 
+_FAMILY = Family(
+    "bert",
+    _CLASSES,
+    lambda config: _TABLES[config.task],
+    {
+        **{"vocab_size": "vocab_size", "max_position_embeddings": "max_length", "type_vocab_size": "num_segments"},
+        **ENCODER,
+    },
+    only={
+        **{"is_decoder": False, "add_cross_attention": False},
+        **{"position_embedding_type": "absolute", "tie_word_embeddings": True},
+    },
+    parts=(Labels(),),
+    config=BertConfig,
+)
+
 BERT = Architecture(
-    model_types=("bert",),
+    families=(_FAMILY,),
     modules=(Bert, BertWithHead),
     build=lambda config, **options: (Bert if config.task is None else BertWithHead)(config, **options),
-    read_config=_ENTRIES.read,
-    write_config=_ENTRIES.write,
-    links=lambda config, paths, names: _TABLES[config.task].links(paths, names),
-    is_ignored=lambda config, name: _TABLES[config.task].ignores(name),
     dtype_paths=("embed/embedding", "encoder/embed/embedding"),
 )
 """How `bert` models are opened and written."""

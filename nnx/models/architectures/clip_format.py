@@ -1,59 +1,14 @@
 """Published CLIP models: the entries of `config.json` and the names of tensors, as the `Architecture` `CLIP_MODELS`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from nnx.models.architecture import Architecture
 from nnx.models.architectures.clip import CLIP, CLIPConfig, CLIPTextConfig, CLIPVisionConfig
-from nnx.models.families import NOT_A_NUMBER
-from nnx.models.files.config_entries import ConfigEntries
-from nnx.models.files.name_table import NameTable, attention, linear, norm
-from nnx.models.files.tables import KERNEL_2D, LINEAR, TableEntry
-
-_TOWER = {
-    "hidden_size": "features",
-    "intermediate_size": "hidden_features",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "hidden_act": "activation",
-    "layer_norm_eps": "norm_epsilon",
-}
-_TEXT = ConfigEntries(
-    "clip_text_model",
-    CLIPTextConfig,
-    {**_TOWER, "vocab_size": "vocab_size", "max_position_embeddings": "max_length", "eos_token_id": "end_token"},
-    classes={None: "CLIPTextModel"},
-)
-_VISION = ConfigEntries(
-    "clip_vision_model",
-    CLIPVisionConfig,
-    {**_TOWER, "image_size": "image_size", "patch_size": "patch_size", "num_channels": "channels"},
-    classes={None: "CLIPVisionModel"},
-)
-_WHOLE = ConfigEntries("clip", CLIPConfig, {"projection_dim": "embedding_features"}, classes={None: "CLIPModel"})
-
-
-def _read_config(fields: Mapping[str, Any], where: str) -> CLIPConfig:
-    outer = dict(fields)
-    towers: dict[str, Any] = {}
-    for name, entries in (("text", _TEXT), ("vision", _VISION)):
-        # Older files have a second version, under another name; if it is there, transformers uses it.
-        older, newer = outer.pop(f"{name}_config_dict", None), outer.pop(f"{name}_config", None)
-        inner = older if older is not None else {} if newer is None else newer
-        if not isinstance(inner, Mapping):
-            raise ValueError(NOT_A_NUMBER.format(where=where, key=f"{name}_config", expected="an object", got=inner))
-        # Each encoder repeats the size of the embeddings, often wrongly: only the outer one counts.
-        inner = {key: value for key, value in inner.items() if key != "projection_dim"}
-        towers[name] = entries.read(inner, f"{where} ({name}_config)")
-    return _WHOLE.read(outer, where).replace(**towers)
-
-
-def _write_config(config: CLIPConfig) -> dict[str, Any]:
-    towers = {"text_config": _TEXT.write(config.text), "vision_config": _VISION.write(config.vision)}
-    for fields in towers.values():
-        del fields["architectures"]
-        fields["projection_dim"] = config.embedding_features
-    return {**_WHOLE.write(config), **towers}
+from nnx.models.family import Family
+from nnx.models.files.config_entries import ENCODER, NOT_A_NUMBER
+from nnx.models.files.layouts import KERNEL_2D, LINEAR
+from nnx.models.files.table import Table, TableEntry, attention, linear, norm
 
 
 def _layers(name: str, path: str) -> tuple[TableEntry, ...]:
@@ -68,7 +23,7 @@ def _layers(name: str, path: str) -> tuple[TableEntry, ...]:
     )
 
 
-_TABLE = NameTable(
+_TABLE = Table(
     (
         TableEntry("text_model.embeddings.token_embedding.weight", ("text/embed/embedding",)),
         TableEntry("text_model.embeddings.position_embedding.weight", ("text/positions/embedding",)),
@@ -87,14 +42,56 @@ _TABLE = NameTable(
     ignored=(r"(text|vision)_model\.embeddings\.position_ids",),
 )
 
-CLIP_MODELS = Architecture(
-    model_types=("clip",),
-    modules=(CLIP,),
-    build=CLIP,
-    read_config=_read_config,
-    write_config=_write_config,
-    links=lambda config, paths, names: _TABLE.links(paths, names),
-    is_ignored=lambda config, name: _TABLE.ignores(name),
-    dtype_paths=("text/embed/embedding",),
+_TEXT = Family(
+    "clip_text_model",
+    "CLIPTextModel",
+    _TABLE,
+    {**ENCODER, "vocab_size": "vocab_size", "max_position_embeddings": "max_length", "eos_token_id": "end_token"},
+    config=CLIPTextConfig,
 )
+_VISION = Family(
+    "clip_vision_model",
+    "CLIPVisionModel",
+    _TABLE,
+    {**ENCODER, "image_size": "image_size", "patch_size": "patch_size", "num_channels": "channels"},
+    config=CLIPVisionConfig,
+)
+
+
+class _Towers:
+    """The part of the config that describes the two encoders, each in its own object."""
+
+    FAMILIES: ClassVar[Mapping[str, Family]] = {"text": _TEXT, "vision": _VISION}
+
+    def known(self, entries: Mapping[str, Any]) -> set[str]:
+        return {f"{name}_config{end}" for name in self.FAMILIES for end in ("", "_dict")}
+
+    def read(self, entries: Mapping[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        towers: dict[str, Any] = {}
+        for name, family in self.FAMILIES.items():
+            # Older files have a second version, under another name; if it is there, transformers uses it.
+            older, newer = (entries.get(f"{name}_config{end}") for end in ("_dict", ""))
+            inner = older if older is not None else {} if newer is None else newer
+            if not isinstance(inner, Mapping):
+                raise ValueError(
+                    NOT_A_NUMBER.format(where=where, key=f"{name}_config", expected="an object", got=inner)
+                )
+            # Each encoder repeats the size of the embeddings, often wrongly: only the outer one counts.
+            inner = {key: value for key, value in inner.items() if key != "projection_dim"}
+            towers[name] = family.read(inner, f"{where} ({name}_config)")
+        return towers
+
+    def write(self, config: Any) -> dict[str, Any]:
+        towers = {f"{name}_config": family.write(getattr(config, name)) for name, family in self.FAMILIES.items()}
+        for entries in towers.values():
+            del entries["architectures"]
+            entries["projection_dim"] = config.embedding_features
+        return towers
+
+
+_FAMILY = Family(
+    "clip", "CLIPModel", _TABLE, {"projection_dim": "embedding_features"}, parts=(_Towers(),), config=CLIPConfig
+)
+
+CLIP_MODELS = Architecture(families=(_FAMILY,), modules=(CLIP,), build=CLIP, dtype_paths=("text/embed/embedding",))
 """How `clip` models are opened and written."""

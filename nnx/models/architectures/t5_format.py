@@ -1,46 +1,14 @@
 """Published T5 models: the entries of `config.json` and the names of tensors, as the `Architecture` `T5_MODELS`."""
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from nnx.models.architecture import Architecture
 from nnx.models.architectures.t5 import T5, T5Config, T5Encoder
-from nnx.models.files.config_entries import ConfigEntries
-from nnx.models.files.name_table import NameTable, attention
-from nnx.models.files.tables import LINEAR, TableEntry
+from nnx.models.family import Family
+from nnx.models.files.layouts import LINEAR
+from nnx.models.files.table import Table, TableEntry, attention
 
 _HEAD = "lm_head.weight"
-_ENTRIES = ConfigEntries(
-    "t5",
-    T5Config,
-    {
-        "vocab_size": "vocab_size",
-        "d_model": "features",
-        "d_ff": "hidden_features",
-        "d_kv": "head_dim",
-        "num_layers": "num_layers",
-        "num_decoder_layers": "num_decoder_layers",
-        "num_heads": "num_heads",
-        "relative_attention_num_buckets": "num_buckets",
-        "relative_attention_max_distance": "max_distance",
-        "feed_forward_proj": "feed_forward",
-        "layer_norm_epsilon": "norm_epsilon",
-        "tie_word_embeddings": "tie_embeddings",
-        "scale_decoder_outputs": "scale_logits",
-        "decoder_start_token_id": "start_token",
-    },
-    only={"is_decoder": False},
-    classes={None: "T5ForConditionalGeneration", "encoding": "T5EncoderModel"},
-)
-
-
-def _read_config(fields: Mapping[str, Any], where: str) -> T5Config:
-    fields = dict(fields)
-    # What transformers takes for entries that are absent, as they are in most published files.
-    for key, source in (("num_decoder_layers", "num_layers"), ("scale_decoder_outputs", "tie_word_embeddings")):
-        if fields.get(key) is None:
-            fields[key] = fields.get(source)
-    return _ENTRIES.read(fields, where)
 
 
 def _completed(config: T5Config, names: Collection[str]) -> T5Config:
@@ -86,7 +54,7 @@ def _stack(name: str, parts: tuple[str, ...]) -> tuple[TableEntry, ...]:
     return tuple(entries)
 
 
-_TABLE = NameTable(
+_TABLE = Table(
     (
         TableEntry("shared.weight", ("embed/embedding",)),
         *_stack("encoder", ("attention", "mlp")),
@@ -101,14 +69,39 @@ _TABLE = NameTable(
     older={"shared.weight": "encoder.embed_tokens.weight"},
 )
 
+_FAMILY = Family(
+    "t5",
+    {None: "T5ForConditionalGeneration", "encoding": "T5EncoderModel"},
+    _TABLE,
+    {
+        "vocab_size": "vocab_size",
+        "d_model": "features",
+        "d_ff": "hidden_features",
+        "d_kv": "head_dim",
+        "num_layers": "num_layers",
+        "num_decoder_layers": "num_decoder_layers",
+        "num_heads": "num_heads",
+        "relative_attention_num_buckets": "num_buckets",
+        "relative_attention_max_distance": "max_distance",
+        "feed_forward_proj": "feed_forward",
+        "layer_norm_epsilon": "norm_epsilon",
+        "tie_word_embeddings": "tie_embeddings",
+        "scale_decoder_outputs": "scale_logits",
+        "decoder_start_token_id": "start_token",
+    },
+    # What transformers takes for entries that are absent, as they are in most published files.
+    defaults={
+        "num_decoder_layers": lambda values: values["num_layers"],
+        "scale_logits": lambda values: values["tie_embeddings"],
+    },
+    only={"is_decoder": False},
+    config=T5Config,
+)
+
 T5_MODELS = Architecture(
-    model_types=("t5",),
+    families=(_FAMILY,),
     modules=(T5, T5Encoder),
     build=lambda config, **options: (T5 if config.task is None else T5Encoder)(config, **options),
-    read_config=_read_config,
-    write_config=_ENTRIES.write,
-    links=lambda config, paths, names: _TABLE.links(paths, names),
-    is_ignored=lambda config, name: _TABLE.ignores(name),
     dtype_paths=("embed/embedding",),
     completed=_completed,
 )

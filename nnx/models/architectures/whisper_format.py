@@ -1,51 +1,14 @@
 """Published Whisper models: the entries of `config.json` and the names of tensors, as the `Architecture` `WHISPER`."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from nnx.models.architecture import Architecture
 from nnx.models.architectures.whisper import Whisper, WhisperConfig
-from nnx.models.files.config_entries import ConfigEntries
-from nnx.models.files.name_table import NameTable, attention, linear, norm
-from nnx.models.files.tables import KERNEL_1D, TableEntry
+from nnx.models.family import Family
+from nnx.models.files.config_entries import SpecialTokens
+from nnx.models.files.layouts import KERNEL_1D
+from nnx.models.files.table import Table, TableEntry, attention, linear, norm
 
-_ENTRIES = ConfigEntries(
-    "whisper",
-    WhisperConfig,
-    {
-        "vocab_size": "vocab_size",
-        "d_model": "features",
-        "num_mel_bins": "num_bands",
-        "max_source_positions": "max_source_length",
-        "max_target_positions": "max_length",
-        "encoder_layers": "num_layers",
-        "encoder_attention_heads": "num_encoder_heads",
-        "encoder_ffn_dim": "hidden_features",
-        "decoder_layers": "num_decoder_layers",
-        "decoder_attention_heads": "num_decoder_heads",
-        "decoder_ffn_dim": "decoder_hidden_features",
-        "activation_function": "activation",
-        "decoder_start_token_id": "start_token",
-    },
-    only={"tie_word_embeddings": True, "is_encoder_decoder": True, "scale_embedding": False},
-    classes={None: "WhisperForConditionalGeneration"},
-)
-_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
-_DEFAULT_TOKEN = 50256  # what transformers takes for each of them if it is absent
+_DEFAULT_TOKEN = 50256  # what transformers takes for a special token that is absent
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
-
-
-def _read_config(fields: Mapping[str, Any], where: str) -> WhisperConfig:
-    return _ENTRIES.read(
-        {key: value for key, value in fields.items() if key not in _TOKENS or value is not None}, where
-    )
-
-
-def _write_config(config: WhisperConfig) -> dict[str, Any]:
-    fields = _ENTRIES.write(config)
-    if config.vocab_size <= _DEFAULT_TOKEN:  # transformers refuses to pad with a token outside the vocabulary
-        fields = {**dict.fromkeys(_TOKENS), **fields}
-    return fields
 
 
 def _block(name: str, path: str) -> tuple[TableEntry, ...]:
@@ -61,7 +24,7 @@ def _block(name: str, path: str) -> tuple[TableEntry, ...]:
 
 _ENCODER, _DECODER = "model.encoder", "model.decoder"
 _LAYER = f"{_DECODER}.layers.{{}}"
-_TABLE = NameTable(
+_TABLE = Table(
     (
         *linear(f"{_ENCODER}.conv1", "encoder/conv", KERNEL_1D),
         *linear(f"{_ENCODER}.conv2", "encoder/halving_conv", KERNEL_1D),
@@ -78,14 +41,30 @@ _TABLE = NameTable(
     ignored=(r"proj_out\.weight",),  # a copy of the embedding
 )
 
-WHISPER = Architecture(
-    model_types=("whisper",),
-    modules=(Whisper,),
-    build=Whisper,
-    read_config=_read_config,
-    write_config=_write_config,
-    links=lambda config, paths, names: _TABLE.links(paths, names),
-    is_ignored=lambda config, name: _TABLE.ignores(name),
-    dtype_paths=("embed/embedding",),
+_FAMILY = Family(
+    "whisper",
+    "WhisperForConditionalGeneration",
+    _TABLE,
+    {
+        "vocab_size": "vocab_size",
+        "d_model": "features",
+        "num_mel_bins": "num_bands",
+        "max_source_positions": "max_source_length",
+        "max_target_positions": "max_length",
+        "encoder_layers": "num_layers",
+        "encoder_attention_heads": "num_encoder_heads",
+        "encoder_ffn_dim": "hidden_features",
+        "decoder_layers": "num_decoder_layers",
+        "decoder_attention_heads": "num_decoder_heads",
+        "decoder_ffn_dim": "decoder_hidden_features",
+        "activation_function": "activation",
+        "decoder_start_token_id": "start_token",
+    },
+    only={"tie_word_embeddings": True, "is_encoder_decoder": True, "scale_embedding": False},
+    # transformers refuses to pad with a token outside the vocabulary.
+    parts=(SpecialTokens(lambda config: config.vocab_size <= _DEFAULT_TOKEN),),
+    config=WhisperConfig,
 )
+
+WHISPER = Architecture(families=(_FAMILY,), modules=(Whisper,), build=Whisper, dtype_paths=("embed/embedding",))
 """How `whisper` models are opened and written."""

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx.models.files.layouts import Shape, TensorLayout
 from nnx.models.files.mxfp4 import BLOCK, PackedFile, unpacked
 from nnx.models.files.quantized_files import AnyFile
-from nnx.models.files.tables import Shape, TensorLayout
 from nnx.storage.aligned_memory import aligned_zeros, populate
 from nnx.storage.placing import Bounds, place_parts, whole
 from nnx.storage.safetensors.file import THREADS
@@ -39,8 +39,10 @@ class Location(NamedTuple):
         name: the name of the tensor.
         layout: the arrangement of its axes.
         shape: the shape of the parameter.
-        offset: the position at which a fused parameter begins, along the tensor's output axis; if the parameters take
-            turns along it, the number of this one.
+        offset: the position at which a fused parameter begins, along the tensor's output axis (or in a group); if the
+            parameters take turns along it, the number of this one.
+        groups: the number of groups in which fused heads take turns; 0 if they do not.
+        stride: the number of rows of such a group.
     """
 
     file: AnyFile
@@ -48,6 +50,8 @@ class Location(NamedTuple):
     layout: TensorLayout
     shape: Shape
     offset: int
+    groups: int = 0
+    stride: int = 0
 
 
 class Request(NamedTuple):
@@ -117,7 +121,11 @@ class Reader:
             into = self._fresh(_sizes(bounds), dtype) if into is None else into
             self._read_packed(location.file, location, bounds, into)
             return into
-        if location.layout.transposed and all(bounds[axis] == everything[axis] for axis in others):
+        if (
+            location.layout.transposed
+            and not location.groups
+            and all(bounds[axis] == everything[axis] for axis in others)
+        ):
             if into is None:
                 into = self._fresh(_sizes(bounds), dtype)
             self._read_transposed(location, bounds, into)
@@ -224,6 +232,8 @@ def view_of(location: Location, bounds: Bounds, read_rows: ReadRows) -> np.ndarr
     axis = row_axis(location)
     if axis is None:
         return _small_view(location, bounds, read_rows)
+    if location.groups:
+        return _grouped_view(location, bounds, read_rows)
     view = (_rows_of_outputs if location.layout.transposed else _rows_of_inputs)(location, bounds, axis, read_rows)
     cut = [slice(*bound) for bound in bounds]
     cut[axis.number] = slice(None)  # only the rows of this part were read
@@ -261,6 +271,21 @@ def _rows_of_inputs(location: Location, bounds: Bounds, axis: RowAxis, read_rows
     elif layout.output_axis == 1:
         rows = rows[:, location.offset : location.offset + math.prod(shape[layout.inputs :])]
     return rows.reshape(stop - start, *shape[1:])
+
+
+def _grouped_view(location: Location, bounds: Bounds, read_rows: ReadRows) -> np.ndarray:
+    """Reads the groups of rows that hold some heads of a fused projection, and returns a part of it."""
+    shape, number = location.shape, location.layout.inputs or 0
+    heads, step = shape[number] // location.groups, math.prod(shape[number + 1 :])  # of a group, and rows of a head
+    start, stop = bounds[number]
+    first, last = start // heads, -(-stop // heads)
+    rows = read_rows(location, first * location.stride, last * location.stride)
+    rows = rows.reshape(last - first, location.stride, *rows.shape[1:])[:, location.offset :][:, : heads * step]
+    rows = rows.reshape((last - first) * heads, *shape[number + 1 :], *shape[:number])
+    outputs = rows.ndim - number
+    cut = [slice(*bound) for bound in bounds]
+    cut[number] = slice(start - first * heads, stop - first * heads)
+    return rows.transpose(*range(outputs, rows.ndim), *range(outputs))[tuple(cut)]
 
 
 def _small_view(location: Location, bounds: Bounds, read_rows: ReadRows) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""Rotary settings in `config.json`: older entries (`rope_theta`, `rope_scaling`) and the newer `rope_parameters`."""
+"""Rotary settings in `config.json`: older entries (`rope_theta`, `rope_scaling`) and the newer `rope_parameters`.
+
+`Rotary` is the part of a family that reads and writes both styles.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,7 +22,7 @@ BAD_ROPE = "{where}: expected {key!r} in the rotary settings to be {expected}, g
 NO_ROPE_KEY = "{where}: the rope_type {kind!r} needs the entry {key!r}."
 ROPE_OPTION = "{where}: the rotary setting {key}={got!r} is not supported."
 
-_ORIGINAL = "original_max_position_embeddings"
+_ORIGINAL, _FRACTION = "original_max_position_embeddings", "partial_rotary_factor"
 
 # For each kind, its class and the entry of the file for each field.
 _SCALINGS: dict[str, tuple[type[RotaryScaling], dict[str, str]]] = {
@@ -57,59 +60,91 @@ _SCALINGS: dict[str, tuple[type[RotaryScaling], dict[str, str]]] = {
         },
     ),
 }
-_OTHERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL}
-_DEFAULT_ORIGINAL = {"phi3": 4096}  # the meaning of an absent entry, by family
+_OTHERS = {"rope_type", "type", "rope_theta", _FRACTION, _ORIGINAL}
 
 
-def read_rope(fields: Mapping[str, Any], kind: str, default_base: float, max_length: int, where: str) -> RotaryConfig:
-    """Returns the rotary embedding of the layers of one kind, "full_attention" or "sliding_attention"."""
-    settings = _settings(fields, kind, where)
-    base = settings.get("rope_theta")
-    name = settings.get("rope_type", settings.get("type")) or "default"
-    fraction = settings.get("partial_rotary_factor")
-    return RotaryConfig(
-        _number(default_base if base is None else base, "rope_theta", where),
-        None if name == "default" else _scaling(name, settings, max_length, where),
-        _number(1.0 if fraction is None else fraction, "partial_rotary_factor", where),
-    )
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """The part of a decoder's config that sets `rotary` and `local_rotary`.
 
+    Attributes:
+        base: the base of a file that mentions none.
+        local_base: the same for layers with a window, where they have their own frequencies.
+        fraction: the part of each head that rotates in a file that mentions none.
+        scaling: the scaling of a file that mentions none, as such a file would write it.
+        original: the length of training texts of a file that mentions none; the context length by default.
+        interleaved: whether neighboring features rotate together.
+    """
 
-def write_rope(rotary: RotaryConfig, local: RotaryConfig | None, max_length: int) -> dict[str, Any]:
-    """Returns the entries of both styles, so that older and newer readers agree."""
-    full = _written(rotary, max_length)
-    fields: dict[str, Any] = {"rope_theta": rotary.base, "rope_parameters": full}
-    if rotary.fraction != 1.0:
-        fields["partial_rotary_factor"] = rotary.fraction
-    if rotary.scaling is not None:
-        fields["rope_scaling"] = {
-            name: value for name, value in full.items() if name not in ("rope_theta", "partial_rotary_factor")
-        }
-    if isinstance(rotary.scaling, LongRoPEScaling):
-        # As published; older versions of transformers accept nothing else in a phi3.
-        fields[_ORIGINAL] = fields["rope_scaling"].pop(_ORIGINAL)
-        fields["rope_scaling"]["type"] = fields["rope_scaling"].pop("rope_type")
-    if local is not None:
-        fields["rope_local_base_freq"] = local.base
-        fields["rope_parameters"] = {"full_attention": full, "sliding_attention": _written(local, max_length)}
-    return fields
+    base: float = 10000.0
+    local_base: float | None = None
+    fraction: float = 1.0
+    scaling: Mapping[str, Any] | None = None
+    original: int | None = None
+    interleaved: bool = False
 
+    def known(self, entries: Mapping[str, Any]) -> set[str]:
+        return {*("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"), _FRACTION, _ORIGINAL}
 
-def _settings(fields: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
-    """Returns the rotary settings of one kind of layers as one dict, whichever style the file uses."""
-    new, old = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
-    for name, found in (("rope_parameters", new), ("rope_scaling", old)):
-        if not isinstance(found, Mapping):
-            raise ValueError(BAD_ROPE.format(where=where, key=name, expected="an object", got=found))
-    outer = {name: fields[name] for name in ("rope_theta", "partial_rotary_factor") if name in fields}
-    if "full_attention" in new or "sliding_attention" in new:
-        return {**outer, **(new.get(kind) or {})}
-    if kind == "sliding_attention":
-        # Local layers are never scaled, and have their own base.
-        local = fields.get("rope_local_base_freq")
-        return {} if local is None else {"rope_theta": local}
-    original = fields.get(_ORIGINAL, _DEFAULT_ORIGINAL.get(fields["model_type"]))
-    # At the top level of the file, as in every phi3, this entry takes precedence.
-    return {**outer, **old, **new, **({} if original is None else {_ORIGINAL: original})}
+    def read(self, entries: Mapping[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        if self.scaling and not entries.get("rope_scaling") and not entries.get("rope_parameters"):
+            entries = {**entries, "rope_scaling": self.scaling}
+        length = values["max_length"]
+        fields = {"rotary": self._rotary(self._settings(entries, "full_attention", where), self.base, length, where)}
+        if self.local_base is not None:
+            settings = self._settings(entries, "sliding_attention", where)
+            fields["local_rotary"] = self._rotary(settings, self.local_base, length, where)
+        return fields
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Returns the entries of both styles, so that older and newer readers agree."""
+        rotary, local = config.rotary, config.local_rotary
+        if rotary is None:
+            return {}
+        full = _written(rotary, config.max_length)
+        entries: dict[str, Any] = {"rope_theta": rotary.base, "rope_parameters": full}
+        if rotary.fraction != 1.0:
+            entries[_FRACTION] = rotary.fraction
+        if rotary.scaling is not None:
+            entries["rope_scaling"] = {
+                name: value for name, value in full.items() if name not in ("rope_theta", _FRACTION)
+            }
+        if isinstance(rotary.scaling, LongRoPEScaling):
+            # As published; older versions of transformers accept nothing else in a phi3.
+            entries[_ORIGINAL] = entries["rope_scaling"].pop(_ORIGINAL)
+            entries["rope_scaling"]["type"] = entries["rope_scaling"].pop("rope_type")
+        if local is not None:
+            entries["rope_local_base_freq"] = local.base
+            inner = {"full_attention": full, "sliding_attention": _written(local, config.max_length)}
+            entries["rope_parameters"] = inner
+        return entries
+
+    def _rotary(self, settings: Mapping[str, Any], default_base: float, max_length: int, where: str) -> RotaryConfig:
+        base, fraction = settings.get("rope_theta"), settings.get(_FRACTION)
+        name = settings.get("rope_type", settings.get("type")) or "default"
+        return RotaryConfig(
+            _number(default_base if base is None else base, "rope_theta", where),
+            None if name == "default" else _scaling(name, settings, max_length, where),
+            _number(self.fraction if fraction is None else fraction, _FRACTION, where),
+            self.interleaved,
+        )
+
+    def _settings(self, entries: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
+        """Returns the rotary settings of one kind of layers as one dict, whichever style the file uses."""
+        new, old = entries.get("rope_parameters") or {}, entries.get("rope_scaling") or {}
+        for name, found in (("rope_parameters", new), ("rope_scaling", old)):
+            if not isinstance(found, Mapping):
+                raise ValueError(BAD_ROPE.format(where=where, key=name, expected="an object", got=found))
+        outer = {name: entries[name] for name in ("rope_theta", _FRACTION) if name in entries}
+        if "full_attention" in new or "sliding_attention" in new:
+            return {**outer, **(new.get(kind) or {})}
+        if kind == "sliding_attention":
+            # Local layers are never scaled, and have their own base.
+            local = entries.get("rope_local_base_freq")
+            return {} if local is None else {"rope_theta": local}
+        original = entries.get(_ORIGINAL, self.original)
+        # At the top level of the file, as in every phi3, this entry takes precedence.
+        return {**outer, **old, **new, **({} if original is None else {_ORIGINAL: original})}
 
 
 def _scaling(name: Any, settings: Mapping[str, Any], max_length: int, where: str) -> RotaryScaling:
@@ -144,7 +179,7 @@ def _scaling(name: Any, settings: Mapping[str, Any], max_length: int, where: str
 def _written(rotary: RotaryConfig, max_length: int) -> dict[str, Any]:
     settings: dict[str, Any] = {"rope_type": "default", "rope_theta": rotary.base}
     if rotary.fraction != 1.0:
-        settings["partial_rotary_factor"] = rotary.fraction
+        settings[_FRACTION] = rotary.fraction
     for name, (cls, keys) in _SCALINGS.items():
         if type(rotary.scaling) is cls:
             values: dict[str, Any] = {key: getattr(rotary.scaling, field) for field, key in keys.items()}

@@ -118,6 +118,8 @@ def is_sent(request: Request) -> bool:
     for location in request.locations:
         if isinstance(location.file, PackedFile) and location.file.is_packed(location.name):
             return False
+        if location.groups:  # its rows are not next to each other
+            return False
         stored = location.file.tensors[location.name].dtype
         if jax.dtypes.canonicalize_dtype(stored) != stored:  # JAX would convert it, to yet another dtype
             return False

@@ -25,6 +25,7 @@ def make_attention(config: DecoderConfig, spec: LayerSpec, options: dict[str, An
             base=rotary.base,
             rotary_dim=int(config.head_dim * rotary.fraction),
             scaling=rotary.scaling,
+            interleaved=rotary.interleaved,
         ),
         sliding_window=spec.window,
         scale=None if divisor is None else float(divisor) ** -0.5,

@@ -46,6 +46,7 @@ from nnx.nn.support.parameters import (
     make_param,
 )
 from nnx.nn.support.settings import (
+    Hook,
     as_dtype,
     as_optional_dtype,
     cast,
@@ -190,8 +191,8 @@ def _mixture(
     implementation: Implementation | None,
     axis: str | None,
     capacity_factor: float,
-    activation: Callable[[jax.Array], jax.Array] = silu,
-    gated_activation: GatedActivation | None = None,
+    activation: Hook[Callable[[jax.Array], jax.Array]] = silu,
+    gated_activation: Hook[GatedActivation | None] = None,
 ) -> tuple[jax.Array, RouterLosses]:
     """Returns the weighted outputs of the experts of each token, and the router's losses.
 

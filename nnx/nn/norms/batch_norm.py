@@ -15,6 +15,7 @@ from nnx.nn.norms.norm_base import IndexGroups, NormBase, moments, rescale
 from nnx.nn.support.checks import check_sizes
 from nnx.nn.support.parameters import NO_METADATA, AxisNames, InitializerLike, default_bias_init, default_scale_init
 from nnx.nn.support.settings import (
+    Hook,
     PromoteDtype,
     cast,
     compiled_body,
@@ -45,7 +46,7 @@ def _normalize_by(
     axis: int,
     epsilon: float,
     dtype: Any,
-    promote: PromoteDtype = default_promote_dtype,
+    promote: Hook[PromoteDtype] = default_promote_dtype,
 ) -> jax.Array:
     """Normalizes `x` by moments from elsewhere, with one entry per feature."""
     out_dtype = result_dtype((x, scale, bias), dtype, promote)

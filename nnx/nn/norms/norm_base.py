@@ -25,6 +25,7 @@ from nnx.core.module.module import Module
 from nnx.nn.support.checks import check_last_axis, shape_of, too_few_axes, wrong_features
 from nnx.nn.support.parameters import NO_METADATA, AxisNames, InitializerLike, make_param
 from nnx.nn.support.settings import (
+    Hook,
     PromoteDtype,
     as_dtype,
     as_optional_dtype,
@@ -277,7 +278,7 @@ def _normalize(
     axis_index_groups: Any,
     dtype: Any,
     scale_offset: float,
-    promote: PromoteDtype = default_promote_dtype,
+    promote: Hook[PromoteDtype] = default_promote_dtype,
 ) -> jax.Array:
     """Normalizes `x` by its own moments, over whole axes or over `groups` of the last one."""
     out_dtype = result_dtype((x, scale, bias), dtype, promote)

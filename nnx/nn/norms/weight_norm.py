@@ -24,6 +24,7 @@ from nnx.nn.initializers import normal
 from nnx.nn.support.checks import as_tuple
 from nnx.nn.support.parameters import InitializerLike, default_scale_init, initial_value
 from nnx.nn.support.settings import (
+    Hook,
     PromoteDtype,
     as_dtype,
     as_optional_dtype,
@@ -213,7 +214,7 @@ def _weight_norm(
     feature_axes: tuple[int, ...] | None,
     epsilon: float,
     dtype: Any,
-    promote: PromoteDtype = default_promote_dtype,
+    promote: Hook[PromoteDtype] = default_promote_dtype,
 ) -> Array:
     out_dtype = result_dtype((weight, scale), dtype, promote)
     wide = cast(weight, statistics_dtype(weight.dtype))

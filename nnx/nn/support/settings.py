@@ -12,7 +12,7 @@ a user can replace, such as `dot_general` or `promote_dtype`.
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -144,11 +144,16 @@ def resolve_mode(layer: object, name: str, given: bool | None, ctx: Context | No
 # Bodies
 
 
+_HOOK = "hook"
+Hook = Annotated[R, _HOOK]
+"""The type of an argument of a `compiled_body` that is a hook, such as `Hook[PromoteDtype]`."""
+
+
 def compiled_body(body: Callable[P, R]) -> Callable[P, R]:
     """Compiles the arithmetic of a layer; the signature of `body` says how.
 
-    Positional arguments are arrays. Keyword-only arguments are settings, which are static. Keyword-only arguments with
-    a default are hooks. An eager call is then a single dispatch, and a model that repeats a layer traces,
+    Positional arguments are arrays. Keyword-only arguments are settings, which are static, or hooks, which have the
+    type `Hook[...]` and a default. An eager call is then a single dispatch, and a model that repeats a layer traces,
     differentiates and lowers it once; XLA inlines the call, so the compiled program is the same.
 
     A call that replaces a hook runs `body` itself: a user's function must run on every trace, and may hold arrays or
@@ -156,8 +161,9 @@ def compiled_body(body: Callable[P, R]) -> Callable[P, R]:
     """
     parameters = inspect.signature(body).parameters.values()
     keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-    static = tuple(p.name for p in keywords if p.default is p.empty)
-    hooks = tuple((p.name, p.default) for p in keywords if p.default is not p.empty)
+    hooks = tuple((p.name, p.default) for p in keywords if _HOOK in getattr(p.annotation, "__metadata__", ()))
+    assert not [p for p in keywords if callable(p.default) and p.name not in dict(hooks) and p.default is not p.empty]
+    static = tuple(p.name for p in keywords if p.name not in dict(hooks))
     compiled: Any = jax.jit(body, static_argnames=static)
     if not hooks:
         return compiled

@@ -1,0 +1,88 @@
+"""What families of decoders have in common: entries of the config, and names of tensors.
+
+Tables are put together from *pieces*, the entries of one part of a layer. Pieces that a model does not have (biases,
+norms of queries and keys) do no harm.
+"""
+
+from nnx.models.files.config_entries import Key, SpecialTokens
+from nnx.models.files.layouts import FROM_HEADS, LINEAR
+from nnx.models.files.rope_entries import Rotary
+from nnx.models.files.table import Table, TableEntry, attention, linear, norm
+
+COMMON: dict[str, str | Key] = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "features",
+    "intermediate_size": "hidden_features",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_length",
+    "rms_norm_eps": "norm_epsilon",
+    "hidden_act": "activation",
+    "tie_word_embeddings": "tie_embeddings",
+}
+BIASES: dict[str, str | Key] = {"attention_bias": Key("use_qkv_bias", also=("use_out_bias",))}
+MLP_BIAS: dict[str, str | Key] = {"mlp_bias": "use_mlp_bias"}
+EXPERTS: dict[str, str | Key] = {"num_experts": "num_experts", "num_experts_per_tok": "num_selected"}
+
+
+def without(*names: str, **renamed: str) -> dict[str, str | Key]:
+    """Returns the common entries without some; `renamed` has the entry that sets a field in this family."""
+    kept = {name: field for name, field in COMMON.items() if name not in names and field not in renamed}
+    return {**kept, **{name: field for field, name in renamed.items()}}
+
+
+STANDARD = (Rotary(), SpecialTokens())
+"""The parts of most families: a rotary embedding, and special tokens."""
+
+# Names of tensors
+
+QKV = ("attention/query", "attention/key", "attention/value")
+GATE_UP = ("mlp/gate", "mlp/up")
+OUTER = (TableEntry("embed_tokens.weight", ("embed/embedding",)), *norm("norm", "norm"))
+PROJECTIONS = attention("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj"), "attention")
+ATTENTION = (
+    *PROJECTIONS,
+    *norm("self_attn.q_norm", "attention/query_ln"),
+    *norm("self_attn.k_norm", "attention/key_ln"),
+)
+MLP = (
+    *linear("mlp.gate_proj", "mlp/gate"),
+    *linear("mlp.up_proj", "mlp/up"),
+    *linear("mlp.down_proj", "mlp/down"),
+)
+FUSED_MLP = (*linear("mlp.gate_up_proj", GATE_UP), *linear("mlp.down_proj", "mlp/down"))
+NORMS = (*norm("input_layernorm", "attention_norm"), *norm("post_attention_layernorm", "mlp_norm"))
+OUT = linear("self_attn.o_proj", "attention/out", FROM_HEADS)
+HEAD = linear("lm_head", "head")
+FREQUENCIES = r".*\.rotary_emb\.inv_freq"
+
+
+def experts(gate: str, up: str, down: str, *, router: str, of: str) -> tuple[TableEntry, ...]:
+    """Returns the entries of a mixture of experts, each with its own tensors `OF.NUMBER.GATE.weight`."""
+    projections = {"gate": gate, "up": up, "down": down}
+    return (
+        TableEntry(f"{router}.weight", ("mlp/router",), LINEAR),
+        *(TableEntry(f"{of}.{{}}.{name}.weight", (f"mlp/{path}",), LINEAR) for path, name in projections.items()),
+    )
+
+
+def table(
+    *pieces: TableEntry,
+    outer: tuple[TableEntry, ...] = OUTER,
+    head: tuple[TableEntry, ...] = HEAD,
+    prefix: str = "model.",
+    layer: str = "layers",
+    ignored: tuple[str, ...] = (FREQUENCIES,),
+) -> Table:
+    """Returns the table of a family, given the pieces of its layers."""
+    layers = (
+        TableEntry(f"{layer}.{{}}.{name}", tuple(f"layers/{{}}/{path}" for path in paths), layout)
+        for name, paths, layout in pieces
+    )
+    return Table((*outer, *layers), head, prefix, ignored=ignored)
+
+
+LLAMA = table(*ATTENTION, *MLP, *NORMS)
+"""The table of most families."""
