@@ -39,6 +39,29 @@ def test_an_inherited_del_is_refused_and_its_origin_named():
             pass
 
 
+def test_a_del_that_comes_later_is_refused_on_the_class_and_found_on_its_bases():
+    class Plain:
+        pass
+
+    class Reader(nnx.Module, Plain):
+        pass
+
+    class Careful(Reader, finalizers=True):
+        pass
+
+    def close(self):
+        pass
+
+    with pytest.raises(TypeError, match=r"Reader has a __del__ method\. "):
+        Reader.__del__ = close
+    assert not hasattr(Reader, "__del__")
+    Careful.__del__ = close
+    Plain.__del__ = close
+    with pytest.raises(TypeError, match=r"Reader has a __del__ method, from Plain\."):
+        Reader()
+    assert Careful().__del__
+
+
 def test_a_dataclass_and_a_generic_with_del_are_refused():
     with pytest.raises(TypeError, match="Data has a __del__"):
 

@@ -200,6 +200,20 @@ class ReadOnly(collections.abc.Mapping):
         return iter(self.items_)
 
 
+class Counting(ReadOnly, collections.abc.MutableMapping):
+    """Can change, so it is compared by what it holds, and that is another number after every read."""
+
+    def __setitem__(self, key, value):
+        self.items_[key] = value
+
+    def __delitem__(self, key):
+        del self.items_[key]
+
+
+class CountingByIdentity(Counting):
+    __hash__ = object.__hash__
+
+
 finalized: list[int] = []
 
 
@@ -286,6 +300,16 @@ def test_a_read_only_mapping_is_compared_by_identity():
     assert f.trace_count == 1 and config.reads == 1  # the library itself reads nothing
     nnx.scan(lambda m, c, _: (c * m.config["width"], None), length=2)(m, 1.0, None)
     assert not same(ReadOnly({}), ReadOnly({}))
+
+
+def test_a_config_that_counts_its_reads_is_traced_again_and_the_warning_shows_the_way_out():
+    models = [Box(config=make({"width": 2.0})) for make in (Counting, CountingByIdentity)]
+    f, g = nnx.jit(lambda m, x: x * m.config["width"]), nnx.jit(lambda m, x: x * m.config["width"])
+    with pytest.warns(UserWarning, match=r"Counting object> with reads = 9 -> .* reads = 10 (.|\n)*object.__hash__"):
+        assert [f(models[0], 1.0) for _ in range(12)] == [2.0] * 12
+    assert f.trace_count == models[0].config.reads == 12
+    assert [g(models[1], 1.0) for _ in range(12)] == [2.0] * 12
+    assert g.trace_count == models[1].config.reads == 1
 
 
 @pytest.mark.parametrize(

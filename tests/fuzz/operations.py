@@ -197,6 +197,16 @@ def reorder_dict(scope: Scope) -> str:
     return when(scope, name, guarded(scope, name, in_place if scope.many else scope.rng.choice([in_place, anew])))
 
 
+@operation("renew static", WRITE, 8)
+def renew_static(scope: Scope) -> str:
+    """Puts an equal value in the place of a static one, or of those in it."""
+    name, sort = scope.static()
+    if not sort.changes:
+        return read_static(scope)
+    is_shared = scope.features.on("shared static") or scope.features.on("share static")
+    return when(scope, name, f"renew(p.{name})" if is_shared else f"p.{name} = copy.deepcopy(p.{name})")
+
+
 def guarded(scope: Scope, name: str, statement: str) -> str:
     """A write that leaves alone what the body must not change."""
     if scope.read_only:

@@ -7,6 +7,7 @@ the value holds.
 """
 
 import collections
+import copy
 import dataclasses
 import enum
 import functools
@@ -456,6 +457,14 @@ def leaf(value: Any, s: Any = 0) -> Plain:
     return module
 
 
+def renew(value: Any) -> None:
+    """Puts equal lists in the place of those that a static value holds."""
+    held = value if isinstance(value, (list, dict)) else getattr(value, "__dict__", {})
+    for place, item in held.items() if isinstance(held, dict) else enumerate(held):
+        if type(item) is list and item is not value:
+            held[place] = [*item]
+
+
 def change_flag(ctx: Any, k: int) -> None:
     """Changes a mutable flag in place."""
     flag = ctx.get_flag("mode")
@@ -496,4 +505,4 @@ NAMES = {name: value for name, value in globals().items() if not name.startswith
 """What the source of a program may name."""
 
 __all__ = [name for name in NAMES if name != "Any"]
-assert optax is not None
+assert optax is not None and copy is not None

@@ -1,5 +1,6 @@
 """The order of attributes and of the items of dicts, as functions see it and as they leave it."""
 
+import argparse
 import collections
 from typing import Any
 
@@ -102,6 +103,48 @@ def test_an_ordered_dict_in_another_order_is_not_another_carry(times: int, run: 
 
     run(body, model)
     assert order_of(model) == ORDER and model.z == times and type(model.cache) is collections.OrderedDict
+
+
+class Table(dict):
+    """A dict with attributes."""
+
+
+def settings() -> list[Any]:
+    """One value of every sort that has items or attributes in an order."""
+    table = Table(b=1, a=2)
+    table.y, table.x = 1, 2  # type: ignore[attr-defined]
+    counts = collections.defaultdict(int, b=1, a={"d": 1, "c": [2]})
+    config = argparse.Namespace(b=1, a={"d": 1, "c": 2})
+    return [{"b": 1, "a": 2}, [{"b": [1]}, {"b": 1, "a": 2}], table, counts, config]
+
+
+def dicts_in(value: Any) -> list[Any]:
+    """The dicts in a value, `__dict__`s included."""
+    found = [value] if isinstance(value, dict) else []
+    found += [vars(value)] if hasattr(value, "__dict__") else []
+    inner = [*value] if isinstance(value, list) else [item for held in found for item in held.values()]
+    return [*found, *(one for item in inner for one in dicts_in(item))]
+
+
+@pytest.mark.parametrize(("times", "run"), MANY.values(), ids=MANY)
+def test_static_values_in_another_order_are_the_same_for_a_body_that_runs_many_times(times: int, run: Any):
+    def body(m: Any) -> None:
+        m.z += 1
+        for held in dicts_in(m.settings):
+            if held:
+                first = next(iter(held))
+                held[first] = held.pop(first)
+        m.other = dict(reversed(m.other.items()))
+
+    model, like = Model(), settings()
+    model.settings, model.other = settings(), {"b": 1, "a": [2]}
+    held = dicts_in(model.settings)
+    run(body, model)
+    assert model.z == times and all(now is before for now, before in zip(dicts_in(model.settings), held, strict=True))
+    assert [[*one] for one in held] == [[*one] for one in dicts_in(like)] and [*model.other] == ["b", "a"]
+    model.settings = [collections.OrderedDict(b=1, a=2)]
+    with pytest.raises(ValueError, match="the body changes the static attribute 'settings'"):
+        run(lambda m: m.settings[0].move_to_end("b"), model)
 
 
 def test_a_condition_that_only_changes_order_is_not_refused():

@@ -16,10 +16,10 @@ If the method comes from a class you cannot change, and may run on copies: \
 class {owner}(..., finalizers=True)."""
 
 
-def refuse_del(cls: Any) -> None:
-    """Raises TypeError if a class of Modules has `__del__`, defined or inherited, and has not opted out."""
-    if getattr(cls, "__del__", None) is None or cls._nnx_finalizers:
+def refuse_del(cls: Any, assigned: Any = None) -> None:
+    """Raises TypeError if a class of Modules has `__del__`, or is assigned one, and has not opted out."""
+    if cls._nnx_finalizers or (assigned is None and getattr(cls, "__del__", None) is None):
         return
-    definer = next(base for base in cls.__mro__ if "__del__" in vars(base))
+    definer = cls if assigned is not None else next(base for base in cls.__mro__ if "__del__" in vars(base))
     origin = "" if definer is cls else f", from {definer.__name__}"
     raise TypeError(DEFINES_DEL.format(owner=cls.__name__, origin=origin))

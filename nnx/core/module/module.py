@@ -72,6 +72,7 @@ class ModuleType(_ProtocolType):
     def __call__(cls: type[M], *args: Any, **kwargs: Any) -> M:  # pyright: ignore[reportGeneralTypeIssues]
         is_dataclass = cls._nnx_is_dataclass
         if is_dataclass is None:  # decided at the first instance, when decorators have run
+            refuse_del(cls)  # again, for bases that have got a `__del__` since
             prepare_dataclass(cls)
             is_dataclass = dataclasses.is_dataclass(cls)
         try:
@@ -92,6 +93,8 @@ class ModuleType(_ProtocolType):
         return module  # pyright: ignore[reportReturnType]  (the check above has narrowed it to Module)
 
     def __setattr__(cls, name: str, value: Any) -> None:
+        if name == "__del__":
+            refuse_del(cls, value)
         super().__setattr__(name, value)
         stack: list[Any] = [cls]  # the name is no longer free, in this class and its subclasses
         while stack:

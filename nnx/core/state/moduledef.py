@@ -1,5 +1,6 @@
 """ModuleDef: the static half of a Module, and how it and a State are merged into a Module."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -139,8 +140,8 @@ class ModuleDef(Generic[M]):
         for path in paths:
             (key, before), (other_key, after) = ours.get(path, nothing), theirs.get(path, nothing)
             if key != other_key:
-                if before == after:
-                    before, after = _told_apart(before, key, other_key)
+                if _ADDRESS.sub("", before) == _ADDRESS.sub("", after):
+                    before, after = _told_apart(_ADDRESS.sub("", before), key, other_key)
                 differences.append(Difference(path, before, after))
         return [*differences, *self._order_differences(other, prefixes)]
 
@@ -201,16 +202,22 @@ class ModuleDef(Generic[M]):
         return (_unpickle_def, (_with_static_keys(self._key.structure, {}), self._statics))
 
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # where an object is says nothing about what differs
+
+
 def _told_apart(text: str, key: Any, other: Any) -> tuple[str, str]:
     """Returns texts for two static values that print alike: the first part in which their keys differ."""
+    name = ""
     while type(key) is tuple and type(other) is tuple and len(key) == len(other):
         pair = next(((a, b) for a, b in zip(key, other) if a != b), None)
         if pair is None:
             break
+        if len(key) == 2 and type(key[0]) is str and key[0] == other[0]:  # the key of an attribute
+            name = f"{key[0]} = "
         key, other = pair
     if repr(key) == repr(other):
         return text, f"another object that prints as {text}"
-    return f"{text} with {short(key)}", f"{text} with {short(other)}"
+    return f"{text} with {name}{short(key)}", f"{text} with {name}{short(other)}"
 
 
 def _with_static_keys(structure: GraphStructure, keys: Mapping[int, Any]) -> GraphStructure:

@@ -21,9 +21,10 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, MutableSet, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSet, Sequence, Set
 from functools import partial
 from itertools import repeat
+from operator import call
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,6 +170,11 @@ class Content:
         held = items[len(items) // 2 :] if issubclass(self.base_type, dict) else items
         return [*held, *self.attributes(value).values()]
 
+    def unordered(self, value: Any) -> list[dict[Any, Any]]:
+        """Returns the dicts of a value whose order `==` ignores: its items, if it is a dict, and its `__dict__`."""
+        is_dict = issubclass(self.base_type, dict) and self.base_type is not collections.OrderedDict
+        return [*([value] if is_dict else []), *([vars(value)] if self.has_dict else [])]
+
     def make(self, cls: type, items: Any, like: Any) -> Any:
         """Makes an instance with these items (none yet if the class is mutable) and no attributes."""
         return self.base.make(cls, like if self.base.fill is not None else items)
@@ -219,6 +225,15 @@ def _read(value: Any, name: str) -> Any:
         return object.__getattribute__(value, name)
     except AttributeError:
         return _UNSET
+
+
+def put_in_order(held: dict[Any, Any], names: Iterable[Any]) -> None:
+    """Puts the items of a dict in the order of these keys, as far as it has them; any others come last."""
+    before = [*dict.keys(held)]
+    after = [*dict.fromkeys([*(name for name in names if dict.__contains__(held, name)), *before])]
+    if after != before:
+        steps = _fill_dict(held, [*after, *(dict.__getitem__(held, name) for name in after)])
+        collections.deque(map(call, steps), maxlen=0)  # one C call, because the dict is empty in between
 
 
 _contents: "weakref.WeakKeyDictionary[type, Content | None]" = weakref.WeakKeyDictionary()

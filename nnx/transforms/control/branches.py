@@ -92,7 +92,7 @@ class BranchCall:
             out = run_body(callee.fun, (*owner, *operands), {})
             refuse_observations(entered, self.name)
             self.order.keep(entered, out)
-            return leave(entered, out, self.name)
+            return leave(entered, out, self.name, repeated=True)
 
         return run
 

@@ -84,7 +84,7 @@ class LoopCall:
         out = with_contexts_by_number(run_body(fun, (*before, *args), {}), contexts)
         refuse_observations(entered, self.name)
         self.order.keep(entered, out)
-        outcome = leave(entered, out, self.name)
+        outcome = leave(entered, out, self.name, repeated=True)
         check_carry(self.name, "a value", self.structure, outcome.out, self.call.signature.key)
         self._check(outcome.effects)
         self.found[:] = [outcome.effects]
@@ -98,7 +98,7 @@ class LoopCall:
         out = run_body(fun, args, {})
         refuse_observations(entered, self.name)
         self.order.keep(entered, out)
-        outcome = leave(entered, out, self.name)
+        outcome = leave(entered, out, self.name, repeated=True)
         if outcome.effects.changed or outcome.effects.rewrite is not None:
             raise ValueError(CONDITION_CHANGES.format(name=self.name))
         return outcome.out

@@ -264,7 +264,8 @@ class ScanCall:
         if not isinstance(out_axes, int):
             check_module_axes(self.stacking, "out_axes", [out_axes], [out[1]], ["the collected result"])
         self.order.keep(entered, out)
-        outcome = leave(entered, self.stacking.name_new_axes(entered, (out[0], out[1])), self.stacking.name)
+        out = self.stacking.name_new_axes(entered, (out[0], out[1]))
+        outcome = leave(entered, out, self.stacking.name, repeated=True)
         return self._collect(entered, outcome, cells)
 
     def _collect(self, entered: Entered, outcome: Outcome, cells: list[Any]) -> Any:

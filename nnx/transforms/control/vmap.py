@@ -76,7 +76,7 @@ class MappedCall:
         if not isinstance(out_axes, int):
             check_module_axes(stacking, "out_axes", [out_axes], [out], ["the result"])
         self.order.keep(entered, out)
-        outcome = leave(entered, stacking.name_new_axes(entered, out), stacking.name)
+        outcome = leave(entered, stacking.name_new_axes(entered, out), stacking.name, repeated=True)
         return *self._sort_values(outcome), outcome.out
 
     def _sort_values(self, outcome: Outcome) -> tuple[list[Any], list[Any]]:

@@ -25,8 +25,15 @@ outside the function that {name} runs (a closure, perhaps) and was attached to a
 Pass it to the function as an argument: then it is one and the same Module inside and outside."""
 
 
-def leave(entered: Entered, out: Any, name: str) -> Outcome:
+def leave(entered: Entered, out: Any, name: str, *, repeated: bool = False) -> Outcome:
     """Finds what happened to the Modules since they were entered.
+
+    Args:
+        entered: the Modules.
+        out: what the function returned.
+        name: the transform.
+        repeated: whether the function runs any number of times, so that an equal static value in the place of another
+            one is no change.
 
     Raises:
         TypeError: there is a Context in the output.
@@ -46,7 +53,7 @@ def leave(entered: Entered, out: Any, name: str) -> Outcome:
     # A walk is needed only if something noted a change of structure, or a Module comes out that did not go in.
     found = None
     if entered.is_restructured() or any(id(module) not in known for module in returned):
-        found = find_rewrite(entered, returned)
+        found = find_rewrite(entered, returned, repeated)
         _check_levels(found.walk, name)
         check_views(entered, found.walk, name)
     if found is not None and found.rewrite is not None:

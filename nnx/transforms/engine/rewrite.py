@@ -361,8 +361,11 @@ class Found(NamedTuple):
     orders: tuple[tuple[int, KeyOrder], ...] = ()
 
 
-def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
-    """Finds the Rewrite from the structure a graph was entered with to the one it has now."""
+def find_rewrite(entered: Entered, returned: Sequence[Any], repeated: bool) -> Found:
+    """Finds the Rewrite from the structure a graph was entered with to the one it has now, if they differ.
+
+    Without `repeated`, they also differ if a mutable static value was replaced by an equal one, or changed and back.
+    """
     old_modules = entered.graph.modules
     # The Modules that were there come first, so they keep their numbers, and every other one is new.
     walk = traverse([*old_modules, *returned], entered.functions)
@@ -373,7 +376,7 @@ def find_rewrite(entered: Entered, returned: Sequence[Any]) -> Found:
     refs = tuple([cell.ref for cell in cells])
     mutables = _origins_of_mutables(entered, walk)
     keeps_mutables = mutables == tuple([(number, False) for number in range(len(entered.graph.mutables))])
-    if keeps_mutables and _is_as_before(entered, walk, refs):
+    if (keeps_mutables or repeated) and _is_as_before(entered, walk, refs):
         return Found(walk)
     origins = [cell.origin for cell in cells]
     aliases, others = entered.regrouped(origins, current)

@@ -43,7 +43,8 @@ MAX_COMPILED = 256  # signatures per function; a program that needs more has a v
 
 STATIC_RETRACES = """{name} has been traced {count} times because the static attribute {path} changed ({before} -> \
 {after} this time). A static value is part of the compiled function. If it is a counter or another number that changes \
-from step to step, keep it in a Variable: nnx.Variable(0)."""
+from step to step, keep it in a Variable: nnx.Variable(0). If it is an object that reading changes, such as one that \
+counts its reads, write `__hash__ = object.__hash__` in its class: then it is compared by identity."""
 
 TOO_MANY_COMPILED = """{name} has been compiled for {count} different structures, and forgets the oldest from now on. \
 The last call differed from the one before in: {reasons}. Keep what changes from call to call in a Variable, or pass \
