@@ -43,8 +43,11 @@ Under a raw JAX transform pass `ctx.partition()` and call `.merge()` on it insid
 
 MODULE_TO_RAW_JAX = """A Module ({name}) was passed to a JAX function that takes arrays and pytrees. A Module is \
 neither: its updates would be lost.
-Use the lifted transform (nnx.jit, nnx.grad, nnx.vmap, ...), which takes Modules anywhere in its arguments, or split \
-it by hand: `state, moduledef = module.partition()`, pass `state`, and `moduledef.merge(state)` inside."""
+Use the lifted transform (nnx.jit, nnx.grad, nnx.vmap, ...), which takes Modules anywhere in its arguments. A solver, \
+an optimizer or any other function of pytrees takes the parameters, and the function that it is given merges them:
+
+    (params, rest), moduledef = module.partition(nnx.Param, ...)
+    solve(lambda params, x: moduledef.merge(params, rest)(x), params)"""
 
 RESERVED_NAME = """Cannot assign attribute {name!r} of {owner}: it is the name of a method of nnx.Module, which it \
 would hide. Choose another name (or keep the value in an nnx.Dict, where any key is an item)."""

@@ -19,7 +19,9 @@ from nnx.generation.sampling import Sampling
 
 CANNOT_GENERATE = (
     "nnx.generate: expected a Module with the methods `init_cache(batch, length, dtype=None)` and `decode(tokens, "
-    "cache, lengths=None)`, got {got}."
+    "cache, lengths=None)`, got {got}. The guide has an example of both (docs/guide/generation.md, Your own model). "
+    "For a short text, a model without a cache can read all of it again for each token: "
+    "`ids = jnp.concatenate([ids, model(ids)[:, -1:].argmax(-1)], axis=1)`."
 )
 WRONG_PROMPTS = (
     "nnx.generate: expected prompts of shape [batch, length] with whole numbers, got {got}. Pad rows of different "

@@ -87,6 +87,9 @@ def _torch_is_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", types.ModuleType("torch")))
 
 
+# Before NumPy 2.4, a class cannot answer when it is asked for its dtype.
+ANSWERS = np.lib.NumpyVersion(np.__version__) >= "2.4.0"
+SPLIT = "moduledef.merge(params, rest)" if ANSWERS else "Cannot determine dtype"
 N: Any = nnx  # the names below do not exist, which a type checker would say
 
 # What somebody writes, and what the message must name.
@@ -316,6 +319,22 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "mutable_state_dict(sep='.')": (lambda: N.Sequence([]).mutable_state_dict(sep="."), "always `/`"),
     "model.make_rng('params')": (lambda: N.Sequence([]).make_rng("params"), 'ctx.make_rng("params")'),
     "stack.module": (lambda: two_layers().module, "scan_module"),
+    # A Module where a pytree of arrays is expected: what solvers and optimizers ask of a leaf, in this order
+    "jnp.result_type(model)": (lambda: jnp.result_type(linear()), SPLIT),
+    "ravel_pytree(model)": (lambda: jax.flatten_util.ravel_pytree(linear()), SPLIT),
+    "tree.map(zeros_like, model)": (lambda: jax.tree.map(jnp.zeros_like, linear()), "module.partition(nnx.Param, ...)"),
+    "optax.adam(1e-3).init(model)": (lambda: optax.adam(1e-3).init(linear()), "module.partition(nnx.Param, ...)"),
+    "optax.lbfgs().init(model)": (lambda: optax.lbfgs().init(linear()), "model.filter(nnx.Param)"),
+    "optax.apply_updates(model, grads)": (
+        lambda: (m := linear(), optax.apply_updates(m, gradients(m))),
+        "jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)",
+    ),
+    "2 * model": (lambda: 2 * linear(), "model.update_state(params)"),
+    "-model": (lambda: -linear(), "model.update_state(params)"),
+    "0.1 * grads": (lambda: 0.1 * gradients(linear()), "jax.tree.map(lambda x: 0.1 * x, state)"),
+    "grads + grads": (lambda: gradients(linear()) + gradients(linear()), "jax.tree.map(jnp.add, state, other)"),
+    "model.params": (lambda: linear().params, "model.filter(nnx.Param)"),
+    "CheckpointManager(max_to_keep=2)": (lambda: N.CheckpointManager("run", max_to_keep=2), "keep_last="),
     "model.deref()": (lambda: N.Sequence([]).deref(), "state, moduledef = model.partition()"),
 }
 
@@ -472,6 +491,17 @@ def test_hints_are_not_offered_for_completion():
     assert not {"parameters", "state_dict"} & set(dir(linear())) and "module" not in dir(two_layers())
     assert "parameters" in dir(type("Own", (nnx.Module,), {"parameters": 1})())
     assert not hasattr(linear(), "parameters") and not hasattr(nnx.Module, "parameters")
+
+
+def test_a_module_can_have_arithmetic_of_its_own_or_of_a_mixin_or_leave_it_to_the_other_operand():
+    class Adds:
+        def __add__(self, other):
+            return other
+
+        __radd__ = __add__
+
+    assert linear() + Adds() and gradients(linear()) + Adds() and Adds() + linear()
+    assert type("Mixed", (nnx.Module, Adds), {})() + 1 == 1 and type("Own", (Adds, nnx.Module), {})() + 1 == 1
 
 
 def test_a_module_without_all_its_state_still_explains_both():

@@ -151,6 +151,12 @@ def test_conv_calls_a_convolution_of_the_user():
 def test_wrong_inputs_raise_with_what_was_expected():
     with pytest.raises(ValueError, match=r"Conv expected an input of shape \(\.\.\., d0, d1, 3\), got shape \(6, 3\)"):
         conv(3, 4, (3, 3))(jnp.ones((6, 3)))
+    with pytest.raises(ValueError, match=r"Channels come last here.* `jnp.moveaxis\(x, 1, -1\)`"):
+        conv(3, 4, (3, 3))(jnp.ones((2, 3, 6, 6)))
+    with pytest.raises(ValueError, match=r"`x\[..., None\]`"):
+        conv(1, 4, (3, 3))(jnp.ones((2, 6, 6)))
+    with pytest.raises(ValueError, match=r"`x.reshape\(\*x.shape\[:-3\], -1\)`"):
+        nnx.Linear(24, 4, ctx=nnx.context(0))(jnp.ones((5, 2, 3, 4)))
     with pytest.raises(ValueError, match="Conv expected 3 features on the last axis, got 1"):
         conv(3, 4, (3,))(jnp.ones((6, 1)))
     with pytest.raises(ValueError, match="`strides` must be an int or have 2 entries"):

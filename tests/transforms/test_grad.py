@@ -287,11 +287,6 @@ def test_a_module_in_the_aux_value_is_the_same_object():
     assert isinstance(new, Linear) and new is not model and not isinstance(new.kernel, jax.core.Tracer)
 
 
-def test_has_aux_without_a_pair_is_an_error():
-    with pytest.raises((TypeError, ValueError)):
-        nnx.grad(loss, has_aux=True)(linear())
-
-
 # Sharing
 
 
@@ -362,10 +357,22 @@ def test_allow_int_gives_float0_gradients():
     assert grads["count"].value.dtype == jax.dtypes.float0
 
 
-def test_loss_that_is_not_a_scalar_raises_and_changes_nothing():
+@pytest.mark.parametrize(
+    ("returned", "has_aux", "advice"),
+    [
+        (lambda out: out, False, r"one number, and returned traced float32\[.*`.mean\(\)`"),
+        (lambda out: (out, 1), True, "`.mean"),
+        (lambda out: None, False, "returned None. Is its `return` missing"),
+        (lambda out: (out.sum(), 1), False, "pass has_aux=True"),
+        (lambda out: {"loss": out.sum()}, False, "pass has_aux=True"),
+        (lambda out: out.sum(), True, "with has_aux=True the function returns a pair"),
+        (lambda out: (out.sum(), 1, 2), True, "with has_aux=True the function returns a pair"),
+    ],
+)
+def test_a_function_that_returns_no_number_to_differentiate_is_told_what_to_return(returned, has_aux, advice):
     model = linear()
-    with pytest.raises(TypeError, match="scalar"):
-        nnx.grad(lambda m: m(X))(model)
+    with pytest.raises(TypeError, match=advice):
+        nnx.value_and_grad(lambda m: returned(m(X)), has_aux=has_aux)(model)
     assert model.count == 0
 
 

@@ -84,6 +84,8 @@ MODULE = {
     "init_with_output": _CONSTRUCTED,
     "tabulate": "nnx.summary(model, x)",
     "bind": "moduledef.merge(state)",
+    "params": "model.filter(nnx.Param)",
+    "variables": "model.get_state()",
 }
 
 STATE = {
@@ -110,4 +112,11 @@ CALL = {
 
 FILES = {
     ".msgpack": "flax",
+}
+
+CHECKPOINT_MANAGER = {
+    "max_to_keep": "`keep_last=`; nnx.CheckpointManager takes its options itself",
+    "save_interval_steps": "`every_steps=`",
+    "options": "its options are arguments: nnx.CheckpointManager(directory, keep_last=2)",
+    "best_fn": "`best_metric=`, the name of one of the metrics that are saved",
 }

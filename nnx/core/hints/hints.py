@@ -6,10 +6,15 @@ AttributeError. What an instance, a subclass or a mixin defines under that name 
 """
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Mapping
+from numbers import Number
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import jax
+import numpy as np
 
 from nnx.core.hints import pytorch
 from nnx.core.hints.table import CALL, CONSTRUCTOR, FILES, FUNCTIONS, LAYERS, MODELS, PACKAGE, READERS, Hints
@@ -33,6 +38,14 @@ CARRY_FIRST = """ Mind the order of the arguments: the Module comes first in nnx
 f(module, carry, x), not f(carry, module, x) as in Flax."""
 NO_MODULE_IN_SCAN = """ nnx.scan is a loop over Modules, nnx.scan(f)(module, carry, xs) with f(module, carry, x), and \
 it was given none. Without a Module, write `jax.lax.scan(f, carry, xs)` with f(carry, x)."""
+NO_ARITHMETIC = """{owner} has no arithmetic: a Module is neither an array nor a pytree of arrays. Its parameters are \
+such a pytree, and model.update_state(params) writes new ones into it:
+
+    params = model.filter(nnx.Param)
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)"""
+NO_STATE_ARITHMETIC = """{owner} has no arithmetic of values (`-` and `|` are those of sets of paths). It is a pytree \
+of arrays: jax.tree.map(lambda x: 0.1 * x, state), jax.tree.map(jnp.add, state, other)."""
+OPERATORS = tuple("neg add radd sub rsub mul rmul truediv rtruediv pow rpow matmul rmatmul".split())
 OUT_SHARDING = "The axis names of a Variable are called `sharding` here, not {name!r}: {type}(x, sharding={value!r})."
 FOREIGN_FILE = "{path} is not a checkpoint of NNX, but {reader}. Checkpoints of NNX are directories, from nnx.save."
 TORCH_NAMES = """ These look like the names of PyTorch (such as {name!r}): nnx.load_torch_state_dict(model, mapping) \
@@ -61,6 +74,33 @@ class Hint:
         raise AttributeError(text, name=self.name)
 
 
+class NoOperator(Hint):
+    """An arithmetic operator that a class does not have: a TypeError that says what to write instead.
+
+    Operands that may know what to do are asked, as usual in Python: Equinox writes `tree**ω` for arithmetic on pytrees.
+    """
+
+    __slots__ = ()
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        try:
+            return super().__get__(instance, owner)  # that of a mixin
+        except AttributeError:
+            if instance is None:
+                raise
+            return functools.partial(self._apply, owner)
+
+    def _apply(self, owner: type, *others: Any) -> Any:
+        numbers = (Number, np.ndarray, jax.Array)
+        if all(isinstance(other, numbers) or type(_static(other, self.name)) is NoOperator for other in others):
+            raise TypeError(self.text.format(owner=owner.__name__))
+        return NotImplemented
+
+
+def _static(value: Any, name: str) -> Any:
+    return inspect.getattr_static(type(value), name, None)
+
+
 def called(name: str, hints: Hints) -> str:
     """Returns the sentences that say where a name comes from and what to write instead; empty if the table lacks it."""
     for origin, names in hints.items():
@@ -74,6 +114,13 @@ def add_hints(cls: type, hints: Hints) -> None:
     for name in [name for names in hints.values() for name in names]:
         if not hasattr(cls, name):
             type.__setattr__(cls, name, Hint(cls, name, called(name, hints)))
+
+
+def refuse_arithmetic(cls: type, text: str) -> None:
+    """Makes arithmetic with an instance an error that says what to write instead, except for operators that it has."""
+    for name in [f"__{operator}__" for operator in OPERATORS]:
+        if not hasattr(cls, name):
+            type.__setattr__(cls, name, NoOperator(cls, name, text))
 
 
 def add_layer_hints(cls: type) -> None:
@@ -164,7 +211,7 @@ def explain_keywords(fun: Callable[P, R]) -> Callable[P, R]:
         except TypeError as error:
             misfit = error.__traceback__ is not None and error.__traceback__.tb_next is None  # not from inside
             found = _UNEXPECTED.search(str(error)) if misfit else None
-            hint = keyword_hint(found[1], FUNCTIONS[fun.__name__]) if found else None
+            hint = keyword_hint(found[1], FUNCTIONS[fun.__qualname__]) if found else None
             if hint is not None:
                 error.args = (f"{error}. {hint}",)
             raise

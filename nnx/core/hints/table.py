@@ -6,7 +6,7 @@ The origins have a file each. docs/migrating.md and docs/cheat-sheet.md say the 
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from nnx.core.hints import earlier, equinox, flax, pytorch, transformers
+from nnx.core.hints import arrays, earlier, equinox, flax, pytorch, transformers
 
 Hints: TypeAlias = Mapping[str, Mapping[str, str]]
 """What to write instead of each name, by origin."""
@@ -27,6 +27,7 @@ MODULE: Hints = {
     "PyTorch": pytorch.MODULE,
     "Flax": flax.MODULE,
     "transformers": transformers.MODULE,
+    "jax.Array": arrays.MODULE,
     **earlier.MODULE,
 }
 """What to write instead of `model.<name>`."""
@@ -60,8 +61,9 @@ CALL: Hints = {"Flax": flax.CALL, "Equinox": equinox.CALL}
 
 FUNCTIONS: Mapping[str, Hints] = {
     "from_pretrained": {"transformers": transformers.FROM_PRETRAINED},
+    "CheckpointManager.__init__": {"Orbax": flax.CHECKPOINT_MANAGER},
 }
-"""What keyword arguments of a function are called here, by the name of the function."""
+"""What keyword arguments of a function are called here, by its qualified name."""
 
 FILES: Mapping[str, str] = {**pytorch.FILES, **equinox.FILES, **flax.FILES, ".safetensors": "safetensors"}
 """Whose files have which extension, for `nnx.load`."""

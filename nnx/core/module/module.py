@@ -19,7 +19,16 @@ from nnx.core.errors import (
     NOT_A_MODULE_CLASS,
     RESERVED_NAME,
 )
-from nnx.core.hints.hints import Hint, add_hints, add_layer_hints, explain_constructor, forward_only, refuse_name
+from nnx.core.hints.hints import (
+    NO_ARITHMETIC,
+    Hint,
+    add_hints,
+    add_layer_hints,
+    explain_constructor,
+    forward_only,
+    refuse_arithmetic,
+    refuse_name,
+)
 from nnx.core.hints.table import MODULE as HINTS
 from nnx.core.module.attributes import assign, decide_again, refuse_state, variable_of
 from nnx.core.module.call_chains import Access
@@ -225,6 +234,10 @@ class Module(ModuleBase, metaclass=ModuleType):
     @property
     def __jax_array__(self) -> Any:
         raise ValueError(MODULE_TO_RAW_JAX.format(name=type(self).__name__))
+
+    # NumPy 2.4 reads this where it is asked for the dtype of a value. `jnp.result_type` and `ravel_pytree`, and with
+    # them most solvers, ask for that before they try to make an array of it.
+    __numpy_dtype__ = __jax_array__
 
     def _nnx_field(self, name: str) -> Any:
         """Returns an attribute in its container; a submodule as it is."""
@@ -570,3 +583,4 @@ def _unpickled(cls: type) -> Any:
 
 
 add_hints(Module, HINTS)
+refuse_arithmetic(Module, NO_ARITHMETIC)

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import jax
 
-from nnx.core.hints.hints import add_hints
+from nnx.core.hints.hints import NO_STATE_ARITHMETIC, add_hints, refuse_arithmetic
 from nnx.core.hints.table import STATE as HINTS
 from nnx.core.repr import short
 from nnx.core.state.filters import Filter, classify
@@ -281,3 +281,4 @@ jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, State.from_la
 States = State | tuple[State, ...]
 """What partition and filter return: one State, or one per filter."""
 add_hints(State, HINTS)
+refuse_arithmetic(State, NO_STATE_ARITHMETIC)

@@ -5,6 +5,7 @@ sides, or one entry per spatial dimension, each an int for both sides or a pair 
 tuple of pairs.
 """
 
+import math
 import operator
 from collections.abc import Collection, Sequence
 from numbers import Number
@@ -20,6 +21,9 @@ WRONG_FEATURES = (
     "{layer} expected {expected} features {where}, got {got}: the input has shape {shape}. "
     "Pass an input with {expected} features there, or build the layer with `{argument}={got}`."
 )
+ADD_AN_AXIS = " If the input has one channel and no axis for it, write `x[..., None]`."
+CHANNELS_FIRST = " Channels come last here. If they are on axis 1, as in PyTorch, write `jnp.moveaxis(x, 1, -1)`."
+FLATTEN = " To join the last {count} axes into one of {expected}, write `x.reshape(*x.shape[:-{count}], -1)`."
 NOT_AN_ARRAY = "{layer} expected an array, got {got}. Convert it first: `jnp.asarray(x)`."
 TOO_FEW_AXES = "{layer} expected an input of shape {expected}, got shape {shape}, which has too few axes."
 TUPLE_NOT_INT = (
@@ -94,11 +98,23 @@ def wrong_features(
     layer: object, expected: int, got: int, shape: Sequence[int], argument: str, where: str = "on the last axis"
 ) -> ValueError:
     """Makes the error for an input whose number of features is not the one the layer was built for."""
-    return ValueError(
-        WRONG_FEATURES.format(
-            layer=type(layer).__name__, expected=expected, got=got, shape=tuple(shape), argument=argument, where=where
-        )
+    text = WRONG_FEATURES.format(
+        layer=type(layer).__name__, expected=expected, got=got, shape=tuple(shape), argument=argument, where=where
     )
+    return ValueError(text + _how_to_reshape(shape, expected))
+
+
+def _how_to_reshape(shape: Sequence[int], expected: int) -> str:
+    """Returns how an input of this shape gets the expected last axis, if it may be one of the usual mistakes."""
+    if len(shape) < 3:
+        return ""
+    if shape[1] == expected:
+        return CHANNELS_FIRST
+    if expected == 1:
+        return ADD_AN_AXIS
+    joined = (count for count in range(2, len(shape)) if math.prod(shape[-count:]) == expected)
+    count = next(joined, None)
+    return "" if count is None else FLATTEN.format(count=count, expected=expected)
 
 
 def too_few_axes(layer: str, expected: str, shape: Sequence[int]) -> ValueError:

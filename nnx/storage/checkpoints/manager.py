@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import jax
 from jax.experimental import multihost_utils
 
+from nnx.core.hints.hints import explain_keywords
 from nnx.core.repr import short
 from nnx.storage.checkpoints import sigterm
 from nnx.storage.checkpoints.checkpoint import load
@@ -91,6 +92,7 @@ class CheckpointManager:
     [2, 3]
     """
 
+    @explain_keywords
     def __init__(
         self,
         directory: str | os.PathLike[str],

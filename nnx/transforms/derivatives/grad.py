@@ -5,6 +5,7 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 
+from nnx.core.repr import short
 from nnx.core.state.filters import Filter
 from nnx.core.state.state import State
 from nnx.core.variables.variables import Param
@@ -26,6 +27,15 @@ from nnx.transforms.engine.call import callee_of
 from nnx.transforms.engine.commit import finish
 from nnx.transforms.engine.decorators import decorator
 from nnx.transforms.engine.outcome import Outcome
+
+NOT_A_PAIR = """{name}: with has_aux=True the function returns a pair, the value to differentiate and anything else: \
+`return loss, logits`. It returned {got}."""
+NOT_A_NUMBER = "{name}: the function has to return one number, and returned {got}.{advice}"
+NO_RETURN = " Is its `return` missing?"
+USE_HAS_AUX = """ To return more than the number to differentiate, put that first, `return loss, logits`, and pass \
+has_aux=True."""
+REDUCE = """ Reduce it: `.mean()`, as for the losses of a batch, or `.sum()`. For the gradient of each number, use \
+nnx.jacrev."""
 
 
 @overload
@@ -208,7 +218,7 @@ def _value_and_gradient(
 
         def loss(differentiated: Any) -> tuple[Any, Outcome]:
             outcome = pure(differentiated)
-            value, aux = outcome.out if has_aux else (outcome.out, None)
+            value, aux = _value_and_aux(outcome.out, has_aux, f"{caller}({callee.name})")
             return value, Outcome(outcome.values, (value, aux), outcome.effects)
 
         # Changed values are auxiliary output: they pass through, and no gradient flows from them.
@@ -220,3 +230,18 @@ def _value_and_gradient(
         return ((value, aux) if has_aux else value), part.pack(cells, data)
 
     return lifted
+
+
+def _value_and_aux(out: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+    """Returns the value to differentiate, and what the function returned along with it.
+
+    Raises:
+        TypeError: the function returned anything else than one number, or than a pair if it has auxiliary output.
+    """
+    if has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
+        raise TypeError(NOT_A_PAIR.format(name=name, got=short(out)))
+    value, aux = out if has_aux else (out, None)
+    if value is None or isinstance(value, (tuple, list, dict)) or getattr(value, "shape", ()) != ():
+        advice = NO_RETURN if value is None else REDUCE if hasattr(value, "shape") else USE_HAS_AUX
+        raise TypeError(NOT_A_NUMBER.format(name=name, got=short(value), advice=advice))
+    return value, aux
