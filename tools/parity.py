@@ -395,18 +395,27 @@ def main() -> int:
     """Runs the comparisons asked for; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [*FAMILIES, *encoder_parity.FAMILIES]
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"some of {', '.join(known)}; all by default")
+    parser.add_argument(
+        "families", nargs="*", metavar="FAMILY", help=f"some of {', '.join(known)}, adapters; all by default"
+    )
     parser.add_argument("--cases", type=int, default=10, help="random configurations per family")
     args = parser.parse_args()
     agree = [
         (compare_family if family in FAMILIES else encoder_parity.compare_family)(family, args.cases)
         for family in args.families or known
+        if family != "adapters"
     ]
     if "gpt_oss" in (args.families or known):
         with tempfile.TemporaryDirectory() as folder:
             error = compare_packed(pathlib.Path(folder))
             print(f"mxfp4         weights equal, read {error:.1e}")
             agree.append(error <= TOLERANCE)
+    if "adapters" in (args.families or ["adapters"]):
+        import adapter_parity  # `peft` takes long to import
+
+        error = adapter_parity.compare_adapters()
+        print(f"adapters      {len(adapter_parity.CASES)} adapters of peft, read and written {error:.1e}")
+        agree.append(error <= TOLERANCE)
     if not args.families:
         with tempfile.TemporaryDirectory() as folder:
             print(f"tokenizers    {tokenizer_parity.compare_tokenizers(pathlib.Path(folder))} comparisons agree")

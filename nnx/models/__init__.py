@@ -3,6 +3,8 @@
 import typing as _typing
 
 from nnx.models.activations_by_name import ACTIVATIONS as ACTIVATIONS
+from nnx.models.adapters import load_adapter as load_adapter
+from nnx.models.adapters import save_adapter as save_adapter
 from nnx.models.architectures.bert import Bert as Bert
 from nnx.models.architectures.bert import BertConfig as BertConfig
 from nnx.models.architectures.bert import BertWithHead as BertWithHead
@@ -43,6 +45,7 @@ from nnx.models.config import RotaryConfig as RotaryConfig
 from nnx.models.decoder import Decoder as Decoder
 from nnx.models.decoder import DecoderBlock as DecoderBlock
 from nnx.models.families.families import FAMILIES as FAMILIES
+from nnx.models.files.generation_defaults import generation_defaults as generation_defaults
 from nnx.models.inputs.audio import log_mel as log_mel
 from nnx.models.inputs.images import ImageProcessor as ImageProcessor
 from nnx.models.inputs.images import resize_image as resize_image

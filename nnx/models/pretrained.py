@@ -29,11 +29,13 @@ from nnx.core.trace import is_tracer
 from nnx.core.variables.variables import Loss
 from nnx.models.architecture import Architecture
 from nnx.models.files.counts import check_counts
+from nnx.models.files.directory import open_weights, read_entries
 from nnx.models.files.layouts import Shape
 from nnx.models.files.quantized_files import AnyFile, decoding, reopened
 from nnx.models.files.reading import Location, Reader, Request
 from nnx.models.files.sending import placed
 from nnx.models.files.table import Link, Parameter
+from nnx.models.files.tied_head import with_own_head
 from nnx.models.registry import architecture_named, architecture_of
 from nnx.nn.quantized.quantize import is_quantized
 from nnx.nn.support.settings import as_dtype
@@ -44,18 +46,11 @@ from nnx.storage.files import atomic_file, local_path
 from nnx.storage.fitting import Description, misfit
 from nnx.storage.placing import whole
 from nnx.storage.processes import Exchange, is_first
-from nnx.storage.safetensors.file import Pending, TensorFile
+from nnx.storage.safetensors.file import Pending
 from nnx.storage.safetensors.safetensors import write_arrays
-from nnx.storage.safetensors.shards import holds_safetensors, open_model, refuse_pickles
+from nnx.storage.safetensors.shards import refuse_pickles
 from nnx.transforms.control.eval_shape import eval_shape
 
-NO_DIRECTORY = (
-    "There is no directory {path}. nnx.models reads local directories and never downloads: fetch the files first, for "
-    "example with `hf download MODEL --local-dir DIRECTORY`, and pass that directory."
-)
-NO_CONFIG = "{path} contains no config.json, so it is not the directory of a published model."
-NO_WEIGHTS = "{path} contains no safetensors file."
-BAD_JSON = "{path} cannot be read as JSON: {reason}."
 DOES_NOT_FIT = "The tensors in {path} do not fit its config.json (model_type {family!r}):\n{differences}"
 NOT_FLOATS = "Parameters are stored as floating-point numbers: expected such a dtype, got {got}."
 NO_OPTION = "{where}: {option}={got!r} is not an option of {family} models, whose layers are in a list."
@@ -83,6 +78,7 @@ _SETTINGS = (
 # What a directory holds besides config and weights: a tokenizer in any format, templates, and processors.
 _COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
 _COMPANIONS += ("generation_config.json", "preprocessor_config.json", "processor_config.json", "spiece.model")
+_COMPANIONS += ("chat_template.json",)
 # The directories that models were loaded from, by ModuleInfo.
 _origins: weakref.WeakKeyDictionary[Any, Path] = weakref.WeakKeyDictionary()
 _SHOWN = 30  # lines of an error; a wrong config makes every tensor wrong
@@ -102,9 +98,9 @@ def from_pretrained(
     """Loads a published model from a directory with `config.json` and safetensors files.
 
     On a CPU, each tensor is read and rearranged one after the other, so there is little more in memory than the model
-    and its largest tensor. Accelerators rearrange what they are sent: several tensors are on their way at once, in pieces
-    of at most 64 MB. Nothing is downloaded, and no pickle is read. Inside a transform the files are read when the
-    compiled program runs; `nnx.eval_shape` therefore reads only their headers.
+    and its largest tensor. Accelerators rearrange what they are sent: several tensors are on their way at once, in
+    pieces of at most 64 MB. Nothing is downloaded, and no pickle is read. Inside a transform the files are read when
+    the compiled program runs; `nnx.eval_shape` therefore reads only their headers.
 
     Args:
         directory: the directory.
@@ -135,17 +131,18 @@ def from_pretrained(
     True
     """
     path = local_path(directory).absolute()
-    refuse_pickles(path)
+    if path.is_dir():
+        refuse_pickles(path)
     fields, where = read_entries(path), str(path / "config.json")
     architecture = architecture_named(fields.get("model_type"), where)
     decoded = decoding(fields, where)
     with contextlib.ExitStack() as opened:
-        files = decoded(_open(path, opened))
+        files = decoded(open_weights(path, opened))
         found = {name: file.tensors[name] for name, file in files.items()}
         check_counts(fields, found, where)
         config = architecture.read_config(fields, where)
         options = _options(path, architecture, config, {"scan_layers": scan_layers, "remat": remat})
-        config = architecture.completed(config, found)
+        config = with_own_head(architecture, architecture.completed(config, found), files)
         param_dtype = _stored_dtype(architecture, config, found) if dtype is None else as_dtype(dtype)
         if not jnp.issubdtype(param_dtype, jnp.floating):
             raise ValueError(NOT_FLOATS.format(got=param_dtype))
@@ -218,32 +215,7 @@ def save_pretrained(
     Exchange(f"nnx.models.save_pretrained({str(directory)!r})").together(write_rest)
 
 
-def read_entries(directory: Path) -> dict[str, Any]:
-    """Returns the entries of the `config.json` in a directory."""
-    if not directory.is_dir():
-        raise FileNotFoundError(NO_DIRECTORY.format(path=directory))
-    file = directory / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(NO_CONFIG.format(path=directory))
-    try:
-        fields = json.loads(file.read_bytes().decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(BAD_JSON.format(path=file, reason=error)) from error
-    if not isinstance(fields, dict):
-        raise ValueError(BAD_JSON.format(path=file, reason="it is not an object"))
-    return fields
-
-
 # Loading
-
-
-def _open(directory: Path, opened: contextlib.ExitStack) -> dict[str, TensorFile]:
-    usual = directory / "model.safetensors"  # directories can contain other safetensors files as well
-    if holds_safetensors(usual):
-        return open_model(usual, opened)
-    if not holds_safetensors(directory):
-        raise FileNotFoundError(NO_WEIGHTS.format(path=directory))
-    return open_model(directory, opened)
 
 
 def _options(path: Path, architecture: Architecture, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
     (write(tmp_path) / name).write_bytes(content)
     with pytest.raises(ValueError) as error:
         Tokenizer.from_pretrained(tmp_path)
-    assert str(error.value).startswith(message_of(BAD_FILE, file=tmp_path / name))
+    assert str(error.value).startswith(f"{tmp_path / name} cannot be read")
 
 
 @pytest.mark.parametrize("template", [3, {"default": "x"}, [{"name": "default"}]], ids=repr)

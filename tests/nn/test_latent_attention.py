@@ -23,7 +23,7 @@ def inputs(rows: int = 2, length: int = 9) -> jax.Array:
 def by_hand(layer: nnx.LatentAttention, x: jax.Array) -> np.ndarray:
     """The layer in NumPy, head by head, with every key and value written out."""
     value = {path: np.asarray(leaf.value, np.float64) for path, leaf in layer.get_state().items()}
-    x = np.asarray(x, np.float64)
+    x = np.asarray(x, np.float64)  # type: ignore[assignment]
 
     def normed(a, scale):
         return a / np.sqrt((a**2).mean(-1, keepdims=True) + 1e-6) * scale

@@ -5,7 +5,6 @@ of reduction and round to 8 bits after each axis; `resize_image` does the same a
 """
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from nnx.models.files.directory import read_json
 from nnx.storage.files import local_path
 
-NO_FILE = "{path} contains no preprocessor_config.json, so it is unknown how images should be preprocessed."
-BAD_FILE = "{path} cannot be read as JSON: {reason}."
+NO_FILE = (
+    "{path} contains no preprocessor_config.json, nor a processor_config.json with an image_processor, so it is "
+    "unknown how images should be preprocessed."
+)
 UNKNOWN_TYPE = "{where}: the processor {got!r} is not among the known ones: {known}."
 BAD_ENTRY = "{where}: expected {key!r} to be {expected}, got {got!r}."
 NOT_AN_IMAGE = "Expected an image as bytes (uint8) of shape [height, width, channels], got {dtype} of shape {shape}."
@@ -129,20 +131,20 @@ class ImageProcessor:
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> "ImageProcessor":
         """Reads the `preprocessor_config.json` of a published vit, clip or resnet.
 
+        Without one, the entry `image_processor` of `processor_config.json`, where newer directories have it.
+
         Raises:
             FileNotFoundError: the directory has no such file.
             ValueError: the file is malformed, or of a processor that is not known.
         """
-        file = local_path(directory).absolute() / "preprocessor_config.json"
-        if not file.is_file():
-            raise FileNotFoundError(NO_FILE.format(path=file.parent))
-        try:
-            fields = json.loads(file.read_bytes().decode("utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(BAD_FILE.format(path=file, reason=error)) from error
-        if not isinstance(fields, dict):
-            raise ValueError(BAD_FILE.format(path=file, reason="it is not an object"))
-        return _read_processor(fields, str(file))
+        folder = local_path(directory).absolute()
+        file, whole = folder / "preprocessor_config.json", folder / "processor_config.json"
+        if file.is_file():
+            return _read_processor(read_json(file), str(file))
+        inner = read_json(whole).get("image_processor") if whole.is_file() else None
+        if not isinstance(inner, Mapping):
+            raise FileNotFoundError(NO_FILE.format(path=folder))
+        return _read_processor(inner, str(whole))
 
     def __call__(self, images: np.ndarray | Sequence[np.ndarray]) -> np.ndarray:
         """Prepares one image or several.

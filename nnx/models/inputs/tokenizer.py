@@ -4,7 +4,6 @@
 template* writes them between the messages of a chat (`chat_template`).
 """
 
-import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,8 @@ import numpy as np
 
 from nnx.core.extras import require
 from nnx.core.hints.transformers import TOKENIZER
+from nnx.models.files.directory import read_json
+from nnx.models.files.generation_defaults import generation_defaults
 from nnx.models.inputs.chat_template import ChatTemplate
 from nnx.storage.files import local_path
 
@@ -45,16 +46,7 @@ def _read_text(file: pathlib.Path) -> str:
 
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
     """Returns the object in a JSON file; an empty one if there is no file."""
-    if not file.exists():
-        return {}
-    text = _read_text(file)
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(BAD_FILE.format(file=file, reason=error)) from error
-    if not isinstance(content, dict):
-        raise ValueError(BAD_FILE.format(file=file, reason=f"it holds a {type(content).__name__}, not an object"))
-    return content
+    return read_json(file) if file.exists() else {}
 
 
 def _read_tokenizer(directory: pathlib.Path) -> Any:
@@ -88,18 +80,14 @@ def _special_tokens(*configs: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _stop_tokens(file: pathlib.Path) -> tuple[int, ...]:
-    """Returns the ids that end a text according to generation_config.json, which lists ends of turns as well."""
-    listed = _read_json(file).get("eos_token_id")
-    return tuple(listed) if isinstance(listed, list) else () if listed is None else (listed,)
-
-
 def _chat_templates(directory: pathlib.Path, config: dict[str, Any]) -> dict[str, str]:
     """Returns the chat templates of a directory by name; most have one, `"default"`, or none."""
     file = directory / "chat_template.jinja"
     if file.exists():
         return {"default": _read_text(file)}
     given = config.get("chat_template")
+    if given is None:  # a file of its own, which processors of some versions of transformers write
+        given = _read_json(directory / "chat_template.json").get("chat_template")
     if isinstance(given, str):
         return {"default": given}
     try:
@@ -190,7 +178,7 @@ class Tokenizer:
         return cls(
             tokenizer,
             special_tokens=_special_tokens(config, _read_json(folder / "special_tokens_map.json")),
-            stop_tokens=_stop_tokens(folder / "generation_config.json"),
+            stop_tokens=generation_defaults(folder)["stop_tokens"],
             chat_template=_chat_templates(folder, config) if chat_template is None else chat_template,
             source=str(folder),
         )

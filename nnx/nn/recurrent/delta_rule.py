@@ -114,14 +114,14 @@ def _rule(
     value = cast(value, wide).reshape(rows, length, key_heads, group, width)
     decay, beta = (cast(x, wide).reshape(rows, length, key_heads, group) for x in (decay, beta))
     shape = (rows, key_heads, group, depth, width)
-    state = jnp.zeros(shape, wide) if state is None else cast(state, wide).reshape(shape)
+    before = jnp.zeros(shape, wide) if state is None else cast(state, wide).reshape(shape)
     if length == 1:
-        out, state = _one_token(*(x[:, 0] for x in (query, key, value, decay, beta)), state)
+        out, after = _one_token(query[:, 0], key[:, 0], value[:, 0], decay[:, 0], beta[:, 0], before)
     elif length:
-        out, state = _chunked(query, key, value, decay, beta, state, min(chunk, 1 << (length - 1).bit_length()))
+        out, after = _chunked(query, key, value, decay, beta, before, min(chunk, 1 << (length - 1).bit_length()))
     else:
-        out = value
-    return cast(out, dtype).reshape(*batch, length, heads, width), state.reshape(*batch, heads, depth, width)
+        out, after = value, before
+    return cast(out, dtype).reshape(*batch, length, heads, width), after.reshape(*batch, heads, depth, width)
 
 
 def _one_token(
