@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.unfinished_jax import why_not
+
 settings.register_profile(
     "nnx",
     deadline=None,
@@ -15,6 +17,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("nnx")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what JAX itself cannot do."""
+    for item in items:
+        if (reason := why_not(item.nodeid)) is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True, scope="module")
