@@ -12,15 +12,17 @@ from typing import Any, Literal
 
 from nnx.nn.attention.rotary_scaling import RotaryScaling
 
-LayerType = Literal["full", "sliding"]
+LayerType = Literal["full", "sliding", "linear"]
 
 NOT_POSITIVE = "DecoderConfig: expected {name} to be a positive integer, got {got!r}."
 HEADS_DO_NOT_DIVIDE = "DecoderConfig: num_kv_heads={kv_heads} does not divide num_heads={heads}."
 WRONG_LAYER_TYPES = (
-    "DecoderConfig: expected layer_types to be 'full' or 'sliding' for each of the {layers} layers, got {got!r}."
+    "DecoderConfig: expected layer_types to be 'full', 'sliding' or 'linear' for each of the {layers} layers, got "
+    "{got!r}."
 )
 NO_SUCH_LAYER = "DecoderConfig: expected {name} to list numbers of the {layers} layers, in order, got {got!r}."
 DENSE_AMONG_NO_EXPERTS = "DecoderConfig: dense_layers={got!r} is about models with experts; num_experts is None."
+INCOMPLETE = "DecoderConfig: {what} needs {name}, a positive integer, got {got!r}."
 NO_WINDOW = "DecoderConfig: layer_types has 'sliding' layers, which need a sliding_window >= 1, got {got!r}."
 WRONG_EXPERTS = (
     "DecoderConfig: expected num_experts and num_selected to be both None, or integers with 1 <= num_selected <= "
@@ -129,10 +131,18 @@ class DecoderConfig:
         dense_features: the number of hidden features of these; `hidden_features` by default.
         use_router_bias: whether the routers of mixtures of experts have biases.
         use_sinks: whether attention has sinks (`nnx.MultiHeadAttention`).
+        use_attention_gate: whether the output of each head is multiplied by a gate.
+        latent_rank: the number of features of the latents of keys and values, if attention is `nnx.LatentAttention`.
+        query_rank: the number of features of the latents of its queries, if there are any.
+        rotary_dim: the number of features of its heads that rotate, in addition to `head_dim`.
+        value_dim: the number of features of its values; `head_dim` by default.
+        delta_heads, delta_key_heads: the numbers of heads of "linear" layers, which are `nnx.GatedDeltaNet`s.
+        delta_key_dim, delta_value_dim: the numbers of features of their keys and values.
+        delta_taps: the number of tokens that their convolutions see.
         rotary: the rotary embedding; `None` means learned positions.
         local_rotary: the rotary embedding of "sliding" layers, where it differs.
         unrotated_layers: the numbers of the layers without a rotary embedding.
-        layer_types: "full" or "sliding" for each layer; all "full" by default.
+        layer_types: "full", "sliding" or "linear" for each layer; all "full" by default.
         sliding_window: the number of tokens that a token of a "sliding" layer sees, including itself.
         query_pre_attn_scalar: attention logits are divided by the square root of this number; `head_dim` by default.
         attention_soft_cap, logits_soft_cap: the soft caps of attention logits and of the output, if any.
@@ -174,6 +184,16 @@ class DecoderConfig:
     use_mlp_bias: bool = False
     use_router_bias: bool = False
     use_sinks: bool = False
+    use_attention_gate: bool = False
+    latent_rank: int | None = None
+    query_rank: int | None = None
+    rotary_dim: int | None = None
+    value_dim: int | None = None
+    delta_heads: int | None = None
+    delta_key_heads: int | None = None
+    delta_key_dim: int | None = None
+    delta_value_dim: int | None = None
+    delta_taps: int = 4
     rotary: RotaryConfig | None = RotaryConfig()
     local_rotary: RotaryConfig | None = None
     unrotated_layers: tuple[int, ...] = ()
@@ -200,8 +220,9 @@ class DecoderConfig:
                 raise ValueError(NOT_POSITIVE.format(name=name, got=size))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(HEADS_DO_NOT_DIVIDE.format(heads=self.num_heads, kv_heads=self.num_kv_heads))
-        if len(self.layer_types) != self.num_layers or not set(self.layer_types) <= {"full", "sliding"}:
+        if len(self.layer_types) != self.num_layers or not set(self.layer_types) <= {"full", "sliding", "linear"}:
             raise ValueError(WRONG_LAYER_TYPES.format(layers=self.num_layers, got=self.layer_types))
+        self._check_mixers()
         window = self.sliding_window
         if "sliding" in self.layer_types and not (isinstance(window, int) and window >= 1):
             raise ValueError(NO_WINDOW.format(got=window))
@@ -221,18 +242,32 @@ class DecoderConfig:
         if self.norm not in ("rms", "layer"):
             raise ValueError(UNKNOWN_NORM.format(got=self.norm))
 
+    def _check_mixers(self) -> None:
+        """Raises `ValueError` if a size that a mixer needs is missing."""
+        needed: dict[str, tuple[str, ...]] = {}
+        if self.latent_rank is not None:
+            needed["latent_rank"] = ("rotary_dim",)
+        if "linear" in self.layer_types:
+            needed["a 'linear' layer"] = ("delta_heads", "delta_key_heads", "delta_key_dim", "delta_value_dim")
+        for what, names in needed.items():
+            for name in names:
+                got = getattr(self, name)
+                if not isinstance(got, int) or isinstance(got, bool) or got < 1:
+                    raise ValueError(INCOMPLETE.format(what=what, name=name, got=got))
+
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
         """What each layer is made of."""
         return tuple(map(self._layer, range(self.num_layers)))
 
     def _layer(self, number: int) -> LayerSpec:
-        sliding = self.layer_types[number] == "sliding"
+        kind = self.layer_types[number]
+        sliding = kind == "sliding"
         rotary = self.local_rotary if sliding and self.local_rotary is not None else self.rotary
         return LayerSpec(
-            mixer="attention",
+            mixer="gated_delta" if kind == "linear" else "attention" if self.latent_rank is None else "latent",
             window=self.sliding_window if sliding else None,
-            rotary=None if number in self.unrotated_layers else rotary,
+            rotary=None if number in self.unrotated_layers or kind == "linear" else rotary,
             mlp="dense" if self.num_experts is None or number in self.dense_layers else "experts",
         )
 

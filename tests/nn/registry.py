@@ -442,8 +442,8 @@ def _layers() -> list[Entry]:
             wide=lambda ctx: (nnx.MultiHeadAttention(4, 256, 256, 64, ctx=ctx).out, ((64, 4, 64),)),
         ),
         e(
-            "MultiHeadAttention with sinks",
-            lambda ctx, **d: nnx.MultiHeadAttention(4, 8, num_kv_heads=2, use_sinks=True, ctx=ctx, **d),
+            "MultiHeadAttention with sinks and a gate",
+            lambda ctx, **d: nnx.MultiHeadAttention(4, 8, num_kv_heads=2, use_sinks=True, use_gate=True, ctx=ctx, **d),
             ((3, 8),),
             (3, 8),
             call={"is_causal": True},

@@ -31,6 +31,7 @@ def make_attention(config: DecoderConfig, spec: LayerSpec, options: dict[str, An
         scale=None if divisor is None else float(divisor) ** -0.5,
         logits_soft_cap=config.attention_soft_cap,
         use_sinks=config.use_sinks,
+        use_gate=config.use_attention_gate,
         **options,
     )
     if config.normalize_qk:

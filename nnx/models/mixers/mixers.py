@@ -8,6 +8,8 @@ from jax.typing import DTypeLike
 
 from nnx.models.config import DecoderConfig, LayerSpec
 from nnx.models.mixers.attention import make_attention
+from nnx.models.mixers.gated_delta import make_gated_delta
+from nnx.models.mixers.latent import make_latent
 
 
 class Mixer(Protocol):
@@ -47,5 +49,9 @@ class Mixer(Protocol):
         ...
 
 
-MIXERS: dict[str, Callable[[DecoderConfig, LayerSpec, dict[str, Any]], Mixer]] = {"attention": make_attention}
+MIXERS: dict[str, Callable[[DecoderConfig, LayerSpec, dict[str, Any]], Mixer]] = {
+    "attention": make_attention,
+    "gated_delta": make_gated_delta,
+    "latent": make_latent,
+}
 """The mixers by the name in `LayerSpec.mixer`; each is called with config, layer and `dtype`, `param_dtype`, `ctx`."""

@@ -104,6 +104,7 @@ class MultiHeadAttention(Module):
         logits_soft_cap: a bound that the scaled logits approach smoothly, see `dot_product_attention`.
         use_sinks: whether each head has a learned logit that takes part in the softmax and is then dropped, so that a
             query can attend to nothing. No fused kernel computes it.
+        use_gate: whether the output of each head is multiplied by the sigmoid of a projection of the queries' input.
         implementation: "cudnn" or "xla" for `dot_product_attention`; chosen automatically by default.
         rng_collection: the name of the Context's stream for dropout.
         ctx: the Context; its stream "params" initializes the parameters.
@@ -116,6 +117,7 @@ class MultiHeadAttention(Module):
         key, value: `LinearGeneral`s with kernels `[in_kv_features, kv_heads, head_dim]`.
         out: a `LinearGeneral` with a kernel `[heads, head_dim, out_features]`.
         query_ln, key_ln: the norms of queries and keys, or None.
+        gate: a `LinearGeneral` like `query`, or None without `use_gate`.
         sinks: the logits of the sinks, `[heads]`, zeros in a new layer; None without `use_sinks`.
         cache: the `KVCache`, or None before `init_cache`.
 
@@ -132,8 +134,10 @@ class MultiHeadAttention(Module):
     """
 
     logical_axes: ClassVar[AxisNames] = {
-        **dict.fromkeys(("query/kernel", "key/kernel", "value/kernel"), ("embed", "heads", "head_dim")),
-        **dict.fromkeys(("query/bias", "key/bias", "value/bias"), ("heads", "head_dim")),
+        **dict.fromkeys(
+            (f"{name}/kernel" for name in ("query", "key", "value", "gate")), ("embed", "heads", "head_dim")
+        ),
+        **dict.fromkeys((f"{name}/bias" for name in ("query", "key", "value", "gate")), ("heads", "head_dim")),
         "out/kernel": ("heads", "head_dim", "embed"),
         "out/bias": ("embed",),
         "sinks": ("heads",),
@@ -166,6 +170,7 @@ class MultiHeadAttention(Module):
     out: LinearGeneral
     query_ln: LayerNorm | RMSNorm | None
     key_ln: LayerNorm | RMSNorm | None
+    gate: LinearGeneral | None
     sinks: jax.Array | None
     rotary: RotaryEmbedding | None
     cache: KVCache | None
@@ -206,6 +211,7 @@ class MultiHeadAttention(Module):
         scale: float | None = None,
         logits_soft_cap: float | None = None,
         use_sinks: bool = False,
+        use_gate: bool = False,
         implementation: Implementation | None = None,
         rng_collection: str = "dropout",
         ctx: Context,
@@ -269,6 +275,7 @@ class MultiHeadAttention(Module):
         self.query = projection(in_features, num_heads)
         self.key = projection(in_kv_features, num_kv_heads)
         self.value = projection(in_kv_features, num_kv_heads)
+        self.gate = projection(in_features, num_heads) if use_gate else None
         self.out = LinearGeneral(
             (num_heads, head_dim),
             out_features,
@@ -375,7 +382,7 @@ class MultiHeadAttention(Module):
             options["dropout_rng"] = draw_key(self, self.rng_collection, ctx)
         options["module"] = self if sow_weights else None
         attended = self._attended(query, key, value, options, deterministic)
-        return named(self.out(attended, out_sharding), "attention_out")
+        return named(self.out(self._gated(attended, inputs_q), out_sharding), "attention_out")
 
     def decode_step(
         self,
@@ -418,7 +425,8 @@ class MultiHeadAttention(Module):
         if self.attention_fn is dot_product_attention:
             options["assume_seen"] = True  # a token sees at least its own slot
         key, value = (cast(held, query.dtype) for held in (seen.key, seen.value))
-        return self.out(self._attended(query, key, value, options, deterministic=True)), cache
+        attended = self._attended(query, key, value, options, deterministic=True)
+        return self.out(self._gated(attended, inputs)), cache
 
     def project_keys(self, inputs_k: jax.Array, inputs_v: jax.Array | None = None) -> LayerCache:
         """Returns keys and values for `attend_projected`: in cross-attention, those of a source that stays the same.
@@ -455,7 +463,8 @@ class MultiHeadAttention(Module):
         query = self._queries(inputs_q)
         query = query if self.rotary is None else self.rotary(query, positions)
         key, value = (cast(held, query.dtype) for held in (projected.key, projected.value))
-        return self.out(self._attended(query, key, value, {"mask": mask, "is_causal": False}, deterministic=True))
+        attended = self._attended(query, key, value, {"mask": mask, "is_causal": False}, deterministic=True)
+        return self.out(self._gated(attended, inputs_q))
 
     def make_cache(
         self, batch_shape: int | tuple[int, ...], max_length: int, dtype: DTypeLike = jnp.float32
@@ -474,6 +483,9 @@ class MultiHeadAttention(Module):
             raise ValueError(CACHE_SHAPE.format(got=tuple(input_shape)))
         *batch, max_length, _ = input_shape
         self.cache = KVCache(tuple(batch), max_length, self.num_kv_heads, self.head_dim, dtype=dtype)
+
+    def _gated(self, attended: jax.Array, inputs_q: jax.Array) -> jax.Array:
+        return attended if self.gate is None else attended * jax.nn.sigmoid(self.gate(inputs_q))
 
     def _projected(
         self, inputs_q: jax.Array, inputs_k: jax.Array, inputs_v: jax.Array, sharding: Any = None
