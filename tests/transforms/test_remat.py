@@ -164,6 +164,40 @@ def test_remat_decorates_methods():
     assert list(inspect.signature(Model.once).parameters) == ["self", "x"]
 
 
+class Family(nnx.Module):
+    @classmethod
+    @nnx.remat(static_argnums=1)
+    def repeated(cls, model, n, x):
+        """Which argument is number 1 does not depend on the class in front of the dot."""
+        assert issubclass(cls, Family) and type(n) is int
+        for _ in range(n):
+            x = model(x)
+        return x
+
+    @classmethod
+    def times(cls, model, n, x):
+        return cls.repeated.__wrapped__(cls, model, n, x)
+
+
+@pytest.mark.parametrize("around", [lambda f: f, nnx.jit(static_argnums=1)], ids=["eager", "jit"])
+def test_the_class_of_a_class_method_is_static_and_does_not_count(around):
+    child, model = type("Child", (Family,), {}), mlp()
+    expected = model.clone().twice(X)
+    for call in (Family.repeated, child.repeated, nnx.remat(child.times, static_argnums=1)):
+        np.testing.assert_allclose(around(lambda m, n, x, call=call: call(m, n, x))(model, 2, X), expected, rtol=1e-6)
+    assert model.count == 6
+
+
+def test_a_class_method_is_made_of_what_is_lifted():
+    with pytest.raises(TypeError, match="write @classmethod above @nnx.remat"):
+
+        class Model(nnx.Module):
+            @nnx.remat
+            @classmethod
+            def make(cls, x):
+                return x
+
+
 def test_identity_and_results_are_kept():
     model = mlp()
 

@@ -1,6 +1,7 @@
 """`remat`: intermediate results are recomputed in the backward pass instead of kept in memory."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Unpack, overload
@@ -15,7 +16,7 @@ from nnx.transforms.engine.call import Call, callee_of, is_module
 from nnx.transforms.engine.commit import finish
 from nnx.transforms.engine.decorators import decorator
 from nnx.transforms.engine.leave import run
-from nnx.transforms.engine.selected_arguments import Selection, make_static, unwrap_static
+from nnx.transforms.engine.selected_arguments import Selection, StaticArgument, make_static, unwrap_static
 from nnx.transforms.engine.shared_traces import shared_body
 
 NOT_A_POLICY = """nnx.remat: policy is the name of an activation to keep, a list of names, a mapping from name to \
@@ -58,9 +59,10 @@ def remat(
             `{"attention": "device", "mlp_hidden": "pinned_host"}`. Built-in layers name the results listed in the
             guide; name your own with `jax.ad_checkpoint.checkpoint_name`.
         static_argnums: positions of arguments that are not data, counted as the call is written: Modules count, but the
-            one in front of the dot does not. In `block(x, flag)` and `block.encode(x, flag)`, `flag` is number 1, no
-            matter whether `remat` was applied to the class, the method or the Module; in `f(block, x, flag)` it is 2.
-            A static method whose first argument is a Module counts like a method.
+            one in front of the dot does not, nor does the class of a class method. In `block(x, flag)` and
+            `block.encode(x, flag)`, `flag` is number 1, no matter whether `remat` was applied to the class, the method
+            or the Module; in `f(block, x, flag)` it is 2. A static method whose first argument is a Module counts like
+            a method.
         stateful: whether changes to Modules are written back.
         is_init: whether the function is a constructor; by default, whether its name is `__init__`.
 
@@ -92,8 +94,11 @@ def remat(
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
         args = (*callee.bound, *args)
-        static = of_method if args and is_module(args[0]) else positional
+        in_class = bool(args) and isinstance(args[0], type)  # a class method, called for this class
+        static = of_method if args and (in_class or is_module(args[0])) else positional
         args, kwargs = make_static(static, args, kwargs, callee.name)
+        if in_class:
+            args = (StaticArgument(args[0], "the class"), *args[1:])
         call = Call(args, kwargs)
         pure = shared_body(callee.fun, call, trace)
         checkpointed = jax.checkpoint(
@@ -146,9 +151,9 @@ def _keep_only(kept: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
 
 
 def _is_method(fun: Any) -> bool:
-    """Whether a function was defined in the body of a class."""
+    """Whether a function was defined in the body of a class, and is not bound to that class."""
     owner = getattr(fun, "__qualname__", "").rpartition(".")[0]
-    return bool(owner) and not owner.endswith("<locals>")
+    return bool(owner) and not owner.endswith("<locals>") and not inspect.ismethod(fun)
 
 
 def _constructor(fun: Callable[..., Any]) -> Callable[..., Any]:
