@@ -14,8 +14,10 @@ from nnx.core.structure.flat import Flat, flat_of
 from nnx.core.variables.variables import BatchStat, Container, Param
 from nnx.interop.torch_layers import Mismatch, Part, Rule, dotted, layer_rule, unchanged
 from nnx.interop.torch_recurrent import recurrent_rule
-from nnx.storage.fitting import Description, misfit
+from nnx.storage.entry import Entry
+from nnx.storage.fitting import misfit
 from nnx.storage.load_report import LoadReport
+from nnx.storage.matching import TWO_VALUES, Texts, match
 
 NOT_A_MODULE = "load_torch_state_dict takes the Module to load into first, got {got}."
 NOT_A_STATE_DICT = """load_torch_state_dict takes a state dict, i.e. a mapping from names such as "encoder.weight" to \
@@ -26,7 +28,6 @@ DOES_NOT_FIT = """load_torch_state_dict: the state dict does not fit this {model
 Rename the entries, or change the model; strict=False loads what fits."""
 SOUGHT = "\n- names that were looked for and not found: {names}"
 PREFIX = "\n- all names begin with {prefix!r}, which a wrapper of PyTorch adds: remove it from the names"
-TWO_VALUES = "a different value from {other!r}, which it is shared with"
 
 _WRAPPERS = ("module.", "_orig_mod.")
 
@@ -109,25 +110,36 @@ def _matched(
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Returns the arrays by canonical path, and the names that were looked for in vain; adds misfits to the report."""
     values: dict[str, np.ndarray] = {}
-    found_at: dict[str, str] = {}  # the path under which each of them was found
     sought: list[str] = []
+    names: dict[str, list[str]] = {}  # the paths under which each variable was found, by its canonical path
+    by_path = {part.path: part for part in parts}
     for part in parts:
         path = _canonical(flat, part.path)
+        found = names.setdefault(path, [])
         lacking = [name for name in part.tensors if name not in mapping]
-        if lacking:
-            if path == part.path:  # a second name of something shared may be left out
-                report.missing.append(path)
-                sought += lacking
-            continue
+        if not lacking:
+            found.append(part.path)
+        elif path == part.path:  # a second name of something shared may be left out
+            sought += lacking
+
+    def misfit_at(path: str, name: str) -> Texts | None:
         try:
-            value = _converted(part, leaves[path], mapping)
-            if path in values and not np.array_equal(values[path], value):
-                raise Mismatch(f"{_listed(part)}, {TWO_VALUES.format(other=found_at[path])},", short(value))
+            values[path] = _converted(by_path[name], leaves[path], mapping)
         except Mismatch as problem:
-            report.mismatched[part.path] = problem.have, problem.want
-            continue
-        values[path], found_at[path] = value, part.path
-    report.missing = sorted({*report.missing} - {*values}, key=path_order)
+            return problem.have, problem.want
+        return None
+
+    def conflict(path: str, name: str, other: str) -> Texts | None:
+        try:
+            value = _converted(by_path[other], leaves[path], mapping)
+        except Mismatch as problem:
+            return problem.have, problem.want
+        if path not in values or np.array_equal(values[path], value):
+            return None
+        return TWO_VALUES.format(have=listing(by_path[other].tensors), other=name), short(value)
+
+    match(names, (), misfit_at, report, conflict)
+    report.missing.sort(key=path_order)
     return values, sought
 
 
@@ -174,16 +186,12 @@ def _converted(part: Part, leaf: Any, mapping: Mapping[str, Any]) -> np.ndarray:
     tensors = {name: _as_numpy(name, mapping[name]) for name in part.tensors}
     dtype = str(_value(leaf).dtype)
     for name, tensor in tensors.items():
-        have = Description("array", str(tensor.dtype), tensor.shape)
-        reason = misfit(have, Description("array", dtype, tuple(part.tensors[name])), "sort")
+        have = Entry("array", str(tensor.dtype), tensor.shape)
+        reason = misfit(have, Entry("array", dtype, tuple(part.tensors[name])), "sort")
         if reason is not None:
             shown = f"{have.dtype}{list(have.shape)} ({name!r}){reason}"
             raise Mismatch(shown, f"{dtype}{list(part.tensors[name])}, in the layout of PyTorch,")
     return part.convert(*tensors.values())
-
-
-def _listed(part: Part) -> str:
-    return listing(part.tensors)
 
 
 def _as_numpy(name: str, value: Any) -> np.ndarray:

@@ -41,10 +41,13 @@ from nnx.nn.quantized.quantize import is_quantized
 from nnx.nn.support.settings import as_dtype
 from nnx.sharding.placement import shard
 from nnx.sharding.rules import RulesLike
+from nnx.storage.entry import Entry
 from nnx.storage.errors import CheckpointError
 from nnx.storage.files import atomic_file, local_path
-from nnx.storage.fitting import Description, misfit
-from nnx.storage.placing import whole
+from nnx.storage.fitting import misfit
+from nnx.storage.load_report import LoadReport
+from nnx.storage.matching import Texts, match
+from nnx.storage.placing import Box
 from nnx.storage.processes import Exchange, is_first
 from nnx.storage.safetensors.file import Pending
 from nnx.storage.safetensors.safetensors import write_arrays
@@ -97,7 +100,7 @@ def from_pretrained(
 ) -> Any:
     """Loads a published model from a directory with `config.json` and safetensors files.
 
-    On a CPU, each tensor is read and rearranged one after the other, so there is little more in memory than the model
+    On a CPU, tensors are read and rearranged one after the other, so there is little more in memory than the model
     and its largest tensor. Accelerators rearrange what they are sent: several tensors are on their way at once, in
     pieces of at most 64 MB. Nothing is downloaded, and no pickle is read. Inside a transform the files are read when
     the compiled program runs; `nnx.eval_shape` therefore reads only their headers.
@@ -268,26 +271,30 @@ def _check(
     found: Mapping[str, Any],
 ) -> None:
     """Raises `CheckpointError` with everything in which the tensors differ from what the model needs."""
-    lines: list[str] = []
-    for link in known:
-        paths = ", ".join(parameter.path for parameter in link.parameters)
-        expected = pending_tensor(link, targets).shape
-        tensor = found.get(link.name)
-        if tensor is None:
-            lines.append(f"missing: {link.name} {list(expected)}, for {paths}")
-            continue
-        have = Description("array", str(tensor.dtype), tensor.shape)
+    links = {link.name: link for link in known}
+
+    def expected(name: str) -> tuple[Shape, str]:
+        paths = ", ".join(parameter.path for parameter in links[name].parameters)
+        return pending_tensor(links[name], targets).shape, paths
+
+    def misfit_at(name: str, found_as: str) -> Texts | None:
+        tensor, (shape, paths) = found[found_as], expected(name)
+        have = Entry("array", str(tensor.dtype), tensor.shape)
         # Floats of any width fit, and become those of the parameter.
-        if misfit(have, Description("array", "float32", expected), "sort") is None:
-            continue
-        if tensor.shape != expected:
-            lines.append(f"wrong shape: {link.name} is {list(tensor.shape)}, expected {list(expected)} for {paths}")
-        else:
-            lines.append(f"wrong dtype: {link.name} is {tensor.dtype}, expected 16, 32 or 64-bit floats for {paths}")
-    names = {link.name for link in known}
-    lines += [
-        f"unexpected: {name}" for name in found if name not in names and not architecture.is_ignored(config, name)
+        if misfit(have, Entry("array", "float32", shape), "sort") is None:
+            return None
+        if tensor.shape != shape:
+            return f"wrong shape: {name} is {list(tensor.shape)}", f"{list(shape)} for {paths}"
+        return f"wrong dtype: {name} is {tensor.dtype}", f"16, 32 or 64-bit floats for {paths}"
+
+    report = LoadReport()
+    offered = [name for name in found if not architecture.is_ignored(config, name)]
+    match({name: [name] if name in found else [] for name in links}, offered, misfit_at, report)
+    lines = [
+        f"missing: {name} {list(shape)}, for {paths}" for name in report.missing for shape, paths in [expected(name)]
     ]
+    lines += [f"{have}, expected {want}" for have, want in report.mismatched.values()]
+    lines += [f"unexpected: {name}" for name in report.unexpected]
     if lines:
         if len(lines) > _SHOWN:
             lines[_SHOWN:] = [f"… and {len(lines) - _SHOWN} more"]
@@ -356,7 +363,7 @@ def _placed_when_run(requests: Sequence[Request]) -> list[jax.Array]:
                 by_path = {location.file.path: location.file for location in locations}
                 files = {path: reopened(file, opened) for path, file in by_path.items()}
                 again = [location._replace(file=files[location.file.path]) for location in locations]
-                return opened.enter_context(Reader()).read(again, whole(target.shape), target.dtype, stack)
+                return opened.enter_context(Reader()).read(again, Box.whole(target.shape), target.dtype, stack)
 
         array = jax.pure_callback(read, jax.ShapeDtypeStruct(target.shape, target.dtype))
         return array if target.sharding is None else jax.lax.with_sharding_constraint(array, target.sharding)

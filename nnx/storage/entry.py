@@ -1,9 +1,9 @@
 """Entries of a checkpoint: what is saved about a leaf besides its data, and the dtypes that can be saved."""
 
 import base64
-import dataclasses
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -43,9 +43,8 @@ _PLAIN_DTYPES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """What a checkpoint says about one saved value, without its data.
+class Entry(NamedTuple):
+    """The description of a value, in memory or saved, without its data.
 
     Attributes:
         kind: "array", "key" (typed random keys), "number" (a Python number), "text" (a string), "bytes", or "state"
@@ -112,7 +111,7 @@ class Entry:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-_FIELDS = {field.name for field in dataclasses.fields(Entry)}
+_FIELDS = set(Entry._fields)
 
 
 def key_words(impl: str) -> tuple[int, ...]:
@@ -126,23 +125,37 @@ def entry_of(path: str, value: Any, type_name: str) -> Entry:
     Raises:
         TypeError: the value cannot be saved.
     """
-    number = None if isinstance(value, np.generic) else _number_type(value)
-    if number is not None:
-        stored = [value.real, value.imag] if number is complex else number(value)
-        return Entry("number", number.__name__, type=type_name, value=stored)
-    if isinstance(value, str) and not isinstance(value, np.generic):
+    entry = describe(value, type_name)
+    if entry is not None:
+        return entry
+    if isinstance(value, str):
         return Entry("text", type=type_name, value=str(value))
-    if isinstance(value, bytes) and not isinstance(value, np.generic):
+    if isinstance(value, bytes):
         return Entry("bytes", type=type_name, value=base64.b64encode(value).decode())
     if methods_of(value) is not None:
         return Entry("state", type=type_name, value=[])
+    raise TypeError(NOT_SAVABLE.format(path=path, value=short(value)))
+
+
+def describe(value: Any, type_name: str = "") -> Entry | None:
+    """Returns the entry of an array, typed keys or a Python number; None for anything else."""
+    number = None if hasattr(value, "dtype") else _number_type(value)
+    if number is not None:
+        stored = [value.real, value.imag] if number is complex else number(value)
+        return Entry("number", number.__name__, type=type_name, value=stored)
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise TypeError(NOT_SAVABLE.format(path=path, value=short(value)))
-    dtype, shape = str(value.dtype), tuple(value.shape)
+        return None
+    name, shape = dtype_text(value.dtype), tuple(value.shape)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return Entry("key", dtype, shape, type_name, impl=_impl(value))
-    weak = bool(getattr(value, "weak_type", False)) and shape == ()
-    return Entry("array", dtype, shape, type_name, weak=weak)
+        return Entry("key", name, shape, type_name, impl=_impl(value))
+    weak = shape == () and bool(getattr(value, "weak_type", False))
+    return Entry("array", name, shape, type_name, weak=weak)
+
+
+@functools.lru_cache(maxsize=256)
+def dtype_text(dtype: Any) -> str:
+    """Returns the name of a dtype. Remembered, because NumPy takes ten times as long to make it."""
+    return str(dtype)
 
 
 def _impl(keys: Any) -> str:

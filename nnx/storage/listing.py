@@ -51,8 +51,5 @@ def entries_of_safetensors(path: Path) -> dict[str, CheckpointEntry]:
     """
     with contextlib.ExitStack() as opened:
         source = Source(open_model(path, opened), None)
-        return {
-            name: CheckpointEntry(kind, shape, str(dtype), "")
-            for name in source.names
-            for kind, dtype, shape, *_ in [source.describe(name)]
-        }
+        entries = {name: source.describe(name) for name in source.names}
+        return {name: CheckpointEntry(entry.kind, entry.shape, entry.dtype, "") for name, entry in entries.items()}

@@ -17,8 +17,11 @@ from nnx.core.state.updates import update
 from nnx.core.structure.flat import Flat, flat_of
 from nnx.core.structure.walk import named_modules
 from nnx.core.variables.variables import Container, values_equal
-from nnx.storage.fitting import converted, describe_value, misfit
+from nnx.storage.entry import describe
+from nnx.storage.expected import Expected, converted
+from nnx.storage.fitting import misfit
 from nnx.storage.load_report import LoadReport
+from nnx.storage.matching import TWO_VALUES, Texts, match
 
 NOT_A_MAPPING = """load_state takes a State, or a flat or nested mapping of arrays such as {{"encoder/kernel": w}} or \
 {{"encoder": {{"kernel": w}}}}; got {got}."""
@@ -27,7 +30,6 @@ GIVEN_TWICE = "load_state: the mapping has {path!r} twice, as a flat path and as
 DOES_NOT_FIT = """load_state: the mapping does not fit this {module}, and nothing was changed.
 {differences}
 Rename or convert the entries, pass cast=True to convert dtypes, or pass strict=False to load only what fits."""
-TWO_VALUES = "{value}, a different value from {other!r}, which it is shared with,"
 
 
 def load_state(root: Any, mapping: Any, strict: bool, cast: bool) -> LoadReport:
@@ -35,44 +37,41 @@ def load_state(root: Any, mapping: Any, strict: bool, cast: bool) -> LoadReport:
     if not isinstance(mapping, Mapping) or isinstance(mapping, ModuleBase):
         hint = "a Module; pass its get_state()" if isinstance(mapping, ModuleBase) else short(mapping)
         raise TypeError(NOT_A_MAPPING.format(got=hint))
-    flat = flat_of(root)
-    absent = _absent_paths(root)
-    given = _flattened(mapping, flat)
-    values: dict[str, Any] = {}  # by canonical path
-    names: dict[str, str] = {}  # under which name each of them was given
-    report = LoadReport(source="mapping")
+    flat, absent, given = flat_of(root), _absent_paths(root), _flattened(mapping, flat_of(root))
+    names: dict[str, list[str]] = {path: [] for path in sorted({*flat.key.layout.paths, *absent}, key=path_order)}
     # The canonical name of something shared comes first, and its other names are compared with it.
     for name in sorted(given, key=lambda name: (name not in flat.key.layout.index, path_order(name))):
         cell = flat.key.find(name)
-        if cell is None and name not in absent:
-            report.unexpected.append(name)
-            continue
         path = name if cell is None else flat.key.layout.paths[cell]
-        if path in names:
-            if not _same_value(given[name], given[names[path]]):
-                have = TWO_VALUES.format(value=short(given[name]), other=names[path])
-                report.mismatched[name] = have, short(_leaf(flat, cell))
-            continue
-        names[path] = name
-        if cell is None:
+        names.get(path, []).append(name)
+    values: dict[str, Any] = {}
+
+    def leaf_at(path: str) -> Any:
+        cell = flat.key.find(path)
+        assert cell is not None  # or the path is absent
+        return box(flat.key.kinds[cell], flat.dicts[cell][flat.names[cell]])
+
+    def misfit_at(path: str, name: str) -> Texts | None:
+        if path in absent:
             values[path] = given[name]
-            continue
-        leaf = _leaf(flat, cell)
-        value = _fitting(given[name], leaf, cast)
+            return None
+        value = _fitting(given[name], leaf_at(path), cast)
         if isinstance(value, str):
-            report.mismatched[path] = value, short(leaf)
-        else:
-            values[path] = value[0]
-    report.missing = sorted({*flat.key.layout.paths, *absent} - names.keys(), key=path_order)
+            return value, short(leaf_at(path))
+        values[path] = value[0]
+        return None
+
+    def conflict(path: str, name: str, other: str) -> Texts | None:
+        have = TWO_VALUES.format(have=short(given[other]), other=name)
+        return None if _same_value(given[other], given[name]) else (have, short(leaf_at(path)))
+
+    report = LoadReport(source="mapping")
+    match(names, given, misfit_at, report, conflict)
     if report and strict:
         text = DOES_NOT_FIT.format(module=type(root).__name__, differences=report)
         raise ValueError(text + torch_names_hint(report.unexpected))
     update(root, State(values))
     return report
-
-
-def _leaf(flat: Flat, cell: Any) -> Any:
-    return box(flat.key.kinds[cell], flat.dicts[cell][flat.names[cell]])
 
 
 def _absent_paths(root: Any) -> list[str]:
@@ -114,11 +113,10 @@ def _fitting(new: Any, leaf: Any, cast: bool) -> tuple[Any] | str:
         return short(new)
     new_leaves = [_as_array(value) for value in new_leaves]
     for value, old in zip(new_leaves, old_leaves, strict=True):
-        have, want = describe_value(value), describe_value(old)
+        have, want = describe(value), describe(old, type(leaf).__name__)
         if have is None or want is None or isinstance(value, jax.ShapeDtypeStruct):
             return short(new)
-        on_host = want.on_host or want.kind == "number"
-        reason = misfit(have, want, "any" if cast else "same", on_host=on_host, type_name=type(leaf).__name__)
+        reason = misfit(have, want, "any" if cast else "same", on_host=Expected.of(old).on_host)
         if reason is not None:
             return f"{short(new)}{reason}"
     return (jax.tree.unflatten(old_tree, map(converted, new_leaves, old_leaves)),)  # `update` restores the order

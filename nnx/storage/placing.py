@@ -1,61 +1,101 @@
 """Placing: an array on its devices, made from parts that are read one after the other.
 
-*Bounds* are a rectangular part of an array, as a range `(start, stop)` per axis. A host that computes, a CPU, gets each
-part as it will be used (`place_parts`). Accelerators rearrange and convert faster than the host does, so they get
+A *box* is a rectangular part of an array: the index where it starts, and its shape. A host that computes, a CPU, gets
+its part as it will be used (`place_parts`). Accelerators rearrange and convert faster than the host does, so they get
 *pieces* of their parts as they are stored (`Assembly`).
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-Bounds = tuple[tuple[int, int], ...]
 
+class Box(NamedTuple):
+    """A rectangular part of an array."""
 
-def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
-    """Returns the bounds of an index, in the form in which JAX describes the part of an array on a device."""
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Box":
+        """Returns the box that is all of an array."""
+        return cls((0,) * len(shape), shape)
 
-def whole(shape: tuple[int, ...]) -> Bounds:
-    """Returns the bounds of a whole array."""
-    return tuple((0, size) for size in shape)
+    @classmethod
+    def of(cls, index: Sequence[slice], shape: Sequence[int]) -> "Box":
+        """Returns the box of an index, in the form in which JAX describes the part of an array on a device."""
+        bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+        return cls(tuple([start for start, _ in bounds]), tuple([max(stop - start, 0) for start, stop in bounds]))
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple([a + n for a, n in zip(self.start, self.shape, strict=True)])
+
+    def axes(self, first: int, last: int | None = None) -> "Box":
+        """Returns the box along some of its axes."""
+        return Box(self.start[first:last], self.shape[first:last])
+
+    def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
+        """Returns the index of the box in its array, or in one that starts at `origin`."""
+        start = self.start if origin is None else [a - b for a, b in zip(self.start, origin, strict=True)]
+        return tuple([slice(a, a + n) for a, n in zip(start, self.shape, strict=True)])
+
+    def overlap(self, other: "Box") -> "Box | None":
+        """Returns the part that two boxes share, if there is any."""
+        start = tuple(map(max, self.start, other.start))
+        shape = tuple([end - a for end, a in zip(map(min, self.end, other.end), start, strict=True)])
+        return Box(start, shape) if all(n > 0 for n in shape) else None
+
+    def is_contiguous_in(self, outer: "Box") -> bool:
+        """Whether the elements of a box follow each other in an array in C order that holds an outer box."""
+        leading = next((axis for axis, n in enumerate(self.shape) if n != 1), len(self.shape))
+        # It is if it spans the whole outer box in every axis after the first one that varies.
+        return self.shape[leading + 1 :] == outer.shape[leading + 1 :]
+
+    def offset_in(self, outer: "Box") -> int:
+        """Returns the number of elements before the first one of this box, in an array that holds an outer box."""
+        offset = 0
+        for first, start, n in zip(self.start, outer.start, outer.shape, strict=True):
+            offset = offset * n + first - start
+        return offset
 
 
 def place_parts(
-    shape: tuple[int, ...], sharding: jax.sharding.Sharding, dtype: Any, read: Callable[[Bounds], np.ndarray]
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding, dtype: Any, read: Callable[[Box], np.ndarray]
 ) -> jax.Array:
-    """Returns an array on the devices of this process.
+    """Returns an array on the devices of this process, which may still be copying it.
 
     Args:
         shape, sharding, dtype: those of the array.
-        read: a function that returns the part within given bounds. It is called once for copies of the same part, and
-            in order, so that it can keep what neighboring parts have in common.
+        read: a function that returns the part within a box. It is called once for copies of the same part, and in
+            order, so that it can keep what neighboring parts have in common.
     """
     arrays: list[jax.Array] = []
     part, part_at = np.empty(0), None
-    for bounds, device in sorted(parts_of(shape, sharding), key=lambda item: (item[0], item[1].id)):
-        if bounds != part_at:
+    for box, device in sorted(parts_of(shape, sharding), key=lambda item: (item[0].start, item[1].id)):
+        if box != part_at:
             del part  # frees its memory before the next one is read
-            part, part_at = read(bounds), bounds
+            part, part_at = read(box), box
         arrays.append(jax.device_put(part, device))
-    array = jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
-    # JAX copies in the background. Without waiting, the host copies of many arrays would be in memory at once.
-    return array.block_until_ready()
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
 
 
-def parts_of(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> list[tuple[Bounds, Any]]:
-    """Returns the bounds of the part on each device of this process; without a sharding, JAX chooses the device."""
+def parts_of(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> list[tuple[Box, Any]]:
+    """Returns the box of the part on each device of this process; without a sharding, JAX chooses the device."""
     if sharding is None:
-        return [(whole(shape), None)]
+        return [(Box.whole(shape), None)]
     indices = sharding.addressable_devices_indices_map(shape).items()
-    return [(bounds_of(index, shape), device) for device, index in indices if index is not None]
+    return [(Box.of(index, shape), device) for device, index in indices if index is not None]
 
 
 # On accelerators

@@ -14,6 +14,7 @@ from nnx.models.files.mxfp4 import packed_files, unpacked
 from nnx.models.files.reading import Location, Reader
 from nnx.storage.safetensors.file import TensorFile
 from tests.models.published import edited, tiny_model
+from tests.models.test_reading import within
 
 NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float64)
 GPT_OSS = {
@@ -122,9 +123,9 @@ def test_any_part_is_decoded(layout, offset, tmp_path, monkeypatch):
             ((1, 3), (7, 65), (3, 10)),
             ((4, 5), (40, 50), (0, 1)),
         ):
-            part = reader.read([location], bounds, np.float32, stack=())
+            part = reader.read([location], within(*bounds), np.float32, stack=())
             np.testing.assert_array_equal(part, parameter[tuple(slice(*bound) for bound in bounds)])
-            stacked = reader.read([location, location], ((1, 2), *bounds), jnp.bfloat16, stack=(2,))
+            stacked = reader.read([location, location], within((1, 2), *bounds), jnp.bfloat16, stack=(2,))
             np.testing.assert_array_equal(stacked[0].astype(np.float32), part)
 
 

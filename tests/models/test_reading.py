@@ -27,6 +27,7 @@ from nnx.models.files.layouts import (
 )
 from nnx.models.files.reading import Location, Reader, Request
 from nnx.models.files.sending import Sender, is_sent, placed
+from nnx.storage.placing import Box
 from nnx.storage.safetensors import file as safetensors_file
 from nnx.storage.safetensors.file import TensorFile
 from tests.models.published import sending_to_cpus
@@ -45,6 +46,11 @@ CASES = {
     "leading axes": (TensorLayout(leading=2), (4, 3), 0),
     "scalar": (SAME, (), 0),
 }
+
+
+def within(*bounds):
+    """The box with these ranges."""
+    return Box(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
 
 
 def parts_of(shape):
@@ -70,10 +76,10 @@ def test_every_part_of_every_layout_is_found(case, dtype, tmp_path, monkeypatch)
         location = Location(file, "w", layout, shape, offset)
         for bounds in parts_of(shape):
             expected = parameter[tuple(slice(*bound) for bound in bounds)].astype(dtype)
-            part = reader.read([location], bounds, dtype, stack=())
+            part = reader.read([location], within(*bounds), dtype, stack=())
             assert part.dtype == dtype
             np.testing.assert_array_equal(part, expected)
-            stacked = reader.read([location, location, location], ((1, 3), *bounds), dtype, stack=(3,))
+            stacked = reader.read([location, location, location], within((1, 3), *bounds), dtype, stack=(3,))
             np.testing.assert_array_equal(stacked, np.stack([expected, expected]))
 
 
@@ -86,7 +92,7 @@ def test_interleaved_parameters_are_separated(shape, tmp_path):
     nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": tensor}))
     with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
         for number, bounds in itertools.product(range(2), parts_of(shape)):
-            part = reader.read([Location(file, "w", IN_TURNS, shape, number)], bounds, np.float32, stack=())
+            part = reader.read([Location(file, "w", IN_TURNS, shape, number)], within(*bounds), np.float32, stack=())
             np.testing.assert_array_equal(part, parameters[number][tuple(slice(*bound) for bound in bounds)])
 
 
@@ -102,7 +108,7 @@ def test_heads_that_take_turns_by_groups_are_separated(layout, tmp_path):
         for parameter, offset in zip(parameters, (0, 9, 12), strict=True):
             location = Location(file, "w", layout, parameter.shape, offset, groups=2, stride=16)
             for bounds in parts_of(parameter.shape):
-                part = reader.read([location], bounds, np.float32, stack=())
+                part = reader.read([location], within(*bounds), np.float32, stack=())
                 np.testing.assert_array_equal(part, parameter[tuple(slice(*bound) for bound in bounds)])
 
 
@@ -112,7 +118,7 @@ def test_pieces_of_layers_and_experts_are_read_in_order(tmp_path):
     nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State(names))
     with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
         locations = [Location(file, name, LINEAR, (4, 5), 0) for name in names]
-        part = reader.read(locations, ((1, 2), (1, 3), (0, 4), (2, 5)), np.float32, stack=(2, 3))
+        part = reader.read(locations, within((1, 2), (1, 3), (0, 4), (2, 5)), np.float32, stack=(2, 3))
     np.testing.assert_array_equal(part, tensors[1:, 1:, 2:].swapaxes(-1, -2))
 
 
@@ -127,7 +133,7 @@ def test_matrices_larger_than_a_tile_are_transposed(checksums, tmp_path):
         assert file.has_checksums is checksums
         location = Location(file, "w", LINEAR, (2100, 700), 0)
         for first, last in ((0, 2100), (0, 30), (1000, 2100)):
-            part = reader.read([location], ((first, last), (0, 700)), np.float32, ())
+            part = reader.read([location], within((first, last), (0, 700)), np.float32, ())
             np.testing.assert_array_equal(part, weight.T[first:last])
 
 
@@ -135,7 +141,7 @@ def test_special_values_survive_conversion_to_float32(tmp_path):
     values = np.array([[0.0, -0.0, np.inf], [-np.inf, 1e-40, np.nan]], jnp.bfloat16)
     nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": values}))
     with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
-        part = reader.read([Location(file, "w", LINEAR, (3, 2), 0)], ((0, 3), (0, 2)), np.float32, ())
+        part = reader.read([Location(file, "w", LINEAR, (3, 2), 0)], within((0, 3), (0, 2)), np.float32, ())
     np.testing.assert_array_equal(part, values.T.astype(np.float32))
     assert math.copysign(1.0, part[1, 0]) == -1.0
 

@@ -117,7 +117,7 @@ def test_a_state_of_another_number_of_processes_does_not_fit(tmp_path, monkeypat
     monkeypatch.setattr(matching.jax, "process_count", lambda: 2)
     manifest, target = read_manifest(location(tmp_path / "c")), {"data": Dataset()}
     expected = {"data": matching.Expected.of(target["data"])}
-    found, report = matching.match(manifest, Leaves(target), expected, strict=False, cast=False, rename=None)
+    found, report = matching.match_entries(manifest, Leaves(target), expected, strict=False, cast=False, rename=None)
     assert not found and "the state of a data iterator in each of 1 processes" in str(report)
 
 

@@ -117,7 +117,7 @@ def test_shared_value_is_written_once_and_read_by_any_name(path):
     safetensors.numpy.save_file({"out/table": table, "embed/table": table}, path)
     assert (nnx.load_safetensors(path, make_tied())["embed/table"].value == 7).all()
     safetensors.numpy.save_file({"out/table": table, "embed/table": table + 1}, path)
-    with pytest.raises(nnx.CheckpointError, match="two different values, 'embed/table' and 'out/table'"):
+    with pytest.raises(nnx.CheckpointError, match="'out/table' is .* a different value from 'embed/table'"):
         nnx.load_safetensors(path, make_tied())
 
 

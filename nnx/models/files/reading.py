@@ -6,6 +6,7 @@ are the transpose of their tensor. These are *streamed*, a few rows at a time, a
 devices hold different columns of the tensor's rows, these rows are read once and kept until all devices have theirs.
 """
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from nnx.models.files.layouts import Shape, TensorLayout
 from nnx.models.files.mxfp4 import BLOCK, PackedFile, unpacked
 from nnx.models.files.quantized_files import AnyFile
 from nnx.storage.aligned_memory import aligned_zeros, populate
-from nnx.storage.placing import Bounds, place_parts, whole
+from nnx.storage.placing import Box, place_parts
 from nnx.storage.safetensors.file import THREADS
 
 # The rows and columns of a tile, the part of a matrix that is transposed at once: half a megabyte of bfloat16, which
@@ -91,46 +92,43 @@ class Reader:
         locations, target, stack = request
         try:
             if target.sharding is None:
-                part = self.read(locations, whole(target.shape), target.dtype, stack)
+                part = self.read(locations, Box.whole(target.shape), target.dtype, stack)
                 return jax.device_put(part).block_until_ready()
-            return place_parts(
-                target.shape,
-                target.sharding,
-                target.dtype,
-                lambda bounds: self.read(locations, bounds, target.dtype, stack),
-            )
+            read = functools.partial(self.read, locations, dtype=target.dtype, stack=stack)
+            # Waiting, because the host's copies of many arrays would be in memory at once.
+            return place_parts(target.shape, target.sharding, target.dtype, read).block_until_ready()
         finally:
             self._forget()
 
-    def read(self, locations: Sequence[Location], bounds: Bounds, dtype: Any, stack: Shape) -> np.ndarray:
-        """Returns the part of a parameter within `bounds`, one range per axis."""
+    def read(self, locations: Sequence[Location], box: Box, dtype: Any, stack: Shape) -> np.ndarray:
+        """Returns the part of a parameter within a box."""
         if not stack:
-            return self._read(locations[0], bounds, dtype, None)
-        outer, inner = bounds[: len(stack)], bounds[len(stack) :]
-        part = self._fresh(_sizes(bounds), dtype)
-        for index in np.ndindex(*_sizes(outer)):
-            number = np.ravel_multi_index([i + start for i, (start, _) in zip(index, outer, strict=True)], stack)
+            return self._read(locations[0], box, dtype, None)
+        outer, inner = box.axes(0, len(stack)), box.axes(len(stack))
+        part = self._fresh(box.shape, dtype)
+        for index in np.ndindex(*outer.shape):
+            number = np.ravel_multi_index([i + start for i, start in zip(index, outer.start, strict=True)], stack)
             self._read(locations[int(number)], inner, dtype, part[(*index, ...)])  # `...`: an array even of a scalar
         return part
 
-    def _read(self, location: Location, bounds: Bounds, dtype: Any, into: np.ndarray | None) -> np.ndarray:
-        inputs, everything = location.layout.inputs or 0, whole(location.shape)
+    def _read(self, location: Location, box: Box, dtype: Any, into: np.ndarray | None) -> np.ndarray:
+        inputs = location.layout.inputs or 0
         # A part that is cut only along the first input and the first output axis is a rectangle of its tensor.
-        others = (*range(1, inputs), *range(inputs + 1, len(bounds)))
+        others = (*range(1, inputs), *range(inputs + 1, len(box.shape)))
         if isinstance(location.file, PackedFile) and location.file.is_packed(location.name):
-            into = self._fresh(_sizes(bounds), dtype) if into is None else into
-            self._read_packed(location.file, location, bounds, into)
+            into = self._fresh(box.shape, dtype) if into is None else into
+            self._read_packed(location.file, location, box, into)
             return into
         if (
             location.layout.transposed
             and not location.groups
-            and all(bounds[axis] == everything[axis] for axis in others)
+            and all(box.shape[axis] == location.shape[axis] for axis in others)
         ):
             if into is None:
-                into = self._fresh(_sizes(bounds), dtype)
-            self._read_transposed(location, bounds, into)
+                into = self._fresh(box.shape, dtype)
+            self._read_transposed(location, box, into)
             return into
-        view = view_of(location, bounds, self._read_rows)
+        view = view_of(location, box, self._read_rows)
         if into is None:
             if view.dtype == dtype and view.flags.c_contiguous:
                 self._forget()  # the caller keeps these rows, and no other device needs them
@@ -139,13 +137,13 @@ class Reader:
         _convert(view, into)
         return into
 
-    def _read_transposed(self, location: Location, bounds: Bounds, into: np.ndarray) -> None:
+    def _read_transposed(self, location: Location, box: Box, into: np.ndarray) -> None:
         """Reads a rectangle of a transposed tensor, a few rows at a time, each into a column of the parameter."""
         inputs = location.layout.inputs or 0
         output_step, input_step = math.prod(location.shape[inputs + 1 :]), math.prod(location.shape[1:inputs])
-        first, last = (location.offset + n * output_step for n in bounds[inputs])
+        first, last = (location.offset + n * output_step for n in (box.start[inputs], box.end[inputs]))
         width = location.shape[0] * input_step
-        low, high = (n * input_step for n in bounds[0])
+        low, high = box.start[0] * input_step, box.end[0] * input_step
         columns = into.reshape(high - low, last - first)
         tile = width * location.file.tensors[location.name].dtype.itemsize * _TILE[0]
         # Parts of a chunk with a checksum are read with the rest of it, so there should be few of them.
@@ -162,16 +160,16 @@ class Reader:
 
         list(self._pool.map(copy, range(first, last, count)))
 
-    def _read_packed(self, file: PackedFile, location: Location, bounds: Bounds, into: np.ndarray) -> None:
+    def _read_packed(self, file: PackedFile, location: Location, box: Box, into: np.ndarray) -> None:
         """Decodes a part of a packed stack of matrices, a few outputs at a time, each into a column of its matrix."""
-        (first, last), (low, high), outputs = bounds
+        (first, low, left), (last, high, right) = box.start, box.end
         blocks = slice(low // BLOCK, -(-high // BLOCK))
         inputs = slice(low % BLOCK, low % BLOCK + high - low)
         step = location.layout.interleaved or 1
 
         def decode(number: int) -> None:
             of_outputs = (part[location.offset :: step] for part in file.packed(location.name, number))
-            packed, scales = (part[slice(*outputs), blocks] for part in of_outputs)
+            packed, scales = (part[left:right, blocks] for part in of_outputs)
             for start in range(0, len(packed), _TILE[0]):
                 rows = unpacked(packed[start : start + _TILE[0]], scales[start : start + _TILE[0]])
                 _transpose(rows[:, inputs], into[number - first][:, start : start + len(rows)])
@@ -227,20 +225,20 @@ def row_axis(location: Location) -> RowAxis | None:
     return RowAxis(0, math.prod(shape[1:inputs]) if is_matrix else 1)
 
 
-def view_of(location: Location, bounds: Bounds, read_rows: ReadRows) -> np.ndarray:
+def view_of(location: Location, box: Box, read_rows: ReadRows) -> np.ndarray:
     """Reads the rows of a tensor that hold a part of a parameter, and returns the part as a view of them."""
     axis = row_axis(location)
     if axis is None:
-        return _small_view(location, bounds, read_rows)
+        return _small_view(location, box, read_rows)
     if location.groups:
-        return _grouped_view(location, bounds, read_rows)
-    view = (_rows_of_outputs if location.layout.transposed else _rows_of_inputs)(location, bounds, axis, read_rows)
-    cut = [slice(*bound) for bound in bounds]
+        return _grouped_view(location, box, read_rows)
+    view = (_rows_of_outputs if location.layout.transposed else _rows_of_inputs)(location, box, axis, read_rows)
+    cut = [*box.slices()]
     cut[axis.number] = slice(None)  # only the rows of this part were read
     return view[tuple(cut)]
 
 
-def _rows_of_outputs(location: Location, bounds: Bounds, axis: RowAxis, read_rows: ReadRows) -> np.ndarray:
+def _rows_of_outputs(location: Location, box: Box, axis: RowAxis, read_rows: ReadRows) -> np.ndarray:
     """Reads a tensor `[outputs, inputs]`, such as the weight of a PyTorch `Linear`.
 
     For example, the kernel of a query projection has the shape `[features 8, heads 4, head_dim 2]`. Its tensor is
@@ -248,14 +246,14 @@ def _rows_of_outputs(location: Location, bounds: Bounds, axis: RowAxis, read_row
     2, features 8]`, transposed, they are the part of the parameter, complete along all axes but that of the heads.
     """
     inputs, others = location.shape[: axis.number], location.shape[axis.number + 1 :]
-    start, stop = bounds[axis.number]
+    start, stop = box.start[axis.number], box.end[axis.number]
     rows = read_rows(location, location.offset + start * axis.rows, location.offset + stop * axis.rows)
     rows = rows.reshape(stop - start, *others, *inputs)
     outputs = rows.ndim - axis.number
     return rows.transpose(*range(outputs, rows.ndim), *range(outputs))
 
 
-def _rows_of_inputs(location: Location, bounds: Bounds, axis: RowAxis, read_rows: ReadRows) -> np.ndarray:
+def _rows_of_inputs(location: Location, box: Box, axis: RowAxis, read_rows: ReadRows) -> np.ndarray:
     """Reads a tensor `[inputs, outputs]`, one that has the axes of the parameter, or a flat one.
 
     For example, the fused kernel of GPT-2 is `[features 8, 24]`, with the outputs of queries, keys and values next
@@ -264,7 +262,7 @@ def _rows_of_inputs(location: Location, bounds: Bounds, axis: RowAxis, read_rows
     """
     layout, shape = location.layout, location.shape
     first = location.offset if layout.output_axis == 0 else 0
-    start, stop = bounds[0]
+    start, stop = box.start[0], box.end[0]
     rows = read_rows(location, first + start * axis.rows, first + stop * axis.rows)
     if layout.interleaved:
         rows = rows[..., location.offset :: layout.interleaved]
@@ -273,26 +271,26 @@ def _rows_of_inputs(location: Location, bounds: Bounds, axis: RowAxis, read_rows
     return rows.reshape(stop - start, *shape[1:])
 
 
-def _grouped_view(location: Location, bounds: Bounds, read_rows: ReadRows) -> np.ndarray:
+def _grouped_view(location: Location, box: Box, read_rows: ReadRows) -> np.ndarray:
     """Reads the groups of rows that hold some heads of a fused projection, and returns a part of it."""
     shape, number = location.shape, location.layout.inputs or 0
     heads, step = shape[number] // location.groups, math.prod(shape[number + 1 :])  # of a group, and rows of a head
-    start, stop = bounds[number]
+    start, stop = box.start[number], box.end[number]
     first, last = start // heads, -(-stop // heads)
     rows = read_rows(location, first * location.stride, last * location.stride)
     rows = rows.reshape(last - first, location.stride, *rows.shape[1:])[:, location.offset :][:, : heads * step]
     rows = rows.reshape((last - first) * heads, *shape[number + 1 :], *shape[:number])
     outputs = rows.ndim - number
-    cut = [slice(*bound) for bound in bounds]
+    cut = [*box.slices()]
     cut[number] = slice(start - first * heads, stop - first * heads)
     return rows.transpose(*range(outputs, rows.ndim), *range(outputs))[tuple(cut)]
 
 
-def _small_view(location: Location, bounds: Bounds, read_rows: ReadRows) -> np.ndarray:
+def _small_view(location: Location, box: Box, read_rows: ReadRows) -> np.ndarray:
     """Reads a whole tensor of a kind that is never large (a convolution, a scalar), and returns a part of it."""
     tensor, order = read_rows(location, 0, None), location.layout.order
     array = tensor.reshape(location.shape) if order is None else tensor.transpose(np.argsort(order))
-    return array[(..., *(slice(*bound) for bound in bounds))]
+    return array[(..., *box.slices())]
 
 
 def _transpose(rows: np.ndarray, into: np.ndarray) -> None:
@@ -323,7 +321,3 @@ def _convert(source: np.ndarray, into: np.ndarray) -> None:
         np.left_shift(source.view(np.uint16), 16, out=into.view(np.uint32), dtype=np.uint32)
     else:
         np.copyto(into, source, casting="unsafe")
-
-
-def _sizes(bounds: Bounds) -> Shape:
-    return tuple(stop - start for start, stop in bounds)

@@ -1,8 +1,9 @@
 """Sending parameters to accelerators: rows leave the host as they are stored, and are rearranged on the devices.
 
 A parameter is sent in *steps*. In a step every device gets one piece of its part: some rows of a tensor, or those of
-its columns that it needs. Threads read the rows of several steps at the same time, each into memory that it uses again
-and again, and wait until the devices have them; meanwhile the devices rearrange the pieces of earlier steps.
+its columns that it needs. A step is a box in the part of each device. Threads read the rows of several steps at the
+same time, each into memory that it uses again and again, and wait until the devices have them; meanwhile the devices
+rearrange the pieces of earlier steps.
 """
 
 import collections
@@ -10,14 +11,14 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from nnx.models.files.mxfp4 import PackedFile
 from nnx.models.files.reading import Location, Reader, Request, row_axis, view_of
-from nnx.storage.placing import Assembly, Bounds, parts_of, takes_pieces
+from nnx.storage.placing import Assembly, Box, parts_of, takes_pieces
 from nnx.storage.safetensors.file import THREADS
 
 PIECE = 64 << 20
@@ -26,20 +27,13 @@ SMALL = 4 << 20
 """The bytes of a parameter that the host rearranges itself: a program for each shape would take longer to compile."""
 
 
-class Step(NamedTuple):
-    """The position of a piece in the part of each device, and its shape, both in the axes of the parameter."""
-
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
 class Sender:
     """Sends parameters, several at a time; a context manager."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="nnx-send")
         self._local = threading.local()
-        self._sent: collections.deque[tuple[Assembly, Step, Future[list[jax.Array]]]] = collections.deque()
+        self._sent: collections.deque[tuple[Assembly, Box, Future[list[jax.Array]]]] = collections.deque()
 
     def __enter__(self) -> "Sender":
         return self
@@ -70,7 +64,7 @@ class Sender:
         assembly.add(pieces.result(), step.start)
 
     def _pieces(
-        self, request: Request, order: tuple[int, ...], parts: list[tuple[Bounds, Any]], step: Step
+        self, request: Request, order: tuple[int, ...], parts: list[tuple[Box, Any]], step: Box
     ) -> list[jax.Array]:
         """Reads the pieces of one step and returns them on their devices."""
         depth, found, rows_at, rows = len(request.stack), {}, None, np.empty(0)
@@ -81,13 +75,13 @@ class Sender:
                 rows, rows_at = self._read_rows(location, start, stop), (location.name, start, stop)
             return rows
 
-        devices: dict[Bounds, list[Any]] = {}
-        for bounds, device in parts:
-            moved = zip(bounds, step.start, step.shape, strict=True)
-            devices.setdefault(tuple([(low + at, low + at + size) for (low, _), at, size in moved]), []).append(device)
-        for bounds, copies in sorted(devices.items(), key=lambda item: item[0]):
-            number = np.ravel_multi_index([start for start, _ in bounds[:depth]], request.stack) if depth else 0
-            view = view_of(request.locations[int(number)], bounds[depth:], read_rows)
+        devices: dict[Box, list[Any]] = {}
+        for part, device in parts:
+            start = tuple([first + at for first, at in zip(part.start, step.start, strict=True)])
+            devices.setdefault(Box(start, step.shape), []).append(device)
+        for box, copies in sorted(devices.items(), key=lambda item: item[0].start):
+            number = np.ravel_multi_index(box.start[:depth], request.stack) if depth else 0
+            view = view_of(request.locations[int(number)], box.axes(depth), read_rows)
             view = view[(None,) * depth].transpose(order)
             pieces = [jax.device_put(_unshared(view), device) for device in copies]
             found.update(zip(copies, jax.block_until_ready(pieces), strict=True))  # then the memory is free again
@@ -141,7 +135,7 @@ def _stored_order(location: Location) -> tuple[int, ...]:
     return (*axes[inputs:], *axes[:inputs]) if layout.transposed else axes
 
 
-def _steps(location: Location, part: tuple[int, ...], depth: int) -> Iterator[Step]:
+def _steps(location: Location, part: tuple[int, ...], depth: int) -> Iterator[Box]:
     """Yields the steps in which the parts of all devices are sent: one per layer or expert, and per so many rows."""
     inner, axis = part[depth:], row_axis(location)
     size = inner[axis.number] if axis is not None else 1
@@ -156,4 +150,4 @@ def _steps(location: Location, part: tuple[int, ...], depth: int) -> Iterator[St
             shape, at = list(inner), [0] * len(inner)
             if axis is not None:
                 shape[axis.number], at[axis.number] = min(count, size - start), start
-            yield Step((*index, *at), (*[1] * depth, *shape))
+            yield Box((*index, *at), (*[1] * depth, *shape))

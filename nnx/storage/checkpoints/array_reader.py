@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nnx.storage.aligned_memory import aligned_arrays, aligned_bytes
-from nnx.storage.checkpoints.boxes import Box
 from nnx.storage.checkpoints.grid import Grid
 from nnx.storage.checkpoints.manifest import DAMAGED, Manifest, Part
 from nnx.storage.checkpoints.zarr import chunk_in_file, file_of, open_array, pack_name, stored_dtype
 from nnx.storage.errors import DamagedError
 from nnx.storage.locations import Location, reason_of, refuse_special, tensorstore
+from nnx.storage.placing import Box
 
 IN_FLIGHT = min(max((os.cpu_count() or 1) // 2, 1), 16)
 """The chunks that are read at once from a local disk. With more of them than processors, they leave the processor's

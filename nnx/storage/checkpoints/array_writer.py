@@ -1,4 +1,7 @@
-"""Writing the array data of a checkpoint: TensorStore copies, computes checksums and writes in its own threads."""
+"""Writing the array data of a checkpoint: TensorStore copies, computes checksums and writes in its own threads.
+
+A *piece* is a box of an array with its values, in the memory of one device or host, that one process writes.
+"""
 
 import collections
 import os
@@ -6,20 +9,65 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from nnx.storage.checkpoints.boxes import Box, Piece
 from nnx.storage.checkpoints.grid import Grid, grid_of
 from nnx.storage.checkpoints.manifest import Part, Zarr
 from nnx.storage.checkpoints.zarr import open_array, pack_name, stored_dtype
 from nnx.storage.entry import Entry
 from nnx.storage.files import sync_directory
 from nnx.storage.locations import Location, reason_of
+from nnx.storage.placing import Box
 
 IN_FLIGHT = 256 << 20
 """The maximum number of bytes waiting to be written, so that transfers do not fill the memory of the host."""
 PACK_FILE = 64 << 20
 """The maximum size of a file of a pack in bytes."""
+
+
+class Piece(NamedTuple):
+    """A part of an array that this process writes: the path of the entry, the start of the part, and its values."""
+
+    path: str
+    start: tuple[int, ...]
+    values: Any
+
+
+def pieces_of(path: str, value: Any, elsewhere: bool = False) -> Iterator[Piece]:
+    """Yields the pieces of an array that this process has to write; together, the processes write each part once.
+
+    Process 0 writes an array that every process has in full (a counter, a Module that was not made by `init_sharded`).
+    If an array is spread over the processes, each part is written by the process that has its first copy.
+
+    Args:
+        path: the path of the entry.
+        value: the array.
+        elsewhere: whether process 0 holds no part of the array.
+    """
+    if not isinstance(value, jax.Array):
+        if jax.process_index() == 0:
+            yield Piece(path, (0,) * np.ndim(value), value)
+    elif jax.process_count() == 1 and isinstance(value.sharding, jax.sharding.SingleDeviceSharding):
+        yield Piece(path, (0,) * value.ndim, value)  # the common case, without asking JAX for the shards
+    elif not value.is_fully_addressable or jax.process_index() == 0 or elsewhere:
+        for shard in value.addressable_shards:
+            if shard.replica_id == 0:
+                yield Piece(path, Box.of(shard.index, value.shape).start, shard.data)
+
+
+def on_host(pieces: Sequence[Piece]) -> list[Piece]:
+    """Copies pieces to the host, so that later changes to the arrays do not affect them."""
+    for piece in pieces:
+        if isinstance(piece.values, jax.Array):
+            piece.values.copy_to_host_async()
+    return [piece._replace(values=_snapshot(piece.values)) for piece in pieces]
+
+
+def _snapshot(values: Any) -> np.ndarray:
+    # A numpy array can change, so it is copied. A jax.Array on the CPU need not be: while this view of its buffer
+    # exists, JAX does not donate the buffer but copies it.
+    return np.array(values) if isinstance(values, (np.ndarray, np.generic)) else np.asarray(values)
 
 
 def write_pieces(

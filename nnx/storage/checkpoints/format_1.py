@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from nnx.core.extras import require
-from nnx.storage.checkpoints.boxes import Box
 from nnx.storage.checkpoints.manifest import DAMAGED, Manifest
 from nnx.storage.errors import DamagedError, first_line
 from nnx.storage.files import inside
 from nnx.storage.locations import Location
+from nnx.storage.placing import Box
 
 READ_FAILED = "The checkpoint at {path} could not be read: {reason}. Nothing was loaded. Load an earlier one."
 

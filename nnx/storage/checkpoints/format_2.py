@@ -15,12 +15,12 @@ import numpy as np
 
 from nnx.core.repr import short
 from nnx.storage.aligned_memory import aligned_zeros
-from nnx.storage.checkpoints.boxes import Box
 from nnx.storage.checkpoints.manifest import DAMAGED, Manifest
 from nnx.storage.checksum import checksum
 from nnx.storage.errors import DamagedError
 from nnx.storage.files import inside, open_regular
 from nnx.storage.locations import Location
+from nnx.storage.placing import Box
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from nnx.storage.checkpoints.boxes import Box
+from nnx.storage.placing import Box
 
 CHUNK = 4 << 20
 """The maximum size of a chunk in bytes, unless a single element is larger."""

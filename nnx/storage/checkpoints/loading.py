@@ -7,6 +7,7 @@ memory than the target.
 """
 
 import contextlib
+import itertools
 import signal
 import threading
 import time
@@ -14,19 +15,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from nnx.storage.checkpoints.array_reader import ArrayReader
-from nnx.storage.checkpoints.boxes import Box
-from nnx.storage.checkpoints.expected import Expected
 from nnx.storage.checkpoints.format_1 import Format1Reader
 from nnx.storage.checkpoints.format_2 import Format2Reader
 from nnx.storage.checkpoints.manifest import FILE_NAME, Manifest, read_manifest
-from nnx.storage.checkpoints.matching import match
+from nnx.storage.checkpoints.matching import match_entries
 from nnx.storage.entry import Entry
 from nnx.storage.errors import CheckpointError, DamagedError, first_line
+from nnx.storage.expected import Expected
 from nnx.storage.leaves import Leaves
 from nnx.storage.load_report import LoadReport
 from nnx.storage.locations import Location
+from nnx.storage.placing import Box
 from nnx.storage.processes import Exchange, ProcessError
 from nnx.storage.renaming import renamed, selected
 
@@ -56,14 +58,14 @@ def load_all(place: Location, verify: bool, rename: Mapping[str, str] | None, on
             manifest = read_manifest(place)
             names = renamed(manifest.entries, rename or {})
             names = {name: names[name] for name in names if name in selected(names, only)} if only else names
-            expected, parts = _read_all(place, manifest, verify, names.values())
+            values = _read_all(place, manifest, verify, names.values())
             break
         except DamagedError:
             if attempt == _ATTEMPTS - 1 or _generation(place) == before:
                 raise
     root: dict[str, Any] = {}
     for name, path in names.items():
-        value = expected[path].value(manifest.entries[path], parts.pop(path, None))
+        value = values.pop(path)
         if name == "":
             return value
         *parents, last = name.split("/")
@@ -77,20 +79,65 @@ def load_all(place: Location, verify: bool, rename: Mapping[str, str] | None, on
     return root
 
 
-def _read_all(
-    place: Location, manifest: Manifest, verify: bool, paths: Iterable[str]
-) -> tuple[dict[str, Expected], dict[str, Any]]:
-    entries = {path: manifest.entries[path] for path in paths}
-    expected = {path: _on_host(entry) for path, entry in entries.items()}
-    boxes = {path: expected[path].boxes(entry) for path, entry in entries.items() if entry.has_data}
-    if not boxes:
-        return expected, {}
+def _read_all(place: Location, manifest: Manifest, verify: bool, paths: Iterable[str]) -> dict[str, Any]:
+    """Returns values as they are kept on the host, by path."""
+    expected = {path: _kept_on_host(manifest.entries[path]) for path in paths}
+    parts = Parts(manifest, expected, {path: path for path in expected})
+    if not parts.have_data(expected):
+        return parts.values(expected, None)
     with contextlib.closing(_READERS[manifest.version](place, manifest, verify)) as reader:
-        return expected, reader.read(boxes)
+        return parts.values(expected, reader)
 
 
-def _on_host(entry: Entry) -> Expected:
+def _kept_on_host(entry: Entry) -> Expected:
     return Expected("numpy", entry.data_dtype, entry.shape) if entry.kind == "array" else Expected("number")
+
+
+class Parts:
+    """The parts of arrays that this process reads for each path of the target.
+
+    Args:
+        manifest: the manifest of the checkpoint.
+        expected: what the target expects, by path.
+        found: the paths in the checkpoint, by path of the target.
+    """
+
+    def __init__(self, manifest: Manifest, expected: Mapping[str, Expected], found: Mapping[str, str]):
+        self._expected, self._found = expected, found
+        self._entries = {path: manifest.entries[saved] for path, saved in found.items()}
+        self._boxes = {path: expected[path].boxes(entry) for path, entry in self._entries.items() if entry.has_data}
+
+    def have_data(self, paths: Iterable[str]) -> bool:
+        """Whether anything has to be read for some paths."""
+        return any(path in self._boxes for path in paths)
+
+    def size(self, path: str) -> int:
+        """Returns the bytes to be read for a path."""
+        boxes = self._boxes.get(path)
+        return sum([box.size for box in boxes]) * self._entries[path].data_dtype.itemsize if boxes else 0
+
+    def boxes(self, paths: Iterable[str]) -> dict[str, list[Box]]:
+        """Returns the boxes to read, by path in the checkpoint; two values may need the same array."""
+        wanted: dict[str, list[Box]] = {}
+        for path in paths:
+            if path in self._boxes:
+                boxes = wanted.setdefault(self._found[path], [])
+                boxes += [box for box in self._boxes[path] if box not in boxes] if boxes else self._boxes[path]
+        return wanted
+
+    def values(self, paths: Iterable[str], reader: "Reader | None") -> dict[str, Any]:
+        """Reads values and returns them as the target expects them, by path."""
+        boxes = self.boxes(paths)
+        parts = reader.read(boxes) if reader is not None and boxes else {}
+        read = {saved: dict(zip(boxes[saved], parts[saved], strict=True)).__getitem__ for saved in boxes}
+        return {
+            path: self._expected[path].value(self._entries[path], read.get(self._found[path], _nothing))
+            for path in paths
+        }
+
+
+def _nothing(box: Box) -> np.ndarray:
+    raise AssertionError(box)  # of an entry without data, nothing is read
 
 
 class _Outcome(NamedTuple):
@@ -191,7 +238,7 @@ class Loading:
         leaves = self._target_leaves = Leaves(self._target)
         leaves.check_level()
         self._expected = {path: Expected.of(leaf.value) for path, leaf in leaves.by_path.items()}
-        self._found, self.report = match(
+        self._found, self.report = match_entries(
             manifest,
             leaves,
             self._expected,
@@ -203,15 +250,15 @@ class Loading:
         if self.report and self._strict:
             raise CheckpointError(DOES_NOT_FIT.format(path=self._place, differences=self.report))
         leaves.release()
-        if any(manifest.entries[saved].has_data for saved in self._found.values()):
+        self._parts = Parts(manifest, self._expected, self._found)
+        if self._parts.have_data(self._found):
             self._reader = _READERS[manifest.version](self._place, manifest, self._verify)
         self._groups = self._grouped()
         # The first group is verified while it is read. The others are read twice: now, to be verified and dropped, and
         # again once nothing can fail anymore, because keeping them would take the memory of a second target.
-        self._first = self._values(self._groups[0])
+        self._first = self._parts.values(self._groups[0], self._reader)
         if self._verify and self._reader is not None:
-            rest = self._groups[1:]
-            self._reader.check({path: boxes for group in rest for path, boxes in self._boxes(group).items()})
+            self._reader.check(self._parts.boxes(itertools.chain(*self._groups[1:])))
 
     def _grouped(self) -> list[list[str]]:
         """Returns the paths of the target in groups that are read together, each about as large as the largest array.
@@ -220,10 +267,10 @@ class Loading:
         pytree that is rebuilt), everything is read in one go.
         """
         units = [[path for path in unit if path in self._found] for unit in self._target_leaves.units()]
-        sizes = [sum(map(self._bytes, unit)) for unit in units]
-        limit = max(SMALL, *map(self._bytes, self._found)) if self._found else SMALL
+        sizes = [sum(map(self._parts.size, unit)) for unit in units]
+        limit = max(SMALL, *map(self._parts.size, self._found)) if self._found else SMALL
         makes_room = [path for unit in units[:-1] for path in unit if not self._expected[path].abstract]
-        if sum(map(self._bytes, makes_room)) <= limit:
+        if sum(map(self._parts.size, makes_room)) <= limit:
             return [[path for unit in units for path in unit]]
         groups: list[list[str]] = [[]]
         used = 0
@@ -234,37 +281,6 @@ class Loading:
             groups[-1] += unit
             used += size
         return groups
-
-    def _bytes(self, path: str) -> int:
-        entry = self._manifest.entries[self._found[path]]
-        if not entry.has_data:
-            return 0
-        return sum(box.size for box in self._expected[path].boxes(entry)) * entry.data_dtype.itemsize
-
-    def _boxes(self, group: list[str]) -> dict[str, list[Box]]:
-        """Returns the boxes to read for a group, by path in the checkpoint; two values may need the same array."""
-        wanted: dict[str, list[Box]] = {}
-        for path in group:
-            saved = self._found[path]
-            entry = self._manifest.entries[saved]
-            if entry.has_data:
-                boxes = wanted.setdefault(saved, [])
-                boxes += [box for box in self._expected[path].boxes(entry) if box not in boxes]
-        return wanted
-
-    def _values(self, group: list[str]) -> dict[str, Any]:
-        boxes = self._boxes(group)
-        parts = self._reader.read(boxes) if self._reader is not None and boxes else {}
-        values: dict[str, Any] = {}
-        for path in group:
-            saved, expected = self._found[path], self._expected[path]
-            entry = self._manifest.entries[saved]
-            own = None
-            if entry.has_data:
-                by_box = dict(zip(boxes[saved], parts[saved], strict=True))
-                own = [by_box[box] for box in expected.boxes(entry)]
-            values[path] = expected.value(entry, own)
-        return values
 
     def _try_to_fill(self) -> bool:
         """Fills the target; returns whether the checkpoint was replaced meanwhile, so that all have to begin again."""
@@ -291,7 +307,7 @@ class Loading:
         outside: dict[str, Any] = {}
         own = set(self._target_leaves.units()[-1])
         for number, group in enumerate(self._groups):
-            values = self._values(group) if number else self._first
+            values = self._parts.values(group, self._reader) if number else self._first
             self._first = {}
             outside |= {path: value for path, value in values.items() if path in own}
             self._target_leaves.fill_cells(values)

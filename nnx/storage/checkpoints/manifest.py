@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import jax
 
 from nnx.core.repr import short
-from nnx.storage.checkpoints.boxes import Box
 from nnx.storage.checkpoints.grid import Grid
 from nnx.storage.entry import Entry, parse_entry
 from nnx.storage.errors import CheckpointError, DamagedError
 from nnx.storage.files import unique_token
 from nnx.storage.locations import Location
+from nnx.storage.placing import Box
 from nnx.storage.sealed import is_intact, parse_object, seal
 
 FORMAT = "nnx checkpoint"

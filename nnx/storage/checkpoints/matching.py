@@ -1,24 +1,25 @@
-"""Matching: which entry of a checkpoint belongs to which path of the target, and what does not fit."""
+"""Which entry of a checkpoint belongs to which path of the target, also after the code has changed."""
 
 from collections.abc import Mapping, Sequence
 
 import jax
 
 from nnx.core.state.paths import listing
-from nnx.storage.checkpoints.expected import Expected
 from nnx.storage.checkpoints.hyperparameters import changes
 from nnx.storage.checkpoints.manifest import Manifest
 from nnx.storage.entry import IN_MANIFEST, Entry, entry_of
+from nnx.storage.expected import Expected
 from nnx.storage.fitting import misfit
 from nnx.storage.leaves import Leaves, resolve_alias
 from nnx.storage.load_report import LoadReport
+from nnx.storage.matching import Texts, match
 from nnx.storage.renaming import renamed, selected
 
 ONLY_NOTHING = "only={only!r} matches no path of the target; its paths are: {paths}"
 OTHER_PROCESSES = "{entry} in each of {count} processes"
 
 
-def match(
+def match_entries(
     manifest: Manifest,
     leaves: Leaves,
     expected: Mapping[str, Expected],
@@ -58,23 +59,14 @@ def match(
             candidates.pop(path, None)
             if saved is not None:
                 candidates[path] = report.moved[path] = saved
-    found: dict[str, str] = {}
-    for path, leaf in leaves.by_path.items():
-        if path not in wanted:
-            continue
-        saved = candidates.get(path)
-        if saved is None:
-            report.missing.append(path)
-            continue
-        have, want = manifest.entries[saved], entry_of(path, leaf.value, leaf.type)
-        reason = _misfit(have, want, expected[path], cast)
-        if reason is None:
-            found[path] = saved
-        else:
-            report.mismatched[path] = reason
-    known = set(candidates.values())
+    names = {path: [candidates[path]] if path in candidates else [] for path in leaves.by_path if path in wanted}
+
+    def misfit_at(path: str, saved: str) -> Texts | None:
+        leaf = leaves.by_path[path]
+        return _misfit(manifest.entries[saved], entry_of(path, leaf.value, leaf.type), expected[path], cast)
+
     offered = set(by_name.values())
-    report.unexpected = [name for name in manifest.entries if name in offered and name not in known]
+    found = match(names, [name for name in manifest.entries if name in offered], misfit_at, report)
     report.moved = {path: saved for path, saved in report.moved.items() if path in found and path != saved}
     report.changed = _changed_settings(manifest, leaves, selected(manifest.modules, only))
     return found, report
@@ -99,14 +91,14 @@ def _candidates(manifest: Manifest, leaves: Leaves, by_name: Mapping[str, str]) 
     return found
 
 
-def _misfit(have: Entry, want: Entry, expected: Expected, cast: bool) -> tuple[str, str] | None:
+def _misfit(have: Entry, want: Entry, expected: Expected, cast: bool) -> Texts | None:
     """Returns both sides as text if a saved value does not fit, else None."""
     if have.kind != want.kind and (have.kind in IN_MANIFEST or want.kind in IN_MANIFEST):
         return str(have), str(want)
     if have.kind == "state" and len(have.value) != jax.process_count():
         return OTHER_PROCESSES.format(entry=have, count=len(have.value)), str(want)
     on_host = expected.kind not in ("number", "jax")
-    reason = misfit(have, want, "any" if cast else "same", on_host=on_host, type_name=want.type)
+    reason = misfit(have, want, "any" if cast else "same", on_host=on_host)
     return None if reason is None else (f"{have}{reason}", str(want))
 
 

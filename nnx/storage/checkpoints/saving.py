@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 
-from nnx.storage.checkpoints.array_writer import write_pieces
-from nnx.storage.checkpoints.boxes import Box, Piece, on_host, pieces_of
+from nnx.storage.checkpoints.array_writer import Piece, on_host, pieces_of, write_pieces
 from nnx.storage.checkpoints.grid import Grid, grid_of
 from nnx.storage.checkpoints.manifest import (
     FILE_NAME,
@@ -28,6 +27,7 @@ from nnx.storage.entry import Entry, check_dtype, check_savable, entry_of
 from nnx.storage.errors import CheckpointError, first_line
 from nnx.storage.leaves import Leaves
 from nnx.storage.locations import Location
+from nnx.storage.placing import Box
 from nnx.storage.processes import Exchange, ProcessError
 
 SAVE_FAILED = "Could not save to {path}: {reason}. Earlier checkpoints are intact."
@@ -68,7 +68,7 @@ class Saving:
             self._data, _, elsewhere, states = prepared[0]
             for path in states:
                 states_by_process = [found[path] for *_, found in prepared]
-                self._entries[path] = dataclasses.replace(self._entries[path], value=states_by_process)
+                self._entries[path] = self._entries[path]._replace(value=states_by_process)
             elsewhere = set(elsewhere)
             self._exchange.together(lambda: self._take(elsewhere, on_hosts=not wait))
 

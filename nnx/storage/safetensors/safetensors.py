@@ -19,16 +19,17 @@ import numpy as np
 from nnx.core.module.module import Module
 from nnx.core.repr import short
 from nnx.core.state.state import State
-from nnx.storage.entry import check_savable
+from nnx.storage.entry import check_savable, describe
 from nnx.storage.errors import CheckpointError, first_line
+from nnx.storage.expected import Expected
 from nnx.storage.files import local_path, sync_directory
+from nnx.storage.fitting import misfit
 from nnx.storage.leaves import Leaves
 from nnx.storage.load_report import LoadReport
+from nnx.storage.matching import TWO_VALUES, Texts, match
 from nnx.storage.processes import Exchange, ProcessError, is_first
 from nnx.storage.safetensors.file import Pending
 from nnx.storage.safetensors.header import data_order, make_header
-from nnx.storage.safetensors.matching import match
-from nnx.storage.safetensors.replacing import read_like
 from nnx.storage.safetensors.shards import Shards, divide, open_model, refuse_pickles, write_model
 from nnx.storage.safetensors.source import Notes, Source
 from nnx.storage.writer_lock import WriterLock
@@ -209,11 +210,12 @@ def load_safetensors(
     aliases = Leaves(target).aliases if isinstance(target, Module) else {}
     with contextlib.ExitStack() as opened:
         source = Source(open_model(file, opened), rename)
-        found, differences = match(source, leaves, aliases, cast)
+        found, differences = _matched(source, leaves, aliases, cast)
         if differences and strict:
             raise CheckpointError(DOES_NOT_FIT.format(path=file, differences=differences))
         values = {
-            path: read_like(source, name, leaves.by_path[path].value, verify=verify) for path, name in found.items()
+            path: source.value(name, Expected.of(leaves.by_path[path].value), verify=verify)
+            for path, name in found.items()
         }
     lost = {_owner(path, expected) for path in leaves.by_path if path not in values}
     loaded = leaves.fill(values).filter(lambda path, leaf: path not in lost)
@@ -286,6 +288,29 @@ def _refuse_options(**given: bool) -> None:
     for option, is_given in given.items():
         if is_given:
             raise TypeError(ONLY_WITH_TARGET.format(option=f"{option}="))
+
+
+def _matched(
+    source: Source, leaves: Leaves, aliases: Mapping[str, str], cast: bool
+) -> tuple[dict[str, str], LoadReport]:
+    """Returns the name of the tensor for each path of a target, and what does not fit."""
+
+    def wanted(path: str) -> Any:
+        leaf = leaves.by_path[path]
+        return describe(leaf.value, leaf.type) or short(leaf.value)
+
+    def misfit_at(path: str, name: str) -> Texts | None:
+        have, want = source.describe(name), wanted(path)
+        on_host = Expected.of(leaves.by_path[path].value).on_host
+        reason = "" if isinstance(want, str) else misfit(have, want, "any" if cast else "same", on_host=on_host)
+        return None if reason is None else (f"{have}{reason}", str(want))
+
+    def conflict(path: str, name: str, other: str) -> Texts | None:
+        have = TWO_VALUES.format(have=source.describe(other), other=name)
+        return None if source.is_same(name, other) else (have, str(wanted(path)))
+
+    report = LoadReport()
+    return match(source.named(leaves, aliases), source.names, misfit_at, report, conflict), report
 
 
 def _nested(file: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:

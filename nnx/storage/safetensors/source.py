@@ -11,8 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx.storage.aligned_memory import aligned_copy
+from nnx.storage.entry import Entry, dtype_text
 from nnx.storage.errors import CheckpointError
-from nnx.storage.fitting import Description
+from nnx.storage.expected import Expected
+from nnx.storage.leaves import Leaves, resolve_alias
+from nnx.storage.placing import Box
 from nnx.storage.renaming import renamed
 from nnx.storage.safetensors.file import TensorFile
 from nnx.storage.safetensors.header import INVALID, Tensor
@@ -57,18 +61,59 @@ class Source:
         saved = self._saved[name]
         return self._files[saved].tensors[saved]
 
-    def describe(self, name: str) -> Description:
+    def describe(self, name: str) -> Entry:
         """Returns the description of a tensor, or of the keys that it holds the data of."""
         tensor, impl = self.tensor(name), self.notes.keys.get(name)
         if impl is None:
-            return Description("array", str(tensor.dtype), tensor.shape)
+            return Entry("array", dtype_text(tensor.dtype), tensor.shape)
         data = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
         keys = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=impl), data)
-        return Description("key", str(keys.dtype), keys.shape)
+        return Entry("key", dtype_text(keys.dtype), keys.shape, impl=impl)
+
+    def named(self, leaves: Leaves, aliases: Mapping[str, str]) -> dict[str, list[str]]:
+        """Returns the names of the tensors that belong to each leaf of a target, its own path first."""
+        by_path: dict[str, list[str]] = {}
+        for name in self.names:
+            by_path.setdefault(resolve_alias(name, aliases), []).append(name)
+        found: dict[str, list[str]] = {}
+        for path in leaves.by_path:
+            saved_as = resolve_alias(path, self.notes.aliases)
+            names = by_path.get(path) or [name for name in (saved_as,) if name in self._saved]
+            found[path] = sorted(names, key=lambda name: name != path)
+        return found
+
+    def is_same(self, a: str, b: str) -> bool:
+        """Whether two tensors are equal, as bytes, so that NaN equals itself."""
+        if self.tensor(a)[:2] != self.tensor(b)[:2]:  # dtype and shape
+            return False
+        return self.read(a, verify=False).tobytes() == self.read(b, verify=False).tobytes()
 
     def read(self, name: str, *range: int, verify: bool) -> np.ndarray:
         saved = self._saved[name]
         return self._files[saved].read(saved, *range, verify=verify)
+
+    def value(self, name: str, expected: Expected, *, verify: bool) -> Any:
+        """Returns a tensor as a target expects it; where devices need parts of it, it is read part by part.
+
+        If a part is not contiguous in the file, the whole rows around it are in memory for a moment.
+        """
+        entry, rows, rows_at = self.describe(name), np.empty(0), None
+
+        def read(box: Box) -> np.ndarray:
+            nonlocal rows, rows_at
+            if box.start == (0,) * len(box.start) and box.shape == entry.data_shape:
+                return self.read(name, verify=verify)
+            if (box.start[0], box.end[0]) != rows_at:  # parts of the same rows follow each other
+                rows = np.empty(0)  # frees the memory of the old ones before more is read
+                rows_at = (box.start[0], box.end[0])
+                rows = self.read(name, *rows_at, verify=verify)
+            part = rows[(slice(None), *box.slices()[1:])]
+            return part if part.shape == rows.shape else aligned_copy(part)
+
+        if expected.kind == "number" and entry.kind == "array":  # files have arrays instead of Python numbers
+            assert expected.number is not None
+            return expected.number(self.read(name, verify=verify).item())
+        return jax.block_until_ready(expected.value(entry, read))  # or many host copies would be in memory at once
 
     def mapped(self) -> dict[str, Any]:
         """Returns every tensor as a view of its file, and PRNG keys as keys."""
