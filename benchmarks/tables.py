@@ -175,6 +175,26 @@ def dqn() -> str:
     return table(["", "environment steps per second", "time per step"], *lines)
 
 
+def bridges() -> str:
+    """A training step of models of other libraries, there and here."""
+    labels = {
+        "flax": "Flax NNX, `nnx.jit`",
+        "flax cached_partial": "Flax NNX, `nnx.jit` + `cached_partial`",
+        "equinox": "Equinox, `filter_jit`",
+        "linen": "Flax Linen, `jax.jit`",
+        "haiku": "Haiku, `jax.jit`",
+        "functions": "functions over nested dicts, `jax.jit`",
+    }
+    lines = []
+    for row in RECORDS["bridges"]["figures"].values():
+        ours = row["values"]["nnx"]
+        for name, native in row["values"].items():
+            if name != "nnx":
+                cells = [f"{1e6 * native:.0f} µs", f"{1e6 * ours:.0f} µs", f"**{ratio(ours / native)}**"]
+                lines.append((list(labels).index(name), [labels[name], *cells]))
+    return table(["", "in its own library", "with `nnx.bridge`", "ratio"], *[cells for _, cells in sorted(lines)])
+
+
 # On a GPU
 
 SPEED = "tokens per second, median"
@@ -382,6 +402,7 @@ TABLES: dict[str, str] = {
     "overhead": overhead(),
     "scaling": scaling(),
     "dqn": dqn(),
+    "bridges": bridges(),
     "train-gpt2": training("gpu_train_gpt2", "GPT-2 small", "**nnx**, the model of `examples/gpt`", TRAINED),
     "train-llama": training(
         "gpu_train_llama",

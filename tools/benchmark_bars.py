@@ -90,6 +90,25 @@ def program_chart() -> Chart:
     return Chart("DQN on CartPole: environment steps per second", [""], groups)
 
 
+def bridge_chart() -> Chart:
+    """The time of a training step of models of other libraries, there and here, in microseconds."""
+    rows = figures("bridges")
+    names = {
+        "flax": "Flax NNX",
+        "equinox": "Equinox",
+        "linen": "Flax Linen",
+        "haiku": "Haiku",
+        "functions": "functions",
+    }
+    steps = {name: rows[f"step of a wrapped model, {name}"] for name in names}
+    native, wrapped = (
+        [(f"{1e6 * step[key or name]:.0f}", 1e6 * step[key or name]) for name, step in steps.items()]
+        for key in ("", "nnx")
+    )
+    groups = [Group("in its own library", native, ours=False), Group("with nnx.bridge", wrapped, ours=True)]
+    return Chart("One training step of a model, in microseconds", [*names.values()], groups)
+
+
 def gpu_chart() -> Chart:
     """Tokens per second of training on a GPU."""
     speeds = figures("gpu_train_gpt2")["tokens per second, median"]
@@ -105,7 +124,12 @@ def gpu_chart() -> Chart:
     return Chart("GPT-2 small on one H200: tokens per second", [""], groups)
 
 
-CHARTS = {"step-time": step_chart, "dqn-speed": program_chart, "gpu-training": gpu_chart}
+CHARTS = {
+    "step-time": step_chart,
+    "dqn-speed": program_chart,
+    "bridges": bridge_chart,
+    "gpu-training": gpu_chart,
+}
 
 
 def draw(chart: Chart) -> str:
