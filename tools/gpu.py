@@ -31,6 +31,8 @@ FOLDERS = (
     *("nn", "transforms", "core", "training", "generation"),
     *("sharding", "models", "storage", "inspection", "interop"),
 )
+# Others that are installed here could warn, and tests treat warnings as errors.
+PLUGINS = {"_hypothesis_pytestplugin": "hypothesispytest", "pytest_timeout": "timeout", "xdist": "xdist"}
 MOST_WORKERS = 12  # each of them keeps half a gigabyte of the GPU for itself
 NO_GPU = "There is no GPU: JAX's default backend is {backend!r}. `make test` runs the tests on a CPU."
 LEFT_OUT = "Left out, because packages are missing: {file} ({packages})"
@@ -60,9 +62,10 @@ def main() -> int:
         if packages := missing_packages(ROOT / file):
             print(LEFT_OUT.format(file=file, packages=", ".join(packages)), flush=True)
             files.remove(file)
+    plugins = [part for name in PLUGINS if importlib.util.find_spec(name) for part in ("-p", PLUGINS[name])]
     processes = ["-n", str(options.workers), "--dist", "worksteal"] if options.workers > 1 else []
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10", *processes, *files]
-    return subprocess.run([*command, *options.tests], cwd=ROOT, env=_environment()).returncode
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10", *plugins, *processes]
+    return subprocess.run([*pytest, *files, *options.tests], cwd=ROOT, env=_environment()).returncode
 
 
 def files_of_part(part: int, parts: int, folders: list[str]) -> list[str]:
@@ -95,6 +98,7 @@ def _environment() -> dict[str, str]:
         "NNX_GPU": "1",
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",  # kernels as users get them
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "XLA_FLAGS": flags,
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # several processes use the GPU
     }

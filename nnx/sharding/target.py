@@ -121,18 +121,22 @@ def compiling_for(platform: str, device_kind: str = "") -> Iterator[None]:
         yield
 
 
-def lowered_on(at: Target, kernel: Callable[..., T], otherwise: Callable[..., T], *arrays: Any) -> T:
-    """Runs a kernel that exists on one platform only, and something else if the program is lowered for another one.
+def lowered_on(
+    at: Target, kernel: Callable[..., T], otherwise: Callable[..., T], *arrays: Any, platform: str | None = None
+) -> T:
+    """Runs a kernel that is for one platform only, and something else if the program is lowered for another one.
 
     Args:
-        at: the target for which the kernel was chosen.
-        kernel: the function of the arrays that runs on this target.
-        otherwise: a function with the same results for all other platforms, if the target turns out to be another one.
+        at: the target at this point.
+        kernel: the function of the arrays that runs on the platform.
+        otherwise: a function with the same results for all other platforms.
         *arrays: the arguments.
+        platform: the platform of the kernel; by default, that of the target, for which it was chosen.
     """
-    if at.certain:
-        return kernel(*arrays)
-    return jax.lax.platform_dependent(*arrays, default=otherwise, **{_lowering_name(at.platform): kernel})
+    platform = at.platform if platform is None else platform
+    if at.certain and at.platform != "any":
+        return kernel(*arrays) if at.platform == platform else otherwise(*arrays)
+    return jax.lax.platform_dependent(*arrays, default=otherwise, **{_lowering_name(platform): kernel})
 
 
 def _lowering_name(platform: str) -> str:

@@ -390,6 +390,17 @@ def test_tokens_are_written_alike_for_tpus(features, rows, ragged):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.parametrize("aligned", [False, True])
+def test_lowering_decides_how_a_token_is_written(aligned):
+    features = LANES if aligned else 6
+    cache = dataclasses.replace(nnx.LayerCache.empty(3, 5, 2, features), aligned=aligned)
+    token = jnp.ones((3, 1, 2, features))
+    traced = jax.jit(lambda cache: cache.append(token, token, jnp.arange(3))).trace(cache)
+    texts = {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda", "tpu")}
+    scattered = {platform for platform, text in texts.items() if "stablehlo.scatter" in text}
+    assert scattered == ({"tpu"} if aligned else {"cpu", "cuda"})
+
+
 def test_rows_that_are_aligned_are_written_alike_for_tpus():
     for features in (6, LANES):
         cache = dataclasses.replace(nnx.LayerCache.empty(3, 5, 2, features), aligned=True)

@@ -9,8 +9,11 @@ import nnx
 from tests.targets import topologies
 
 
-def decode(features: int, rows: int, aligned: bool) -> tuple[Any, int]:
-    """A loop that writes eight tokens with two layers of attention, and the entries of one array of a cache."""
+def decode(features: int, rows: int, aligned: bool, *, in_mesh: bool = True) -> tuple[Any, int]:
+    """A loop that writes eight tokens with two layers of attention, and the entries of one array of a cache.
+
+    Arguments that are on a device, and not in a mesh, do not tell a traced function what it is compiled for.
+    """
     heads, length = 4, 2048
     empty = jax.eval_shape(lambda: nnx.LayerCache.empty(rows, length, heads, features, dtype=jnp.bfloat16))
     caches = [nnx.LayerCache(empty.key, empty.value, aligned)] * 2
@@ -29,5 +32,5 @@ def decode(features: int, rows: int, aligned: bool) -> tuple[Any, int]:
         return jax.lax.scan(step, (caches, lengths, x), length=8)[0]
 
     given = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows, 1, 2 * heads, features), jnp.bfloat16)
-    arguments = topologies.whole((caches, *given), topologies.mesh())
+    arguments = topologies.whole((caches, *given), topologies.mesh() if in_mesh else topologies.devices()[0])
     return topologies.compiled(write, *arguments, donate_argnums=0), rows * length * heads * features

@@ -53,9 +53,10 @@ def test_splash_attention_is_split_over_batch_and_heads(kind):
 # Decoding
 
 
+@pytest.mark.parametrize("in_mesh", [True, False])
 @pytest.mark.parametrize(("features", "rows", "aligned"), [(64, 8, False), (64, 8, True), (128, 8, True)])
-def test_decoding_never_copies_the_cache(features, rows, aligned):
-    program, size = decode(features, rows, aligned)
+def test_decoding_never_copies_the_cache(features, rows, aligned, in_mesh):
+    program, size = decode(features, rows, aligned, in_mesh=in_mesh)
     assert topologies.copies(program, size) == []
     assert topologies.temporary(program) < size  # half of an array of the cache
 

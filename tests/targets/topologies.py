@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 V5E = "v5e:2x4"
 LARGER = "v5p:2x2x4"
@@ -55,9 +55,9 @@ def _first(topology: str, axes: dict[str, int]) -> Any:
     return devices(topology)[:count]
 
 
-def whole(tree: Any, on: Mesh) -> Any:
-    """The arrays of a tree as abstract ones that are whole on every device of a mesh."""
-    sharding = NamedSharding(on, PartitionSpec())
+def whole(tree: Any, on: Any) -> Any:
+    """The arrays of a tree as abstract ones that are whole on every device of a mesh, or on one device."""
+    sharding = NamedSharding(on, PartitionSpec()) if isinstance(on, Mesh) else SingleDeviceSharding(on)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 

@@ -35,7 +35,7 @@ from nnx.nn.attention.masks import positions_visible
 from nnx.nn.attention.room import POISONED, check_room, grown, is_known
 from nnx.nn.support.checks import check_sizes
 from nnx.nn.support.parameters import AxisNames
-from nnx.sharding.target import target
+from nnx.sharding.target import lowered_on, target
 
 NOT_FLOATS = "{cache} stores floating-point numbers: expected such a dtype, got {got}."
 NO_ROOM = "{cache}: expected max_length >= 1, got {got}."
@@ -421,9 +421,11 @@ def _append(
         return _scattered(keys, slots, key), _scattered(values, slots, value), new_index
     at = target(keys)
     put = _written_together if aligned else _scattered
-    if at.platform == "tpu":
-        put = functools.partial(_written_on_tpu, aligned=aligned, drops=seq_lengths is not None, devices=at.devices)
-    return put(keys, slots, key), put(values, slots, value), new_index
+    on_tpu = functools.partial(_written_on_tpu, aligned=aligned, drops=seq_lengths is not None, devices=at.devices)
+    written = [
+        lowered_on(at, on_tpu, put, *arrays, platform="tpu") for arrays in ((keys, slots, key), (values, slots, value))
+    ]
+    return *written, new_index
 
 
 def _scattered(held: jax.Array, slots: jax.Array, given: jax.Array) -> jax.Array:
