@@ -298,6 +298,12 @@ from nnx import models as models
 # generation: writing with a model
 from nnx.generation.generate import generate as generate
 
+# isort: split
+# planning: what a step needs of a machine that is not here
+from nnx.planning.plan import Plan as Plan
+from nnx.planning.plan import Plans as Plans
+from nnx.planning.plan import plan as plan
+
 __version__ = "0.2.0"
 
 # What `from nnx import *` takes. `nnx.Any` and `nnx.Sequence` are left out: they would shadow the names of `typing` and
@@ -351,6 +357,8 @@ __all__ = [
     "save_safetensors",
     # generation
     "generate",
+    # planning
+    "Plan", "plan", "Plans",
 ]
 # fmt: on
 

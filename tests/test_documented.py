@@ -16,7 +16,7 @@ import nnx
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md"))}
-ROOMS = ["bridge", "core", "generation", "inspection", "interop", "models", "nn"]
+ROOMS = ["bridge", "core", "generation", "inspection", "interop", "models", "nn", "planning"]
 ROOMS += ["sharding", "storage", "training", "transforms"]
 
 # A name is documented by a block that mkdocstrings fills (`::: nnx.Linear`) or by a row of a table.

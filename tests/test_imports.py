@@ -23,6 +23,7 @@ ROOMS = (
     "bridge",
     "models",
     "generation",
+    "planning",
     "commands",
 )
 

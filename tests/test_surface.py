@@ -14,7 +14,7 @@ import pytest
 
 import nnx
 
-ROOMS = {"core", "sharding", "transforms", "nn", "training", "inspection", "interop", "bridge"}
+ROOMS = {"core", "sharding", "transforms", "nn", "training", "inspection", "interop", "bridge", "planning"}
 
 
 def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
