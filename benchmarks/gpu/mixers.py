@@ -1,0 +1,197 @@
+"""Latent attention and gated delta networks: tokens written per second, and training next to attention.
+
+    python -m benchmarks.gpu.mixers                 models of about a billion parameters, on a GPU
+    python -m benchmarks.gpu.mixers --tiny          the default without a GPU: tiny models, to see that it runs
+    python -m benchmarks.gpu.mixers --only train    one of train, latent, delta
+
+*Train* runs forward and backward of one layer, as wide as those of the models, for three lengths of text with equally
+many tokens. The others let a decoder write 128 tokens after a prompt of as many, greedily, in bfloat16, next to
+`transformers` with a model of the same sizes, if it is installed. Times include reading the prompt. Numbers of the same
+line come from one run.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # the rest of the memory is for PyTorch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import nnx
+
+LATENT = dict(query_rank=768, latent_rank=512, head_dim=128, rotary_dim=64, value_dim=128)
+DELTA = dict(delta_heads=32, delta_key_heads=16, delta_key_dim=128, delta_value_dim=128)
+
+
+def latent_config(tiny: bool) -> nnx.models.DecoderConfig:
+    """Returns a dense model with the layers of DeepSeek-V3."""
+    sizes = dict(features=64, hidden_features=96, num_layers=2, num_heads=4, vocab_size=256)
+    if not tiny:
+        sizes = dict(features=2048, hidden_features=8192, num_layers=16, num_heads=16, vocab_size=32000)
+    ranks = dict(query_rank=24, latent_rank=32, head_dim=16, rotary_dim=8, value_dim=16) if tiny else LATENT
+    rotary = nnx.models.RotaryConfig(interleaved=True)
+    return nnx.models.DecoderConfig(model_type="llama", max_length=4096, rotary=rotary, **sizes, **ranks)
+
+
+def delta_config(tiny: bool) -> nnx.models.DecoderConfig:
+    """Returns a dense model with the layers of Qwen3.5: three of four are gated delta networks."""
+    sizes = dict(
+        features=64, hidden_features=96, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=256
+    )
+    delta = dict(delta_heads=4, delta_key_heads=2, delta_key_dim=16, delta_value_dim=16)
+    if not tiny:
+        sizes = dict(features=2048, hidden_features=6144, num_layers=16, num_heads=8, num_kv_heads=2)
+        sizes |= dict(head_dim=256, vocab_size=32000)
+        delta = DELTA
+    return nnx.models.DecoderConfig(
+        model_type="llama",
+        max_length=4096,
+        layer_types=("linear", "linear", "linear", "full") * (sizes["num_layers"] // 4),
+        rotary=nnx.models.RotaryConfig(fraction=0.25),
+        normalize_qk=True,
+        use_attention_gate=True,
+        norm_offset=1.0,
+        **sizes,
+        **delta,
+    )
+
+
+def reference(kind: str, config: nnx.models.DecoderConfig) -> Any:
+    """Returns a random model of `transformers` with the same sizes."""
+    import torch
+    import transformers
+
+    sizes = dict(
+        vocab_size=config.vocab_size,
+        hidden_size=config.features,
+        intermediate_size=config.hidden_features,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        max_position_embeddings=config.max_length,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    )
+    if kind == "latent":
+        ranks = {"q_lora_rank": "query_rank", "kv_lora_rank": "latent_rank", "qk_nope_head_dim": "head_dim"}
+        ranks |= {"qk_rope_head_dim": "rotary_dim", "v_head_dim": "value_dim"}
+        sizes |= {name: getattr(config, field) for name, field in ranks.items()}
+        sizes |= {"first_k_dense_replace": config.num_layers}
+    else:
+        heads = {"linear_num_value_heads": "delta_heads", "linear_num_key_heads": "delta_key_heads"}
+        heads |= {"linear_key_head_dim": "delta_key_dim", "linear_value_head_dim": "delta_value_dim"}
+        sizes |= {name: getattr(config, field) for name, field in heads.items()} | {"head_dim": config.head_dim}
+    settings = transformers.AutoConfig.for_model({"latent": "deepseek_v3", "delta": "qwen3_5_text"}[kind], **sizes)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).eval()
+
+
+def timed(run: Callable[[], Any], times: int) -> float:
+    """Returns the seconds of the fastest of some runs, after one that compiles."""
+    run()
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def ours(
+    kind: str, config: nnx.models.DecoderConfig, prompts: dict[int, np.ndarray], new: int
+) -> dict[int, list[float]]:
+    """Returns the tokens per second of nnx for each number of rows, and prints them."""
+    model = nnx.jit(lambda: nnx.models.Decoder(config, param_dtype=jnp.bfloat16, ctx=nnx.context(0)))()
+    found = {}
+    for n, tokens in prompts.items():
+        start = time.perf_counter()
+
+        def write(tokens: np.ndarray = tokens) -> None:
+            nnx.generate(model, tokens, max_new_tokens=new, temperature=0).block_until_ready()
+
+        write()
+        compiled, size = time.perf_counter() - start, nnx.count_params(model) / 1e9
+        found[n] = [n * new / timed(write, 3)]
+        print(
+            f"{kind}: {size:.2f} B, {n} rows, nnx {found[n][0]:,.0f} tokens/s, compiled in {compiled:.1f} s", flush=True
+        )
+    return found
+
+
+def compare_writing(kind: str, tiny: bool, rows: tuple[int, ...], new: int) -> None:
+    """Prints the tokens written per second by both libraries."""
+    config = (latent_config if kind == "latent" else delta_config)(tiny)
+    prompts = {n: np.random.default_rng(1).integers(0, config.vocab_size, (n, new)) for n in rows}
+    found = ours(kind, config, prompts, new)
+    try:
+        import torch
+        import transformers  # noqa: F401
+    except ImportError:
+        return
+    theirs = reference(kind, config)
+    for n in rows:
+        tokens = torch.tensor(prompts[n], device=next(theirs.parameters()).device)
+
+        def write_theirs(new: int, tokens: Any = tokens) -> None:
+            options = dict(max_new_tokens=new, min_new_tokens=new, do_sample=False)
+            theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **options).cpu()
+
+        write_theirs(4)
+        start = time.perf_counter()
+        write_theirs(new)
+        found[n].append(n * new / (time.perf_counter() - start))
+        count = sum(parameter.numel() for parameter in theirs.parameters())
+        print(
+            f"{kind}: {count / 1e9:.2f} B, {n} rows, transformers {found[n][1]:,.0f} tokens/s, "
+            f"ratio {found[n][0] / found[n][1]:.1f}",
+            flush=True,
+        )
+
+
+def compare_training(tiny: bool) -> None:
+    """Prints the time of a forward and backward pass of one layer, for texts of three lengths."""
+    features, dtype = (64, jnp.float32) if tiny else (2048, jnp.bfloat16)
+    tokens, lengths = (512, (128, 256, 512)) if tiny else (32768, (2048, 8192, 32768))
+    options: dict[str, Any] = {"param_dtype": dtype, "ctx": nnx.context(0)}
+    heads, width = (4, 16) if tiny else (16, 128)
+    layers = {
+        "attention": nnx.MultiHeadAttention(heads, features, use_bias=False, **options),
+        "gated delta": nnx.GatedDeltaNet(features, 2 * heads, width, key_heads=heads, **options),
+        "gated delta, as many heads": nnx.GatedDeltaNet(features, heads, width, **options),
+    }
+
+    @nnx.jit
+    def step(layer: Any, x: jax.Array) -> Any:
+        return nnx.grad(lambda layer, x: layer(x, is_causal=True).astype(jnp.float32).sum())(layer, x)
+
+    for length in lengths:
+        x = jax.random.normal(jax.random.key(0), (tokens // length, length, features), dtype)
+        for name, layer in layers.items():
+            seconds = timed(lambda layer=layer, x=x: jax.block_until_ready(step(layer, x)), 5)
+            count = nnx.count_params(layer) / 1e6
+            print(f"train: {tokens // length} x {length}, {name} ({count:.1f} M): {1e3 * seconds:.2f} ms", flush=True)
+
+
+def main() -> None:
+    """Runs the parts asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="tiny models; the default without a GPU")
+    parser.add_argument("--only", choices=("train", "latent", "delta"), help="one part")
+    parser.add_argument("--rows", type=int, nargs="*", default=(1, 8), help="how many texts are written at once")
+    args = parser.parse_args()
+    tiny = args.tiny or jax.default_backend() != "gpu"
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
+    for kind in ("latent", "delta"):
+        if args.only in (None, kind):
+            compare_writing(kind, tiny, tuple(args.rows), 16 if tiny else 128)
+    if args.only in (None, "train"):
+        compare_training(tiny)
+
+
+if __name__ == "__main__":
+    main()
