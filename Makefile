@@ -16,7 +16,7 @@ SECONDS ?= 600
 export PYTHONHASHSEED := 0
 export PYTHONDONTWRITEBYTECODE :=  # tests start many programs, each of which would compile the library again
 
-.PHONY: help demo test matrix tpu gpu fuzz torture parity goldens lint format house bench figures docs serve notebooks examples distributed clean
+.PHONY: help demo test matrix tpu gpu fuzz torture parity conformance goldens lint format house bench figures docs serve notebooks examples distributed clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -45,6 +45,9 @@ torture: $(VENV)/.ready-dev ## kill, damage and race checkpoints for half an hou
 
 parity: $(PARITY)/.ready ## compare published models with transformers, both ways (ARGS="llama gemma2 --cases 3")
 	@JAX_PLATFORMS=cpu $(PARITY)/bin/python tools/parity.py $(ARGS)
+
+conformance: $(PARITY)/.ready ## change every entry of every config, compare with transformers (ARGS="llama" or "--types")
+	@JAX_PLATFORMS=cpu $(PARITY)/bin/python tools/conformance.py $(ARGS)
 
 goldens: $(PARITY)/.ready ## write tests/models/golden again (ARGS="llama3 phi3")
 	@$(PARITY)/bin/python tools/make_golden.py $(ARGS)

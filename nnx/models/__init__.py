@@ -44,6 +44,8 @@ from nnx.models.config import LayerSpec as LayerSpec
 from nnx.models.config import RotaryConfig as RotaryConfig
 from nnx.models.decoder import Decoder as Decoder
 from nnx.models.decoder import DecoderBlock as DecoderBlock
+from nnx.models.explain import Explanation as Explanation
+from nnx.models.explain import explain as explain
 from nnx.models.families.families import FAMILIES as FAMILIES
 from nnx.models.files.generation_defaults import generation_defaults as generation_defaults
 from nnx.models.inputs.audio import log_mel as log_mel

@@ -11,6 +11,7 @@ from typing import Any
 
 from nnx.models.config import FILE_ENTRIES, DecoderConfig, frozen_extra
 from nnx.models.files.config_entries import NOT_SUPPORTED, Key, Part, checked
+from nnx.models.files.entry_kinds import check_understood
 from nnx.models.files.quantized_files import decoding
 from nnx.models.files.table import Table
 
@@ -36,6 +37,7 @@ class Family:
         constants: the fields that no entry sets; a function of the other fields if they follow from these.
         defaults: the values of fields whose entry is absent, likewise.
         only: for each entry that must have one value (or be absent), that value, likewise.
+        neutral: entries that change nothing in this family, in addition to those that never do.
         parts: the parts of the config that functions read.
         aliases: other names of entries, which some versions of `transformers` write.
         config: the dataclass of configs.
@@ -48,6 +50,7 @@ class Family:
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    neutral: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     config: type = DecoderConfig
@@ -105,7 +108,9 @@ class Family:
         if "model_type" in self._fields:
             values["model_type"] = self.model_type
         known = self.known(entries)
-        extra = frozen_extra({name: entry for name, entry in entries.items() if name not in known})
+        unread = [name for name in entries if name not in known]
+        check_understood([name for name in unread if name not in self.neutral], entries, self.model_type, where)
+        extra = frozen_extra({name: entries[name] for name in unread})
         return self.config(**values, extra=extra)
 
     def write(self, config: Any) -> dict[str, Any]:

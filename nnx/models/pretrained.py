@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -97,6 +97,7 @@ def from_pretrained(
     scan_layers: bool = False,
     remat: bool | Callable[..., Any] = False,
     abstract: bool = False,
+    ignore_entries: Collection[str] = (),
 ) -> Any:
     """Loads a published model from a directory with `config.json` and safetensors files.
 
@@ -113,6 +114,7 @@ def from_pretrained(
         mesh: the mesh to place the parameters on; by default that of `jax.set_mesh` or of a `with mesh:` block.
         rules: the rules from logical axis names to mesh axes; by default, those of `nnx.logical_axis_rules`.
         scan_layers, remat: as in `Decoder`; other models do not have these options.
+        ignore_entries: the names of entries of `config.json` to read as if they were not there.
         abstract: whether to return the model with `jax.ShapeDtypeStruct`s, which have the shardings, instead of arrays.
 
     Returns:
@@ -137,6 +139,7 @@ def from_pretrained(
     if path.is_dir():
         refuse_pickles(path)
     fields, where = read_entries(path), str(path / "config.json")
+    fields = {name: entry for name, entry in fields.items() if name not in ignore_entries}
     architecture = architecture_named(fields.get("model_type"), where)
     decoded = decoding(fields, where)
     with contextlib.ExitStack() as opened:

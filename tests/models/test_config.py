@@ -170,7 +170,10 @@ class TestWindows:
         return "".join(kind[0] for kind in config.layer_types), config.sliding_window
 
     def test_each_family_has_its_own_rule(self):
-        assert self.types("llama", sliding_window=3) == ("ffff", None)
+        with pytest.raises(
+            ValueError, match="llama models here do not have what.*\n  sliding_window=3: sliding windows"
+        ):
+            self.types("llama", sliding_window=3)
         assert self.types("mistral", sliding_window=3) == ("ssss", 3)
         assert self.types("mistral", sliding_window=None) == ("ffff", None)
         assert self.types("mistral") == ("ssss", 4096)

@@ -50,6 +50,7 @@ ALIBABA = (
         constants={"normalize_qk": True},
         defaults={"hidden_features": 768, "num_experts": 128, "num_selected": 8, "normalize_experts": False},
         only={"decoder_sparse_step": 1, "mlp_only_layers": []},  # no published model has dense MLPs in some layers
+        neutral=("intermediate_size",),  # the width of these
         parts=(*STANDARD, Windows(4096, switch=_SWITCH)),
         aliases={"num_local_experts": "num_experts"},
     ),
