@@ -210,8 +210,8 @@ def transfers() -> None:
     """Prints how fast this machine copies from the host to the GPU, for arrays of several sizes sent at once."""
     import jax
 
-    for megabytes in (16, 64, 256):
-        for count in (1, 4, 8):
+    for megabytes in (32, 128):
+        for count in (1, 8):
             arrays = [np.ones(megabytes << 20, np.uint8) for _ in range(count)]
             jax.block_until_ready([jax.device_put(array) for array in arrays])
             begun = time.perf_counter()
@@ -230,6 +230,7 @@ def main() -> None:
     parser.add_argument("--piece", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--directory", default=None)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--way", choices=WAYS, default=None)
     parser.add_argument("--transfers", action="store_true")
     options = parser.parse_args()
@@ -243,14 +244,13 @@ def main() -> None:
         begun = time.perf_counter()
         write(Path(folder), options.layers)
         print(f"written in {time.perf_counter() - begun:.1f} s, {os.cpu_count()} cores", flush=True)
-        runs = [["--way", way, *(["--check"] if way.startswith("nnx") else [])] for way in WAYS]
-        if options.tune:
-            runs += [
-                ["--way", "nnx", "--piece", p, "--threads", t] for p, t in (("32", "16"), ("128", "8"), ("16", "8"))
-            ]
-            runs.append(["--transfers"])
+        runs = [["--way", way, *(["--check"] if way.startswith("nnx") else [])] for way in options.ways]
         if options.cold:
-            runs += [["--way", way, "--cold"] for way in ("nnx", "transformers")]
+            runs += [["--way", way, "--cold"] for way in ("nnx", "transformers") if way in options.ways]
+        if options.tune:
+            settings = (("128", "8"), ("32", "16"))
+            runs.append(["--transfers"])
+            runs += [["--way", "nnx", "--piece", piece, "--threads", threads] for piece, threads in settings]
         for run in runs:
             command = [sys.executable, "-m", "benchmarks.gpu.load_weights", "--directory", folder, *run]
             subprocess.run(command, check=False)

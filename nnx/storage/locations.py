@@ -118,6 +118,15 @@ class Location:
             reads = [store.read(key) for key in keys]
             return [found.value[:size] if found.state == "value" else None for found in (r.result() for r in reads)]
 
+    def ranges(self, wanted: Mapping[str, range]) -> dict[str, bytes]:
+        """Returns a range of the bytes of the values of some keys; nothing for those that have none."""
+        if not wanted:
+            return {}
+        with _as_os_errors():
+            store = self._keys()
+            reads = {key: store.read(key, byte_range=slice(at.start, at.stop)) for key, at in wanted.items()}
+            return {key: read.result().value for key, read in reads.items() if read.result().state == "value"}
+
     def names(self) -> list[str]:
         """Returns the names of the files and folders here; empty if there is no such directory."""
         if self.local is not None:

@@ -362,7 +362,7 @@ def test_every_truncated_or_missing_file_is_noticed(tmp_path, monkeypatch):
         whole = file.read_bytes()
         file.write_bytes(whole[: len(whole) // 2])
         name = file.relative_to(tmp_path / "c")
-        check_refused(tmp_path / "c", target, f"damaged: the file {name} differs from what was saved, or cannot be")
+        check_refused(tmp_path / "c", target, f"damaged: the file {name} differs from what was saved, or is another")
         file.unlink()
         check_refused(tmp_path / "c", target, f"damaged: the file {name} differs .*NOT_FOUND")
         file.write_bytes(whole)

@@ -1,5 +1,6 @@
 """Damaged and hostile checkpoints: always a CheckpointError that names the file, and never a half-loaded target."""
 
+import itertools
 import json
 import os
 import random
@@ -80,6 +81,35 @@ def test_every_flipped_bit_truncation_and_loss_of_every_file_is_noticed(saved, m
         refused(saved)
         file.rmdir()
         file.write_bytes(whole)
+    assert values(nnx.load(saved, make(1.0))) == values(make(2.0))
+
+
+def test_every_exchange_of_two_files_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(grid, "CHUNK", 64)
+    monkeypatch.setattr(grid, "FILE", 128)
+    monkeypatch.setattr(saving, "LARGE", 100)
+    x = jnp.arange(60, dtype=jnp.float32).reshape(20, 3)
+    model = nnx.Dict(a=nnx.Param(x), b=nnx.Param(x.at[-1].set(1)), small=nnx.Param(x[:4]))
+    nnx.save(tmp_path / "c", model)
+    files = [file for file in files_of(tmp_path / "c") if file.suffix != ".json"]
+    assert len({file.parent for file in files}) == 3 and len(files) > 4
+    for one, other in itertools.combinations(files, 2):
+        first, second = one.read_bytes(), other.read_bytes()
+        one.write_bytes(second)
+        other.write_bytes(first)
+        if first != second:  # the first files of the two arrays are alike
+            with pytest.raises(nnx.CheckpointError, match="differs from what was saved, or is another one"):
+                nnx.load(tmp_path / "c", model)
+        one.write_bytes(first)
+        other.write_bytes(second)
+    nnx.load(tmp_path / "c", model)
+
+
+def test_an_early_checkpoint_without_fingerprints_is_read(saved):
+    fields = json.loads((saved / "manifest.json").read_text())
+    (saved / "manifest.json").write_text(
+        sealed({name: value for name, value in fields.items() if name != "fingerprints"})
+    )
     assert values(nnx.load(saved, make(1.0))) == values(make(2.0))
 
 

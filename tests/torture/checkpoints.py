@@ -7,6 +7,7 @@
   that returned is there.
 - disk: saves to a disk that becomes full, with limits of the file size from 0 upwards.
 - bits: one bit of one file is flipped, over and over. It is always a CheckpointError.
+- swaps: two data files of equal size are exchanged, as whole files and as ranges of bytes the size of a chunk.
 - store: the same kills, writers and bits in an object store, moto's S3 server on loopback.
 - pairs: two processes with 2 and with 4 devices each go through all checks of tests/storage/processes_run.py.
 
@@ -31,7 +32,7 @@ from typing import Any
 import numpy as np
 
 import nnx
-from nnx.storage.checkpoints import saving
+from nnx.storage.checkpoints import grid, saving
 from nnx.storage.locations import Location, location
 from tests.storage import killed_export
 from tests.storage.test_processes import finish_pair, start_pair
@@ -286,6 +287,44 @@ def flip_bits(place: Location, count: int) -> None:
     print(f"bits: {count} flips in each of {len(files)} files, all noticed", flush=True)
 
 
+# Swaps
+
+
+def swaps(count: int) -> None:
+    draw = random.Random(0)
+    before = saving.LARGE, grid.CHUNK, grid.FILE
+    saving.LARGE, grid.CHUNK, grid.FILE = 1000, 1000, 4000
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder) / "c"
+            arrays = {f"w{i}": np.random.default_rng(i).standard_normal((50, 125), np.float32) for i in range(4)}
+            nnx.save(place, arrays)
+            files = sorted(place.glob("nnx-data*/*/c*"))
+            done = 0
+            while done < count:
+                one, other = draw.sample(files, 2)
+                first, second = one.read_bytes(), other.read_bytes()
+                start, length = (0, len(first)) if draw.random() < 0.5 else (1004 * draw.randrange(4), 1004)
+                part = slice(start, start + length)
+                if len(first) != len(second) or first[part] == second[part]:
+                    continue
+                one.write_bytes(first[:start] + second[part] + first[part.stop :])
+                other.write_bytes(second[:start] + first[part] + second[part.stop :])
+                try:
+                    nnx.load(place)
+                except nnx.CheckpointError:
+                    done += 1
+                else:
+                    raise AssertionError(f"bytes {part} of {one} and {other} were exchanged, which was not noticed")
+                finally:
+                    one.write_bytes(first)
+                    other.write_bytes(second)
+            nnx.load(place)
+    finally:
+        saving.LARGE, grid.CHUNK, grid.FILE = before
+    print(f"swaps: {count} exchanges among {len(files)} files, all noticed", flush=True)
+
+
 # An object store
 
 
@@ -346,11 +385,12 @@ def main() -> None:
         "--store", type=int, default=30, help="kills, saves of each writer, and flips in an object store"
     )
     parser.add_argument("--bits", type=int, default=500, help="flips in each file")
+    parser.add_argument("--swaps", type=int, default=300, help="exchanges of files and of parts of them")
     parser.add_argument("--pairs", type=int, default=20, help="runs of two processes")
     options = parser.parse_args()
     # kills first, then the others: until then this process must not have started the threads of JAX
     parts = {"kills": kills, "writers": writers, "disk": disk, "store": store, "exports": exports}
-    parts |= {"bits": bits, "pairs": pairs}
+    parts |= {"bits": bits, "swaps": swaps, "pairs": pairs}
     for part, work in parts.items():
         if getattr(options, part):
             work(getattr(options, part))

@@ -17,7 +17,15 @@ import numpy as np
 from nnx.storage.aligned_memory import aligned_arrays, aligned_bytes
 from nnx.storage.checkpoints.grid import Grid
 from nnx.storage.checkpoints.manifest import DAMAGED, Manifest, Part
-from nnx.storage.checkpoints.zarr import chunk_in_file, file_of, open_array, pack_name, stored_dtype
+from nnx.storage.checkpoints.zarr import (
+    REMOTE,
+    chunk_in_file,
+    file_of,
+    fingerprints,
+    open_array,
+    pack_name,
+    stored_dtype,
+)
 from nnx.storage.errors import DamagedError
 from nnx.storage.locations import Location, reason_of, refuse_special, tensorstore
 from nnx.storage.placing import Box
@@ -47,7 +55,7 @@ class ArrayReader:
         self._place, self._manifest, self._verify = place, manifest, verify
         self._in_flight = IN_FLIGHT_REMOTE if place.local is None else IN_FLIGHT
         self._spare: list[np.ndarray] = []  # memory for chunks
-        self._opened: dict[str, Any] = {}
+        self._checked: set[str] = set()  # files with the right fingerprint
         if place.local is not None:
             self._refuse_links()
 
@@ -181,12 +189,15 @@ class ArrayReader:
 
     def _read_all(self, arrays: Iterable["_Array"]) -> None:
         flights: collections.deque[_Flight] = collections.deque()
+        needed = [(array, list(array.chunks())) for array in arrays]
+        if self._verify:
+            self._check_files(needed)
         try:
-            for array in arrays:
+            for array, chunks in needed:
                 with self._as_damage(array, ""):
                     opened = open_array(self._place / self._manifest.data / array.folder, array.grid, array.dtype)
                     opened = opened.result()
-                for start, targets in array.chunks():
+                for start, targets in chunks:
                     flights.append(self._start(array, opened, start, targets))
                     if len(flights) > self._in_flight:
                         self._end(flights.popleft())
@@ -195,6 +206,26 @@ class ArrayReader:
         finally:
             for flight in flights:  # after an error: nothing may write to memory that is given back
                 flight.done.exception()
+
+    def _check_files(self, needed: Iterable[tuple["_Array", "_Chunks"]]) -> None:
+        """Compares the fingerprints of the files that are about to be read, each file once."""
+        files: dict[str, tuple[Grid, Any]] = {}
+        for array, chunks in needed:
+            for name in {f"{array.folder}/{file_of(array.grid, start)}" for start, _ in chunks} - self._checked:
+                if name in self._manifest.fingerprints:
+                    files[name] = array.grid, array.dtype
+        try:
+            found = fingerprints(self._place / self._manifest.data, files)
+        except OSError as error:  # of an object store; files that cannot be read are reported when they are needed
+            raise self._damaged(f"the files of {self._manifest.data} cannot be read ({error})") from error
+        for name, have in found.items():
+            saved = self._manifest.fingerprints[name]
+            if REMOTE in (len(have), len(saved)):  # one of them was made in an object store
+                saved, have = saved[:REMOTE], have[:REMOTE]
+            if have != saved:
+                reason = f"the file {self._manifest.data}/{name} differs from what was saved, or is another one"
+                raise self._damaged(reason)
+        self._checked.update(found)
 
     def _start(self, array: "_Array", opened: Any, start: tuple[int, ...], targets: list["_Target"]) -> "_Flight":
         """Begins to read a chunk: into its place if there is one, else into spare memory."""
@@ -277,6 +308,10 @@ class _Array(NamedTuple):
                 memory = None if target.memory is None else target.memory[part.slices(target.box.start)]
                 found.setdefault(start, []).append(_Target(part, memory))
         return iter(found.items())
+
+
+_Chunks = list[tuple[tuple[int, ...], list[_Target]]]
+"""The first index of each chunk that is needed, and the parts of the targets in it."""
 
 
 class _Flight(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 
 from nnx.storage.checkpoints.grid import Grid, grid_of
 from nnx.storage.checkpoints.manifest import Part, Zarr
-from nnx.storage.checkpoints.zarr import open_array, pack_name, stored_dtype
+from nnx.storage.checkpoints.zarr import file_of, fingerprints, open_array, pack_name, stored_dtype
 from nnx.storage.entry import Entry
 from nnx.storage.files import sync_directory
 from nnx.storage.locations import Location, reason_of
@@ -72,7 +72,7 @@ def _snapshot(values: Any) -> np.ndarray:
 
 def write_pieces(
     folder: Location, process: int, pieces: Sequence[Piece], arrays: Mapping[str, Zarr], entries: Mapping[str, Entry]
-) -> tuple[Grid | None, dict[str, list[Part]]]:
+) -> tuple[Grid | None, dict[str, list[Part]], dict[str, str]]:
     """Writes the pieces of one process, and syncs them to the disk if it is a local one.
 
     Args:
@@ -83,12 +83,12 @@ def write_pieces(
         entries: the entries of all arrays.
 
     Returns:
-        The layout of the pack, and the positions in it, by path.
+        The layout of the pack, the positions in it, by path, and the fingerprint of each file, by its name.
 
     Raises:
         OSError: the data could not be written.
     """
-    writes = _Writes()
+    writes, files = _Writes(), {}
     opened: dict[str, Any] = {}
     try:
         if process == 0:  # also of arrays that this process has no part of
@@ -101,12 +101,15 @@ def write_pieces(
                 if piece.path not in opened:
                     opened[piece.path] = open_array(folder / str(number), grid, data.dtype)
                 for stored, inside in grid.places(Box(piece.start, data.shape)):
+                    for first in grid.files(stored):
+                        files[f"{number}/{file_of(grid, first)}"] = grid, data.dtype
                     writes.add(folder / str(number), opened[piece.path].result()[stored], data[inside])
         grid, parts, data = _pack([piece for piece in pieces if piece.path not in arrays], process)
         if grid is not None:
             place = folder / pack_name(process)
             pack = open_array(place, grid, np.uint8, {"of process": str(process)}).result()
             for start, size, batch in _batches(data, grid.file[0]):
+                files[f"{pack_name(process)}/{file_of(grid, (start,))}"] = grid, np.uint8
                 memory = writes.memory(size)
                 writes.add(place, pack[start : start + size], np.concatenate(batch, out=memory), memory)
         writes.finish()
@@ -118,7 +121,7 @@ def write_pieces(
         raise
     if folder.local is not None:
         sync_directory(folder.local)
-    return grid, parts
+    return grid, parts, fingerprints(folder, files)
 
 
 def _pack(pieces: Sequence[Piece], process: int) -> tuple[Grid | None, dict[str, list[Part]], Sequence[np.ndarray]]:

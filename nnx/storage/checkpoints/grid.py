@@ -58,6 +58,11 @@ class Grid:
         for runs in itertools.product(*ranges):
             yield tuple([stored for stored, _ in runs]), tuple([inside for _, inside in runs])
 
+    def files(self, index: Sequence[slice]) -> Iterator[tuple[int, ...]]:
+        """Yields the first index of each file that holds a part of the stored array."""
+        ranges = [range(i.start // n * n, i.stop, n) for i, n in zip(index, self.file, strict=True)]
+        return itertools.product(*ranges)
+
 
 def _unpadded_runs(first: int, count: int, size: int, stride: int) -> Iterator[tuple[slice, slice]]:
     """Yields where the runs of a range are stored: one if there is no padding, else one for each shard."""

@@ -86,6 +86,7 @@ class Manifest:
         arrays: the positions of large arrays, by path.
         parts: the positions of the parts of small arrays, by path.
         packs: the layout of the pack of each process, None where there is none.
+        fingerprints: those of the files in the folder, by name (`zarr`); early checkpoints of version 3 have none.
         files: the files in the folder, by name; only in formats before version 3.
         version: the version of the format.
         checksum: the CRC-32 of the file it was read from, which distinguishes two saves to one path.
@@ -100,6 +101,7 @@ class Manifest:
     arrays: Mapping[str, Zarr] = dataclasses.field(default_factory=dict)
     parts: Mapping[str, Sequence[Part]] = dataclasses.field(default_factory=dict)
     packs: Sequence[Grid | None] = ()
+    fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     files: Mapping[str, DataFile] = dataclasses.field(default_factory=dict)
     version: int = VERSION
     checksum: int = 0
@@ -116,6 +118,7 @@ class Manifest:
                 path: {"number": array.number, **_grid_to_json(array.grid)} for path, array in self.arrays.items()
             },
             "packed": {path: _parts_to_json(parts, self.entries[path]) for path, parts in self.parts.items()},
+            "fingerprints": dict(self.fingerprints),
             "entries": {path: entry.to_json() for path, entry in self.entries.items()},
             "aliases": dict(self.aliases),
             "modules": dict(self.modules),
@@ -264,7 +267,8 @@ def _manifest_of(fields: Mapping[str, Any], version: int) -> Manifest:
     packed = _table(fields["packed"], "packed", (int, list))
     parts = {path: list(_parse_parts(found, entries[path], packs)) for path, found in packed}
     _check_complete(entries, arrays, parts)
-    return dataclasses.replace(manifest, arrays=arrays, parts=parts, packs=packs)
+    known = dict(_table(fields.get("fingerprints", {}), "fingerprints", str))
+    return dataclasses.replace(manifest, arrays=arrays, parts=parts, packs=packs, fingerprints=known)
 
 
 def _table(found: Any, name: str, expected: Any) -> Any:

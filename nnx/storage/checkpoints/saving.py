@@ -162,17 +162,18 @@ class Saving:
     def _write(self) -> Any:
         pieces, self._pieces = self._pieces, []
         if not self._has_data:
-            return None, {}
+            return None, {}, {}
         folder = self._place / self._data
-        grid, parts = write_pieces(folder, jax.process_index(), pieces, self._arrays, self._entries)
+        grid, parts, files = write_pieces(folder, jax.process_index(), pieces, self._arrays, self._entries)
         if jax.process_count() == 1:
-            return grid, parts
-        return grid and dataclasses.astuple(grid), parts  # which JSON can hold
+            return grid, parts, files
+        return grid and dataclasses.astuple(grid), parts, files  # which JSON can hold
 
     def _commit(self, written: list[Any]) -> None:
         """Finishes the checkpoint, unless another job was faster; then removes what it replaced."""
-        packs, parts = _joined(written)
-        manifest = dataclasses.replace(self._manifest, data=self._data, arrays=self._arrays, parts=parts, packs=packs)
+        packs, parts, files = _joined(written)
+        layout = {"arrays": self._arrays, "parts": parts, "packs": packs, "fingerprints": files}
+        manifest = dataclasses.replace(self._manifest, data=self._data, **layout)
         # Listed before the commit, and removed after it: any save that had written data by then began before the
         # commit, so it can no longer succeed. What a later one writes is not in the list.
         before = leftovers(self._place, but=self._data)
@@ -237,14 +238,15 @@ class Saving:
             raise CheckpointError(SAVE_FAILED.format(path=self._place, reason=reason)) from error
 
 
-def _joined(written: list[Any]) -> tuple[list[Grid | None], dict[str, list[Part]]]:
-    """Joins what the processes have written: the layout of their packs, and the positions in them, by path."""
+def _joined(written: list[Any]) -> tuple[list[Grid | None], dict[str, list[Part]], dict[str, str]]:
+    """Joins what the processes have written: the layout of their packs, the positions in them, and fingerprints."""
     if len(written) == 1:
-        grid, parts = written[0]
-        return [grid], parts
+        grid, parts, files = written[0]
+        return [grid], parts, files
     joined: dict[str, list[Part]] = {}
-    for _, found in written:
+    for _, found, _ in written:
         for path, rows in found.items():
             parts = [Part(process, offset, Box(tuple(start), tuple(shape))) for process, offset, (start, shape) in rows]
             joined.setdefault(path, []).extend(parts)
-    return [grid and Grid(*map(tuple, grid)) for grid, _ in written], joined
+    files = {name: digits for _, _, found in written for name, digits in found.items()}
+    return [grid and Grid(*map(tuple, grid)) for grid, _, _ in written], joined, files

@@ -4,22 +4,34 @@ A large array has a folder of its own, named by a number. The small arrays that 
 one array of bytes, its *pack*: a file and a checksum for each of thousands of small arrays would take longer than their
 data. Every chunk, and the index of the chunks in each file, ends with its CRC-32C.
 
+A CRC-32C says nothing about the place of a chunk: two files that are exchanged pass. So the manifest has the
+*fingerprint* of each file, the CRC-32Cs at the ends of its chunks, which cost next to nothing to read again. In an
+object store, where each of them is a request, the first one has to do.
+
 Other programs can read a data folder: the metadata has the path of each array. A load does not read the metadata, since
 the manifest has everything in it, with a checksum.
 """
 
+import contextlib
 import math
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from nnx.storage.checkpoints.grid import Grid
+from nnx.storage.files import open_regular
 from nnx.storage.locations import Location, context, tensorstore
 
 _NATIVE = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
 }
+
+
+REMOTE = 8
+"""The digits of a fingerprint that was made in an object store."""
 
 
 def stored_dtype(dtype: Any) -> np.dtype[Any]:
@@ -82,3 +94,28 @@ def chunk_in_file(raw: bytes, grid: Grid, chunk: tuple[int, ...], dtype: Any) ->
     offset, size = index.reshape(*counts, 2)[tuple(inner)].tolist()
     found = raw[offset : offset + size - 4]
     return np.frombuffer(found, stored_dtype(dtype)).reshape(grid.chunk)
+
+
+def fingerprints(data: Location, files: Mapping[str, tuple[Grid, Any]]) -> dict[str, str]:
+    """Returns the fingerprints of files, as hexadecimal digits; none of those that cannot be read.
+
+    Args:
+        data: the data folder.
+        files: the layout and dtype of the array in each file, by the name of the file in the folder.
+    """
+    found: dict[str, str] = {}
+    remote: dict[str, range] = {}
+    for name, (grid, dtype) in files.items():
+        step = math.prod(grid.chunk) * stored_dtype(dtype).itemsize + 4
+        if data.local is None:
+            remote[name] = range(step - 4, step)
+            continue
+        count = math.prod(size // chunk for size, chunk in zip(grid.file, grid.chunk, strict=True))
+        with contextlib.suppress(OSError), open_regular(data.local / name) as file:
+            end = os.fstat(file.fileno()).st_size - 16 * count - 4  # the index: an offset and a size for each chunk
+            digits = []
+            for at in range(step - 4, end, step):
+                file.seek(at)
+                digits.append(file.read(4).hex())
+            found[name] = "".join(digits)
+    return found | {name: value.hex() for name, value in data.ranges(remote).items()}
