@@ -192,7 +192,7 @@ class _Writer(NamedTuple):
         """Decodes the newest token of every row and chooses the next one."""
         finished, seen = progress.finished, progress.seen
         raw, cache = _decoded(self.pure, progress.newest[:, None], progress.cache)
-        logits = raw[:, 0].astype(jnp.float32)  # [rows, vocab]
+        logits = raw[:, 0]  # [rows, vocab]
         keys = None if self.row_keys is None else jax.vmap(jax.random.fold_in, (0, None))(self.row_keys, step)
         logits_fn = None if self.logits_fn is None else self.logits_fn.value
         token, valid = choose(logits, self.sampling, keys, seen, logits_fn)
@@ -202,7 +202,7 @@ class _Writer(NamedTuple):
         tokens = progress.tokens.at[:, step].set(jnp.where(idle | broken, self.pad_token, token))
         logprobs = progress.logprobs
         if logprobs is not None:
-            logprob = jnp.where(idle, 0, _logprob(logits, token))
+            logprob = jnp.where(idle, 0, _logprob(logits.astype(jnp.float32), token))
             logprobs = logprobs.at[:, step].set(jnp.where(broken, jnp.nan, logprob))
         finished = finished | broken
         if self.stop_tokens is not None:

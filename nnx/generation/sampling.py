@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx.sharding.target import target
+
 LOGITS_FN_SHAPE = (
     "nnx.generate: expected logits_fn to return logits of shape {expected}, as it received them, got {got}."
 )
@@ -61,18 +63,21 @@ def choose(
     """Chooses the next token of each row.
 
     Args:
-        logits: `[rows, vocab]` in float32.
+        logits: `[rows, vocab]`, as the model computed them: the fewer bits they have, the sooner thresholds are found.
         sampling: the values of the rules.
         keys: one random key per row; None for greedy decoding.
         seen: boolean `[rows, vocab]`, the tokens that a repetition penalty applies to.
         logits_fn: the user's function from logits to logits.
     """
+    if seen is not None or logits_fn is not None or not jnp.issubdtype(logits.dtype, jnp.floating):
+        logits = logits.astype(jnp.float32)
     if seen is not None:
         logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
     if logits_fn is not None:
         shape, logits = logits.shape, logits_fn(logits)
         if jnp.shape(logits) != shape:
             raise ValueError(LOGITS_FN_SHAPE.format(expected=shape, got=jnp.shape(logits)))
+        logits = jnp.asarray(logits, jnp.float32)
     if keys is None:
         highest, token = _highest(logits)
     else:
@@ -106,18 +111,24 @@ def penalize_repetition(logits: jax.Array, seen: jax.Array, penalty: Any) -> jax
 
 
 def keep_likely(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Applies temperature and thresholds; the tokens that cannot be drawn get the logit -inf."""
-    logits = _at_temperature(logits, sampling.temperature)
-    kept = jnp.ones(logits.shape, bool)
+    """Applies temperature and thresholds, in float32; the tokens that cannot be drawn get the logit -inf."""
+    scaled = _at_temperature(logits.astype(jnp.float32), sampling.temperature)
+    # Temperature keeps the order, so thresholds are found among the logits themselves.
+    ordered = _in_order(logits)
+    lowest = jnp.zeros((*logits.shape[:-1], 1), ordered.dtype)
     if sampling.top_k is not None:
-        kept = _most_likely(logits, jnp.ones_like(logits), jnp.minimum(sampling.top_k, logits.shape[-1]))
+        ones = jnp.ones(logits.shape, jnp.float32)
+        lowest = _threshold(ordered, ones, jnp.minimum(sampling.top_k, logits.shape[-1]))
     if sampling.top_p is not None:
-        probabilities = jax.nn.softmax(jnp.where(kept, logits, -jnp.inf), axis=-1)
+        weights = jnp.where(ordered >= lowest, jnp.exp(scaled), 0)  # the most likely token has 1
+        total = jnp.sum(weights, axis=-1, keepdims=True)
         # Rounding can bring the sum to 1 before the last token; `top_p=1` keeps every token nevertheless.
-        kept &= _most_likely(logits, probabilities, sampling.top_p) | (sampling.top_p >= 1)
+        found = jnp.where(sampling.top_p >= 1, 0, _threshold(ordered, weights, sampling.top_p * total))
+        lowest = jnp.maximum(lowest, found)
+    kept = ordered >= lowest
     if sampling.min_p is not None:
-        kept &= logits >= jnp.max(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p)
-    return jnp.where(kept, logits, -jnp.inf)
+        kept &= scaled >= jnp.log(sampling.min_p)
+    return jnp.where(kept, scaled, -jnp.inf)
 
 
 def _at_temperature(logits: jax.Array, temperature: Any) -> jax.Array:
@@ -127,20 +138,44 @@ def _at_temperature(logits: jax.Array, temperature: Any) -> jax.Array:
     return jnp.where(below == 0, 0, below / temperature)
 
 
-def _most_likely(logits: jax.Array, weights: jax.Array, target: Any) -> jax.Array:
-    """Returns where the logits are at least the highest threshold that keeps a total weight of `target`.
+def _in_order(logits: jax.Array) -> jax.Array:
+    """Returns unsigned integers in the order of the logits; equal logits have equal ones."""
+    bits = 8 * logits.dtype.itemsize
+    dtype = jnp.dtype(f"uint{bits}")
+    # The two zeros are equal, but their bits are not.
+    number = jax.lax.bitcast_convert_type(jnp.where(logits == 0, jnp.zeros_like(logits), logits), dtype)
+    sign = np.array(1 << (bits - 1), dtype)
+    # Positive numbers get the highest bit, negative ones are reversed.
+    return jnp.where(number >= sign, ~number, number | sign)
 
-    With weights of 1, these are the `target` most likely tokens; with probabilities, the fewest tokens that add up to
-    `target`. Sorting would do, but takes much longer: in 32 passes, the threshold is found bit by bit, highest first.
+
+def _threshold(ordered: jax.Array, weights: jax.Array, wanted: Any) -> jax.Array:
+    """Returns the highest threshold for each row, `[..., 1]`, that keeps a total weight of `wanted`.
+
+    With weights of 1, it keeps the `wanted` most likely tokens; with probabilities, the fewest tokens that add up to
+    `wanted`. Sorting would do, but takes much longer. The threshold is found in digits of a few bits, highest first:
+    one pass over a row adds up what each possible digit would keep.
     """
-    bits = jax.lax.bitcast_convert_type(logits, jnp.uint32)
-    # As unsigned numbers in the order of the floats: positive ones get the highest bit, negative ones are reversed.
-    ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+    # A pass costs a GPU more than the additions do, and a CPU less.
+    digit_bits = 1 if target().platform == "cpu" else 2
+    passes = 8 * ordered.dtype.itemsize // digit_bits
 
-    def set_bit(index: jax.Array, threshold: jax.Array) -> jax.Array:
-        higher = threshold | (jnp.uint32(1 << 31) >> index.astype(jnp.uint32))
-        kept = jnp.sum(jnp.where(ordered >= higher, weights, 0), axis=-1, keepdims=True)
-        return jnp.where(kept >= target, higher, threshold)
+    def append_digit(index: jax.Array, threshold: jax.Array) -> jax.Array:
+        shift = (digit_bits * (passes - 1 - index)).astype(ordered.dtype)
+        higher = [threshold + (np.array(digit, ordered.dtype) << shift) for digit in range(1, 1 << digit_bits)]
+        kept = _sums([jnp.where(ordered >= least, weights, 0) for least in higher])
+        # The higher the digit, the less is kept.
+        digit = sum((total[..., None] >= wanted).astype(ordered.dtype) for total in kept)
+        return threshold + (digit << shift)
 
-    threshold = jnp.zeros((*logits.shape[:-1], 1), jnp.uint32)
-    return ordered >= jax.lax.fori_loop(0, 32, set_bit, threshold)
+    return jax.lax.fori_loop(0, passes, append_digit, jnp.zeros((*ordered.shape[:-1], 1), ordered.dtype))
+
+
+def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Returns the sums of arrays over their last axis, which one kernel computes while it reads their operands once."""
+    zero = np.zeros((), arrays[0].dtype)
+
+    def add(one: Any, other: Any) -> list[Any]:
+        return [x + y for x, y in zip(one, other, strict=True)]
+
+    return jax.lax.reduce(arrays, [zero] * len(arrays), add, (arrays[0].ndim - 1,))

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import nnx
+from nnx.generation import sampling
 from nnx.generation.sampling import Sampling, choose, keep_likely
+from nnx.sharding.target import Target
 from tests.generation.models import drawing
 
 P = np.array([0.30, 0.05, 0.20, 0.01, 0.25, 0.04, 0.15])
@@ -76,6 +78,48 @@ def test_the_same_holds_for_large_vocabularies(rule):
     kept = jax.nn.softmax(keep_likely(jnp.log(jnp.asarray(p, jnp.float32)), Sampling(**values)))
     expected = np.stack([by_hand(row, **RULES[rule]) for row in p])
     assert np.abs(np.asarray(kept) - expected).sum(-1).max() < 1e-3  # rounding may decide about a token at the border
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def digits(request, monkeypatch):
+    """Thresholds are found bit by bit on a CPU, and in longer digits on a GPU."""
+    monkeypatch.setattr(sampling, "target", lambda: Target(request.param, "", 1, certain=True))
+
+
+def threshold_by_sorting(logits, rules):
+    """The lowest logit that may be drawn, by sorting one row in float64."""
+    descending = np.sort(logits)[::-1].astype(np.float64)
+    probabilities = np.exp((descending - descending[0]) / rules["temperature"])
+    if "top_k" in rules:
+        probabilities[descending < descending[min(rules["top_k"], len(descending)) - 1]] = 0  # keeps ties
+    before = np.cumsum(probabilities / probabilities.sum()) - probabilities / probabilities.sum()
+    return descending[(probabilities > 0) & (before < rules.get("top_p", 2))].min()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.usefixtures("digits")
+def test_thresholds_are_those_of_a_sorted_row(dtype):
+    # Many ties in half precision, both zeros, tokens that are ruled out, and rows of one sign only.
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(4, 3000)) * [[3.0], [1.0], [0.1], [5.0]]
+    logits = np.concatenate([logits, -abs(logits[:1]) - 1, abs(logits[:1]) + 1])
+    logits[1, ::3], logits[2, :40], logits[2, 40:80] = -np.inf, 0.0, -0.0
+    logits = jnp.asarray(logits, dtype)
+    for rules in ({"top_k": 17}, {"top_k": 1}, {"top_p": 0.7}, {"top_k": 200, "top_p": 0.35}, {"top_k": 4000}):
+        rules = {"temperature": 0.75, **rules}
+        kept = jnp.isfinite(jax.jit(keep_likely)(logits, Sampling(**rules)))
+        expected = [row >= threshold_by_sorting(row, rules) for row in np.asarray(logits, np.float32)]
+        np.testing.assert_array_equal(kept, np.asarray(expected) & np.isfinite(np.asarray(logits, np.float32)))
+
+
+@pytest.mark.usefixtures("digits")
+def test_logits_in_half_precision_are_drawn_with_the_probabilities_computed_by_hand():
+    logits = jnp.log(jnp.asarray(P)).astype(jnp.bfloat16)
+    rules = {"temperature": 1.5, "top_k": 6, "top_p": 0.9}
+    rows = jnp.broadcast_to(logits, (20 * ROWS, len(P)))
+    tokens = jax.jit(choose)(rows, Sampling(**rules), jax.random.split(jax.random.key(0), len(rows))).token
+    expected = by_hand(np.exp(np.asarray(logits, np.float64)), **rules)
+    assert is_drawn_from(np.bincount(tokens, minlength=len(P)), expected)
 
 
 @pytest.mark.parametrize("rule", ["nothing", "a high temperature", "top_k", "top_p", "min_p", "all at a temperature"])
