@@ -1,8 +1,8 @@
 """How the built-in layers store what PyTorch's layers hold under other names and in other layouts.
 
-A *part* is one array of a layer, together with the *tensors* of PyTorch that it is made from. A *rule* lists the parts
-of one layer. Paths and names in a rule are those below the layer: `kernel` is made from `weight`. Recurrent layers are
-in `torch_recurrent`.
+A *conversion* is one array of a layer, together with the *tensors* of PyTorch that it is made from. A *rule* lists
+those of one layer. Paths and names in a rule are those below the layer: `kernel` is made from `weight`. Recurrent
+layers are in `torch_recurrent`.
 """
 
 import math
@@ -25,7 +25,7 @@ Has = Callable[[str], bool]
 
 
 class Mismatch(Exception):
-    """Raised while a part is converted if the layer cannot represent the tensors.
+    """Raised by a conversion if the layer cannot represent the tensors.
 
     Args:
         have: a description of what the state dict holds.
@@ -38,7 +38,7 @@ class Mismatch(Exception):
         self.want = want
 
 
-class Part(NamedTuple):
+class Conversion(NamedTuple):
     """One array of a layer and the tensors it is made from.
 
     Attributes:
@@ -51,22 +51,22 @@ class Part(NamedTuple):
     tensors: dict[str, Shape]
     convert: Callable[..., np.ndarray]
 
-    def below(self, path: str) -> "Part":
-        """Returns this part of the layer at `path` as a part of the model."""
+    def below(self, path: str) -> "Conversion":
+        """Returns this conversion of the layer at `path` as one of the model."""
         tensors = {dotted(path, name): shape for name, shape in self.tensors.items()}
-        return Part(f"{path}/{self.path}" if path else self.path, tensors, self.convert)
+        return Conversion(f"{path}/{self.path}" if path else self.path, tensors, self.convert)
 
 
 class Rule(NamedTuple):
-    """The parts of a layer.
+    """The conversions of a layer.
 
     Attributes:
-        parts: the parts.
-        submodules: the names of the submodules whose arrays are among the parts.
+        conversions: the conversions.
+        submodules: the names of the submodules whose arrays are among the conversions.
         ignored: the names of tensors that NNX has no use for.
     """
 
-    parts: list[Part]
+    conversions: list[Conversion]
     submodules: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
 
@@ -76,13 +76,13 @@ def dotted(path: str, name: str) -> str:
     return f"{path.replace('/', '.')}.{name}" if path else name
 
 
-def unchanged(path: str, name: str, array: Any) -> list[Part]:
-    """Returns the part for an array that looks the same in PyTorch; no part if the layer does not have it."""
-    return [] if array is None else [Part(path, {name: tuple(array.shape)}, lambda tensor: tensor)]
+def unchanged(path: str, name: str, array: Any) -> list[Conversion]:
+    """Returns the conversion for an array that looks the same in PyTorch; none if the layer does not have it."""
+    return [] if array is None else [Conversion(path, {name: tuple(array.shape)}, lambda tensor: tensor)]
 
 
 def _linear(layer: Linear, has: Has) -> Rule:
-    kernel = Part("kernel", {"weight": layer.kernel.shape[::-1]}, np.transpose)
+    kernel = Conversion("kernel", {"weight": layer.kernel.shape[::-1]}, np.transpose)
     return Rule([kernel, *unchanged("bias", "bias", layer.bias)])
 
 
@@ -90,10 +90,10 @@ def _linear_general(layer: LinearGeneral, has: Has) -> Rule:
     """A Linear whose features are unfolded into several axes."""
     if layer.batch_sizes:
         return Rule([])
-    parts = [_unfolded("kernel", {"weight": _matrix(layer)}, layer.kernel.shape)]
+    conversions = [_unfolded("kernel", {"weight": _matrix(layer)}, layer.kernel.shape)]
     if layer.bias is not None:
-        parts.append(_unfolded("bias", {"bias": (layer.bias.size,)}, layer.bias.shape))
-    return Rule(parts)
+        conversions.append(_unfolded("bias", {"bias": (layer.bias.size,)}, layer.bias.shape))
+    return Rule(conversions)
 
 
 def _matrix(layer: LinearGeneral) -> tuple[int, int]:
@@ -101,10 +101,12 @@ def _matrix(layer: LinearGeneral) -> tuple[int, int]:
     return math.prod(layer.out_features), math.prod(layer.in_features)
 
 
-def _unfolded(path: str, tensors: dict[str, Shape], shape: Shape, start: int = 0, size: int | None = None) -> Part:
-    """Returns the part for some rows of a matrix or vector, transposed and then unfolded to `shape`."""
+def _unfolded(
+    path: str, tensors: dict[str, Shape], shape: Shape, start: int = 0, size: int | None = None
+) -> Conversion:
+    """Returns the conversion for some rows of a matrix or vector, transposed and then unfolded to `shape`."""
     stop = None if size is None else start + size
-    return Part(path, tensors, lambda tensor: tensor[start:stop].T.reshape(shape))
+    return Conversion(path, tensors, lambda tensor: tensor[start:stop].T.reshape(shape))
 
 
 def _conv(layer: Conv, has: Has) -> Rule:
@@ -113,7 +115,7 @@ def _conv(layer: Conv, has: Has) -> Rule:
     def convert(weight: np.ndarray) -> np.ndarray:
         return np.moveaxis(weight, (0, 1), (-1, -2))
 
-    kernel = Part("kernel", {"weight": (outputs, inputs, *sizes)}, convert)
+    kernel = Conversion("kernel", {"weight": (outputs, inputs, *sizes)}, convert)
     return Rule([kernel, *unchanged("bias", "bias", layer.bias)])
 
 
@@ -126,7 +128,7 @@ def _conv_transpose(layer: ConvTranspose, has: Has) -> Rule:
         # PyTorch's layer is the transpose of a convolution with this kernel, so its kernel is applied back to front.
         return np.flip(np.moveaxis(weight, (0, 1), (-2, -1)), tuple(range(len(sizes))))
 
-    kernel = Part("kernel", {"weight": (layer.in_features, layer.out_features, *sizes)}, convert)
+    kernel = Conversion("kernel", {"weight": (layer.in_features, layer.out_features, *sizes)}, convert)
     return Rule([kernel, *unchanged("bias", "bias", layer.bias)])
 
 
@@ -135,8 +137,8 @@ def _norm(layer: NormBase, has: Has) -> Rule:
 
 
 def _batch_norm(layer: BatchNorm, has: Has) -> Rule:
-    parts = [*unchanged("mean", "running_mean", layer.mean), *unchanged("var", "running_var", layer.var)]
-    return Rule([*_norm(layer, has).parts, *parts], ignored=("num_batches_tracked",))
+    conversions = [*unchanged("mean", "running_mean", layer.mean), *unchanged("var", "running_var", layer.var)]
+    return Rule([*_norm(layer, has).conversions, *conversions], ignored=("num_batches_tracked",))
 
 
 def _embed(layer: Embed | LearnedPositionEmbed, has: Has) -> Rule:
@@ -145,7 +147,7 @@ def _embed(layer: Embed | LearnedPositionEmbed, has: Has) -> Rule:
 
 def _prelu(layer: PReLU, has: Has) -> Rule:
     shape = layer.negative_slope.shape
-    return Rule([Part("negative_slope", {"weight": shape or (1,)}, lambda weight: weight.reshape(shape))])
+    return Rule([Conversion("negative_slope", {"weight": shape or (1,)}, lambda weight: weight.reshape(shape))])
 
 
 def _attention(layer: MultiHeadAttention, has: Has) -> Rule | None:
@@ -154,23 +156,27 @@ def _attention(layer: MultiHeadAttention, has: Has) -> Rule | None:
         return None
     projections = {"query": layer.query, "key": layer.key, "value": layer.value}
     rows = [_matrix(projection)[0] for projection in projections.values()]
-    parts: list[Part] = []
+    conversions: list[Conversion] = []
     for i, (name, projection) in enumerate(projections.items()):
         start, size = sum(rows[:i]), rows[i]
         if has("in_proj_weight") or not has("q_proj_weight"):
             tensors: dict[str, Shape] = {"in_proj_weight": (sum(rows), _matrix(projection)[1])}
-            parts.append(_unfolded(f"{name}/kernel", tensors, projection.kernel.shape, start, size))
+            conversions.append(_unfolded(f"{name}/kernel", tensors, projection.kernel.shape, start, size))
         else:
             tensors = {f"{name[0]}_proj_weight": _matrix(projection)}
-            parts.append(_unfolded(f"{name}/kernel", tensors, projection.kernel.shape))
+            conversions.append(_unfolded(f"{name}/kernel", tensors, projection.kernel.shape))
         if projection.bias is not None:
             tensors = {"in_proj_bias": (sum(rows),)}
-            parts.append(_unfolded(f"{name}/bias", tensors, projection.bias.shape, start, size))
+            conversions.append(_unfolded(f"{name}/bias", tensors, projection.bias.shape, start, size))
     out = [
-        Part(f"out/{part.path}", {f"out_proj.{name}": shape for name, shape in part.tensors.items()}, part.convert)
-        for part in _linear_general(layer.out, has).parts
+        Conversion(
+            f"out/{conversion.path}",
+            {f"out_proj.{name}": shape for name, shape in conversion.tensors.items()},
+            conversion.convert,
+        )
+        for conversion in _linear_general(layer.out, has).conversions
     ]
-    return Rule(parts + out, submodules=("query", "key", "value", "out"))
+    return Rule(conversions + out, submodules=("query", "key", "value", "out"))
 
 
 _RULES: list[tuple[Any, Callable[[Any, Has], Rule | None]]] = [
@@ -187,5 +193,5 @@ _RULES: list[tuple[Any, Callable[[Any, Has], Rule | None]]] = [
 
 
 def layer_rule(layer: Any, has: Has) -> Rule | None:
-    """Returns the rule of a built-in layer; None for other Modules, whose parts are those of their submodules."""
+    """Returns the rule of a built-in layer; None for other Modules, whose conversions are those of their submodules."""
     return next((rule(layer, has) for types, rule in _RULES if isinstance(layer, types)), None)

@@ -11,7 +11,7 @@ import numpy as np
 
 from nnx.core.module.dict_sequence import Sequence
 from nnx.core.state.paths import join
-from nnx.interop.torch_layers import Has, Mismatch, Part, Rule, Shape
+from nnx.interop.torch_layers import Conversion, Has, Mismatch, Rule, Shape
 from nnx.nn.recurrent.recurrent import RNN, Bidirectional
 from nnx.nn.recurrent.rnn_cells import GRUCell, LSTMCell, OptimizedLSTMCell, SimpleCell
 
@@ -31,12 +31,12 @@ def recurrent_rule(layer: Any, has: Has) -> Rule | None:
     if isinstance(layer, (Sequence, Bidirectional)) and not has("weight_ih_l0"):
         if isinstance(layer, Sequence) or has("forward_rnn.weight_ih_l0"):
             return None
-    parts = [
-        Part(join(path, part.path), part.tensors, part.convert)
+    conversions = [
+        Conversion(join(path, conversion.path), conversion.tensors, conversion.convert)
         for path, cell, suffix in cells
-        for part in _cell_parts(cell, suffix, has)
+        for conversion in _cell_conversions(cell, suffix, has)
     ]
-    return Rule(parts, tuple({part.path.split("/")[0] for part in parts}))
+    return Rule(conversions, tuple({conversion.path.split("/")[0] for conversion in conversions}))
 
 
 def _cells(layer: Any) -> list[tuple[str, Any, str]] | None:
@@ -62,7 +62,7 @@ def _cells(layer: Any) -> list[tuple[str, Any, str]] | None:
     return None
 
 
-def _cell_parts(cell: Any, suffix: str, has: Has) -> list[Part]:
+def _cell_conversions(cell: Any, suffix: str, has: Has) -> list[Conversion]:
     inputs, hidden = cell.in_features, cell.hidden_features
     gates = {GRUCell: 3, SimpleCell: 1}.get(next(t for t in _CELLS if isinstance(cell, t)), 4)
     from_input: dict[str, Shape] = {f"weight_ih{suffix}": (gates * hidden, inputs)}
@@ -77,27 +77,30 @@ def _cell_parts(cell: Any, suffix: str, has: Has) -> list[Part]:
 
     if isinstance(cell, LSTMCell):
         return _separate_gates(hidden, from_input, from_hidden, biases, added)
-    parts = [Part("dense_i/kernel", from_input, np.transpose), Part("dense_h/kernel", from_hidden, np.transpose)]
+    conversions = [
+        Conversion("dense_i/kernel", from_input, np.transpose),
+        Conversion("dense_h/kernel", from_hidden, np.transpose),
+    ]
     if isinstance(cell, OptimizedLSTMCell):
-        return [*parts, Part("dense_h/bias", biases, added)]
+        return [*conversions, Conversion("dense_h/bias", biases, added)]
     if isinstance(cell, SimpleCell):
-        return [*parts, Part("dense_i/bias", biases, added)]
+        return [*conversions, Conversion("dense_i/bias", biases, added)]
     if cell.dense_h.bias is None:
-        return [*parts, Part("dense_i/bias", biases, lambda *both: _one_gru_bias(added, *both))]
+        return [*conversions, Conversion("dense_i/bias", biases, lambda *both: _one_gru_bias(added, *both))]
     each = [{name: shape} for name, shape in biases.items()] or [{}, {}]
-    return [*parts, Part("dense_i/bias", each[0], added), Part("dense_h/bias", each[1], added)]
+    return [*conversions, Conversion("dense_i/bias", each[0], added), Conversion("dense_h/bias", each[1], added)]
 
 
-def _separate_gates(hidden: int, from_input: Any, from_hidden: Any, biases: Any, added: Any) -> list[Part]:
-    parts = []
+def _separate_gates(hidden: int, from_input: Any, from_hidden: Any, biases: Any, added: Any) -> list[Conversion]:
+    conversions = []
     for i, gate in enumerate("ifgo"):
         rows = slice(i * hidden, (i + 1) * hidden)
-        parts += [
-            Part(f"{'if_' if gate == 'f' else 'i' + gate}/kernel", from_input, lambda w, rows=rows: w[rows].T),
-            Part(f"h{gate}/kernel", from_hidden, lambda w, rows=rows: w[rows].T),
-            Part(f"h{gate}/bias", biases, lambda *both, rows=rows: added(*both)[rows]),
+        conversions += [
+            Conversion(f"{'if_' if gate == 'f' else 'i' + gate}/kernel", from_input, lambda w, rows=rows: w[rows].T),
+            Conversion(f"h{gate}/kernel", from_hidden, lambda w, rows=rows: w[rows].T),
+            Conversion(f"h{gate}/bias", biases, lambda *both, rows=rows: added(*both)[rows]),
         ]
-    return parts
+    return conversions
 
 
 def _one_gru_bias(added: Any, *both: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from nnx.core.repr import short
 from nnx.core.state.paths import join, listing, path_order
 from nnx.core.structure.flat import Flat, flat_of
 from nnx.core.variables.variables import BatchStat, Container, Param
-from nnx.interop.torch_layers import Mismatch, Part, Rule, dotted, layer_rule, unchanged
+from nnx.interop.torch_layers import Conversion, Mismatch, Rule, dotted, layer_rule, unchanged
 from nnx.interop.torch_recurrent import recurrent_rule
 from nnx.storage.entry import Entry
 from nnx.storage.fitting import misfit
@@ -74,9 +74,9 @@ def load_torch_state_dict(model: Module, mapping: Mapping[str, Any], *, strict: 
     flat = flat_of(model)
     leaves: dict[str, Any] = dict(Module.get_state(model).items())
     report = LoadReport(source="state dict")
-    parts, ignored = _all_parts(model, flat, leaves, mapping)
-    values, sought = _matched(parts, flat, leaves, mapping, report)
-    known = {name for part in parts for name in part.tensors} | ignored
+    conversions, ignored = _all_conversions(model, flat, leaves, mapping)
+    values, sought = _matched(conversions, flat, leaves, mapping, report)
+    known = {name for conversion in conversions for name in conversion.tensors} | ignored
     report.unexpected = [name for name in mapping if name not in known]
     if report and strict:
         raise ValueError(_does_not_fit(model, report, sought, mapping))
@@ -84,42 +84,44 @@ def load_torch_state_dict(model: Module, mapping: Mapping[str, Any], *, strict: 
     return report
 
 
-def _all_parts(model: Module, flat: Flat, leaves: Any, mapping: Mapping[str, Any]) -> tuple[list[Part], set[str]]:
-    """Returns the parts of all layers and of the other variables, and the names to ignore."""
-    parts: list[Part] = []
+def _all_conversions(
+    model: Module, flat: Flat, leaves: Any, mapping: Mapping[str, Any]
+) -> tuple[list[Conversion], set[str]]:
+    """Returns the conversions of all layers and of the other variables, and the names to ignore."""
+    conversions: list[Conversion] = []
     ignored: set[str] = set()
     for path, rule in _rules(model, mapping):
-        parts += [part.below(path) for part in rule.parts]
+        conversions += [conversion.below(path) for conversion in rule.conversions]
         ignored |= {dotted(path, name) for name in rule.ignored}
-    covered = {_canonical(flat, part.path) for part in parts}
-    used = {name for part in parts for name in part.tensors}
+    covered = {_canonical(flat, conversion.path) for conversion in conversions}
+    used = {name for conversion in conversions for name in conversion.tensors}
     for path, leaf in leaves.items():
         name = path.replace("/", ".")
         if path not in covered and (isinstance(leaf, (Param, BatchStat)) or name in mapping):
-            parts += unchanged(path, name, _value(leaf))
+            conversions += unchanged(path, name, _value(leaf))
     for name in mapping:  # the other names of shared variables
         path = name.replace(".", "/")
         cell = None if name in used or path in leaves else flat.key.find(path)
         if cell is not None and flat.key.layout.paths[cell] not in covered:
-            parts += unchanged(path, name, _value(leaves[flat.key.layout.paths[cell]]))
-    return parts, ignored
+            conversions += unchanged(path, name, _value(leaves[flat.key.layout.paths[cell]]))
+    return conversions, ignored
 
 
 def _matched(
-    parts: list[Part], flat: Flat, leaves: Mapping[str, Any], mapping: Mapping[str, Any], report: LoadReport
+    conversions: list[Conversion], flat: Flat, leaves: Mapping[str, Any], mapping: Mapping[str, Any], report: LoadReport
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Returns the arrays by canonical path, and the names that were looked for in vain; adds misfits to the report."""
     values: dict[str, np.ndarray] = {}
     sought: list[str] = []
     names: dict[str, list[str]] = {}  # the paths under which each variable was found, by its canonical path
-    by_path = {part.path: part for part in parts}
-    for part in parts:
-        path = _canonical(flat, part.path)
+    by_path = {conversion.path: conversion for conversion in conversions}
+    for conversion in conversions:
+        path = _canonical(flat, conversion.path)
         found = names.setdefault(path, [])
-        lacking = [name for name in part.tensors if name not in mapping]
+        lacking = [name for name in conversion.tensors if name not in mapping]
         if not lacking:
-            found.append(part.path)
-        elif path == part.path:  # a second name of something shared may be left out
+            found.append(conversion.path)
+        elif path == conversion.path:  # a second name of something shared may be left out
             sought += lacking
 
     def misfit_at(path: str, name: str) -> Texts | None:
@@ -181,17 +183,17 @@ def _value(leaf: Any) -> Any:
     )
 
 
-def _converted(part: Part, leaf: Any, mapping: Mapping[str, Any]) -> np.ndarray:
-    """Returns the array of a part, after checking the tensors that it is made from."""
-    tensors = {name: _as_numpy(name, mapping[name]) for name in part.tensors}
+def _converted(conversion: Conversion, leaf: Any, mapping: Mapping[str, Any]) -> np.ndarray:
+    """Returns the array of a conversion, after checking the tensors that it is made from."""
+    tensors = {name: _as_numpy(name, mapping[name]) for name in conversion.tensors}
     dtype = str(_value(leaf).dtype)
     for name, tensor in tensors.items():
         have = Entry("array", str(tensor.dtype), tensor.shape)
-        reason = misfit(have, Entry("array", dtype, tuple(part.tensors[name])), "sort")
+        reason = misfit(have, Entry("array", dtype, tuple(conversion.tensors[name])), "sort")
         if reason is not None:
             shown = f"{have.dtype}{list(have.shape)} ({name!r}){reason}"
-            raise Mismatch(shown, f"{dtype}{list(part.tensors[name])}, in the layout of PyTorch,")
-    return part.convert(*tensors.values())
+            raise Mismatch(shown, f"{dtype}{list(conversion.tensors[name])}, in the layout of PyTorch,")
+    return conversion.convert(*tensors.values())
 
 
 def _as_numpy(name: str, value: Any) -> np.ndarray:

@@ -22,7 +22,7 @@ from nnx.core.structure.flat import joint_flat_of
 from nnx.core.variables.variables import Param
 from nnx.transforms.control.body_order import BodyOrder
 from nnx.transforms.derivatives.differentiated_part import (
-    Part,
+    DifferentiatedPart,
     positions_of,
     with_modules,
     without_modules,
@@ -59,7 +59,9 @@ class CustomCall:
         numbers = positions_of(custom.name, "nondiff_argnums", custom.nondiff_argnums, len(args) - bound)
         self.nondiff: list[int] = [number + bound for number in numbers]
         argnums = tuple(i for i in range(len(args)) if i not in self.nondiff)
-        self.part: Part = Part(custom.name, args, kwargs, argnums, custom.wrt, allow_int=True, allow_empty=True)
+        self.part: DifferentiatedPart = DifferentiatedPart(
+            custom.name, args, kwargs, argnums, custom.wrt, allow_int=True, allow_empty=True
+        )
         self.call: Call = self.part.call
         chosen = set(self.part.data)
         data = enumerate(self.call.data)

@@ -56,7 +56,7 @@ MISSING_COTANGENT = """{name}: the cotangent of {module} has no {path!r}. It mus
 with zeros where there is no gradient; None means zeros everywhere."""
 
 
-class Part:
+class DifferentiatedPart:
     """The differentiated part of a call.
 
     Args:

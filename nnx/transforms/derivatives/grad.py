@@ -9,7 +9,7 @@ from nnx.core.repr import short
 from nnx.core.state.filters import Filter
 from nnx.core.state.state import State
 from nnx.core.variables.variables import Param
-from nnx.transforms.derivatives.differentiated_part import Part
+from nnx.transforms.derivatives.differentiated_part import DifferentiatedPart
 from nnx.transforms.engine.annotations import (
     A,
     DerivativeDecorator,
@@ -213,7 +213,8 @@ def _value_and_gradient(
     name = f"nnx.grad({callee.name})"
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        part = Part(name, (*callee.bound, *args), kwargs, argnums, wrt, allow_int=allow_int, trained_only=True)
+        given = (*callee.bound, *args)
+        part = DifferentiatedPart(name, given, kwargs, argnums, wrt, allow_int=allow_int, trained_only=True)
         pure = part.function(callee.fun)
 
         def loss(differentiated: Any) -> tuple[Any, Outcome]:

@@ -12,7 +12,12 @@ import jax
 
 from nnx.core.state.filters import Filter
 from nnx.core.variables.variables import Param
-from nnx.transforms.derivatives.differentiated_part import Part, as_tangents, with_modules, without_modules
+from nnx.transforms.derivatives.differentiated_part import (
+    DifferentiatedPart,
+    as_tangents,
+    with_modules,
+    without_modules,
+)
 from nnx.transforms.engine.annotations import A, JacobianTransform, JacrevTransform, R
 from nnx.transforms.engine.call import callee_of
 from nnx.transforms.engine.commit import finish
@@ -21,11 +26,14 @@ from nnx.transforms.engine.outcome import Outcome
 from nnx.transforms.engine.tracebacks import boundary
 
 
-def _whole(transform: str, fun: Any, primals: Sequence[Any], wrt: Filter) -> tuple[Callable[..., Any], Part]:
+def _whole(
+    transform: str, fun: Any, primals: Sequence[Any], wrt: Filter
+) -> tuple[Callable[..., Any], DifferentiatedPart]:
     """Returns a function and the differentiated part of its call with these arguments: all of them."""
     callee = callee_of(fun, transform)
     arguments = (*callee.bound, *primals)
-    return callee.fun, Part(f"{transform}({callee.name})", arguments, {}, tuple(range(len(arguments))), wrt)
+    name, argnums = f"{transform}({callee.name})", tuple(range(len(arguments)))
+    return callee.fun, DifferentiatedPart(name, arguments, {}, argnums, wrt)
 
 
 def _with_aux(pure: Callable[[Any], Outcome], has_aux: bool) -> Callable[[Any], tuple[Any, Outcome]]:
@@ -39,7 +47,7 @@ def _with_aux(pure: Callable[[Any], Outcome], has_aux: bool) -> Callable[[Any], 
     return split
 
 
-def _finish(part: Part, out: Any, outcome: Outcome, stateful: bool) -> tuple[Any, Any]:
+def _finish(part: DifferentiatedPart, out: Any, outcome: Outcome, stateful: bool) -> tuple[Any, Any]:
     """Commits what happened; returns the output and the auxiliary output, with the caller's Modules in them."""
     whole = Outcome(outcome.values, (out, outcome.out), outcome.effects)
     return finish(part.call, whole, stateful)
@@ -194,7 +202,7 @@ def _jacobian(
     has_aux: bool,
     stateful: bool,
     *,
-    pack: Callable[[Part, Any], Any],
+    pack: Callable[[DifferentiatedPart, Any], Any],
     **options: Any,
 ) -> Callable[..., Any]:
     """Lifts one of JAX's transforms from a function to the derivatives of its output leaves.
@@ -211,7 +219,8 @@ def _jacobian(
     allow_int = bool(options.get("allow_int"))
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        part = Part(f"{name}({callee.name})", (*callee.bound, *args), kwargs, argnums, wrt, allow_int=allow_int)
+        given = (*callee.bound, *args)
+        part = DifferentiatedPart(f"{name}({callee.name})", given, kwargs, argnums, wrt, allow_int=allow_int)
         structure: list[Any] = []
         split = _with_aux(part.function(callee.fun), has_aux)
 
@@ -229,12 +238,12 @@ def _jacobian(
     return lifted
 
 
-def _pack_row(part: Part, row: Any) -> Any:
+def _pack_row(part: DifferentiatedPart, row: Any) -> Any:
     cells, data = row
     return part.pack(cells, data)
 
 
-def _pack_block(part: Part, block: Any) -> Any:
+def _pack_block(part: DifferentiatedPart, block: Any) -> Any:
     """Packs a second derivative: a row of the differentiated part's shape for each of its values."""
     structure = jax.tree.structure(part.primals())
     rows = [part.pack(*row) for row in structure.flatten_up_to(block)]
