@@ -186,6 +186,7 @@ from nnx.nn.embed import Embed as Embed
 from nnx.nn.embed import LearnedPositionEmbed as LearnedPositionEmbed
 from nnx.nn.embed import SinusoidalPositionEmbed as SinusoidalPositionEmbed
 from nnx.nn.embed import sinusoidal_positions as sinusoidal_positions
+from nnx.nn.fp8 import fp8_dot_general as fp8_dot_general
 from nnx.nn.linear import Linear as Linear
 from nnx.nn.linear import LinearGeneral as LinearGeneral
 from nnx.nn.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
@@ -331,20 +332,20 @@ __all__ = [
     "attention_implementation", "avg_pool", "AvgPool", "BatchNorm", "Bidirectional", "Bilinear", "celu",
     "combine_masks", "Conv", "ConvLSTMCell", "ConvTranspose", "cross_entropy", "DecoderCache", "DeltaCache",
     "dequantize", "dot_product_attention", "Dropout", "DropPath", "DynamicNTKScaling", "Einsum", "elu", "Embed",
-    "gated_delta_rule", "GatedDeltaNet", "GatedMLP", "GaussianNoise", "gelu", "get_scaled_dot_general_config",
-    "global_avg_pool", "global_max_pool", "GlobalAvgPool", "GlobalMaxPool", "glu", "GroupNorm", "GRUCell",
-    "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "Identity", "identity", "initializers",
-    "InstanceNorm", "KVCache", "LatentAttention", "LayerCache", "LayerNorm", "leaky_relu",
+    "fp8_dot_general", "gated_delta_rule", "GatedDeltaNet", "GatedMLP", "GaussianNoise", "gelu",
+    "get_scaled_dot_general_config", "global_avg_pool", "global_max_pool", "GlobalAvgPool", "GlobalMaxPool", "glu",
+    "GroupNorm", "GRUCell", "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "Identity", "identity",
+    "initializers", "InstanceNorm", "KVCache", "LatentAttention", "LayerCache", "LayerNorm", "leaky_relu",
     "LearnedPositionEmbed", "Linear", "linear_cross_entropy", "LinearGeneral", "LinearScaling", "Llama3Scaling",
     "log1mexp", "log_sigmoid", "log_softmax", "logmeanexp", "logsumexp", "LongRoPEScaling", "LoRA", "LoRALinear",
     "LoRALinearGeneral", "LoRAParam", "LSTMCell", "make_attention_mask", "make_causal_mask", "make_padding_mask",
     "make_segment_mask", "make_sliding_window_mask", "max_pool", "MaxPool", "merge_lora", "min_pool", "MinPool",
-    "mish", "MLP", "MoE", "MultiHeadAttention", "normalize", "NTKScaling", "one_hot", "OptimizedLSTMCell",
-    "pool", "PReLU", "quantize", "QuantizedParam", "relu", "relu6", "ring_attention", "RMSNorm", "RNN",
-    "RNNCellBase", "RotaryEmbedding", "RotaryScaling", "router_losses", "RouterLosses", "scaled_dot_general",
-    "scaled_matmul", "selu", "set_dtypes", "sigmoid", "silu", "SimpleCell", "sinusoidal_positions",
-    "SinusoidalPositionEmbed", "soft_sign", "softmax", "softplus", "sparse_plus", "sparse_sigmoid",
-    "SpectralNorm", "squareplus", "standardize", "swish", "tanh", "Upsample", "WeightNorm", "YaRNScaling",
+    "mish", "MLP", "MoE", "MultiHeadAttention", "normalize", "NTKScaling", "one_hot", "OptimizedLSTMCell", "pool",
+    "PReLU", "quantize", "QuantizedParam", "relu", "relu6", "ring_attention", "RMSNorm", "RNN", "RNNCellBase",
+    "RotaryEmbedding", "RotaryScaling", "router_losses", "RouterLosses", "scaled_dot_general", "scaled_matmul",
+    "selu", "set_dtypes", "sigmoid", "silu", "SimpleCell", "sinusoidal_positions", "SinusoidalPositionEmbed",
+    "soft_sign", "softmax", "softplus", "sparse_plus", "sparse_sigmoid", "SpectralNorm", "squareplus", "standardize",
+    "swish", "tanh", "Upsample", "WeightNorm", "YaRNScaling",
     # training
     "Accuracy", "Average", "CheckpointEntry", "CheckpointError", "CheckpointManager", "DynamicScale", "EarlyStopping",
     "EMA", "EmaState", "load", "Metric", "MetricState", "MultiMetric", "muon_dimensions", "Optimizer", "OptState",

@@ -129,6 +129,22 @@ def loss_in_blocks() -> list[float]:
     return found
 
 
+def eight_bits() -> list[float]:
+    """The largest differences of an MLP with products in 8 bits and its gradients from the same on one device."""
+    model, x = nnx.MLP(8, 16, 8, ctx=nnx.context(0)), np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    for layer in model.layers:
+        layer.dot_general = nnx.fp8_dot_general
+    expected, found = nnx.value_and_grad(squares)(model, x), []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = mesh_of(("data", 2), ("model", 4), type=kind)
+        with jax.set_mesh(mesh):
+            placed = nnx.shard(model.clone(), mesh, rules=[("in", None), ("out", "model")])
+            seen = nnx.jit(nnx.value_and_grad(squares))(placed, jax.device_put(x, NamedSharding(mesh, P("data"))))
+        pairs = zip(jax.tree.leaves(seen), jax.tree.leaves(expected), strict=True)
+        found.append(max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs))
+    return found
+
+
 def muon() -> list[float]:
     """The largest difference of parameters after two steps of Muon from those on one device, by type of axis."""
 
@@ -292,6 +308,7 @@ if __name__ == "__main__":
         explicit_layers,
         split_logits,
         loss_in_blocks,
+        eight_bits,
         muon,
         weighted_metrics,
         same_numbers,

@@ -1,0 +1,214 @@
+"""Fine-tuning an 8B Llama on one GPU: NNX next to transformers, with LoRA and of all weights.
+
+    python -m benchmarks.gpu.finetune                       every contender, each in a process of its own, on a GPU
+    python -m benchmarks.gpu.finetune --only lora           LoRA of rank 16 on every matrix of the layers
+    python -m benchmarks.gpu.finetune --only full           all weights
+    python -m benchmarks.gpu.finetune --without "nnx, list" leave a contender out
+    python -m benchmarks.gpu.finetune --out FILE.json       write a record (see benchmarks/record.py)
+    python -m benchmarks.gpu.finetune --tiny                the default without a GPU: a tiny model, to see that it runs
+
+A step trains on 4 × 1024 random tokens. Weights, moments and products are in bfloat16, the optimizer is AdamW, and
+layers are recomputed in the backward pass ("gradient checkpointing"). transformers computes with `torch.compile`, layer
+by layer, which is how it compiles fastest. A contender runs alone on the GPU; "compile" is how much longer its first
+step takes than a later one, "peak" the most memory its arrays and temporaries took. Compilation caches are not used.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import nnx
+from benchmarks import record
+
+RATE, RANK = 1e-4, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of a Llama, and of its batches."""
+
+    vocab: int = 128256
+    layers: int = 32
+    width: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    hidden: int = 14336
+    rows: int = 4
+    length: int = 1024
+
+
+TINY = Sizes(vocab=64, layers=2, width=32, heads=4, kv_heads=2, hidden=64, rows=2, length=16)
+OPTIONS = {"xla_gpu_enable_triton_gemm": False}  # cuBLAS is faster at these sizes, and needs no search for tiles
+
+
+class Contender(NamedTuple):
+    """What a process measures: a step, and what asks the device for the most memory it has had in use."""
+
+    step: Callable[[], Any]
+    wait: Callable[[Any], Any]
+    peak: Callable[[], int]
+
+
+def make_ours(
+    sizes: Sizes, *, lora: bool, scan_layers: bool = True, bits: Any = None, product: Any = None
+) -> Contender:
+    """Makes a step of NNX; `product` replaces the products with the matrices of the layers."""
+    config = nnx.models.DecoderConfig(
+        model_type="llama",
+        vocab_size=sizes.vocab,
+        features=sizes.width,
+        hidden_features=sizes.hidden,
+        num_layers=sizes.layers,
+        num_heads=sizes.heads,
+        num_kv_heads=sizes.kv_heads,
+        max_length=8192,
+        norm_epsilon=1e-5,
+        rotary=nnx.models.RotaryConfig(base=500000.0),
+    )
+
+    @nnx.jit
+    def make_model() -> Any:
+        options: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "remat": True}
+        return nnx.models.Decoder(config, scan_layers=scan_layers, ctx=nnx.context(0), **options)
+
+    model = make_model()
+    if bits is not None:
+        nnx.quantize(model, bits)
+    if lora:
+        nnx.add_lora(model, RANK, where="layers/**", param_dtype=jnp.bfloat16, ctx=nnx.context(1))
+    for path, layer in model.named_modules():
+        if product is not None and path.startswith("layers") and hasattr(layer, "dot_general"):
+            layer.dot_general = product
+    wrt = nnx.LoRAParam if lora else nnx.Param
+    optimizer = nnx.Optimizer(model, optax.adamw(RATE), wrt=wrt)
+    tokens = jax.random.randint(jax.random.key(1), (sizes.rows, sizes.length + 1), 0, sizes.vocab)
+
+    def loss_fn(model: Any, tokens: jax.Array) -> jax.Array:
+        return nnx.linear_cross_entropy(model.features(tokens[:, :-1]), model.head_kernel, tokens[:, 1:])
+
+    @nnx.jit(donate_argnums=0, compiler_options=OPTIONS if jax.default_backend() == "gpu" else None)
+    def step(optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
+        loss, grads = nnx.value_and_grad(loss_fn, wrt=wrt)(optimizer.model, tokens)
+        optimizer.update(grads)
+        return loss
+
+    def peak() -> int:
+        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+    return Contender(lambda: step(optimizer, tokens), jax.block_until_ready, peak)
+
+
+def make_theirs(sizes: Sizes, *, lora: bool) -> Contender:
+    """Makes a step of transformers."""
+    from benchmarks.gpu import torch_finetune
+
+    return Contender(*torch_finetune.make(sizes, RATE, RANK if lora else None))
+
+
+CONTENDERS: dict[str, dict[str, Callable[[Sizes], Contender]]] = {
+    "lora": {
+        "nnx": functools.partial(make_ours, lora=True),
+        "nnx, list": functools.partial(make_ours, lora=True, scan_layers=False),
+        "nnx, int8 weights": functools.partial(make_ours, lora=True, bits=8),
+        "transformers": functools.partial(make_theirs, lora=True),
+    },
+    "full": {
+        "nnx": functools.partial(make_ours, lora=False),
+        "nnx, fp8": functools.partial(make_ours, lora=False, product=nnx.fp8_dot_general),
+        "transformers": functools.partial(make_theirs, lora=False),
+    },
+}
+
+
+def measure(contender: Contender, seconds: float) -> dict[str, float]:
+    """Returns the seconds of a step and of compiling, the peak of memory in bytes, and the first and the last loss."""
+
+    def timed(count: int) -> tuple[float, Any]:
+        began, loss = time.perf_counter(), None
+        for _ in range(count):
+            loss = contender.step()
+        contender.wait(loss)
+        return (time.perf_counter() - began) / count, loss
+
+    first, first_loss = timed(1)
+    first_loss = float(first_loss)
+    once, _ = timed(2)
+    turns = [timed(max(1, round(seconds / 4 / once))) for _ in range(4)]
+    step = sorted(turn for turn, _ in turns)[1]
+    found = {"step": step, "compile": first - step, "peak": float(contender.peak())}
+    return found | {"first_loss": first_loss, "last_loss": float(turns[-1][1])}
+
+
+def measured_alone(kind: str, name: str, tiny: bool, seconds: float) -> dict[str, float] | None:
+    """Measures a contender in a process of its own; None, with what it said, if that failed."""
+    command = [sys.executable, "-m", "benchmarks.gpu.finetune", "--alone", kind, name, "--seconds", str(seconds)]
+    done = subprocess.run(command + ["--tiny"] * tiny, capture_output=True, text=True)
+    if done.returncode:
+        print(f"{kind}, {name}: failed\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
+        return None
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=CONTENDERS, help="one kind of fine-tuning")
+    parser.add_argument("--without", action="append", default=[], help="leave this contender out")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model; the default without a GPU")
+    parser.add_argument("--seconds", type=float, default=6.0, help="how long to measure each contender")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a record of the run")
+    parser.add_argument("--alone", nargs=2, metavar=("KIND", "NAME"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.alone:
+        kind, name = args.alone
+        print(json.dumps(measure(CONTENDERS[kind][name](TINY if args.tiny else Sizes()), args.seconds)))
+        return 0
+    ask = "import jax; print(jax.default_backend())"  # in this process, the answer would take the GPU's memory
+    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    has_gpu = asked.stdout.strip() == "gpu"
+    tiny = args.tiny or not has_gpu
+    sizes, seconds = (TINY, min(args.seconds, 0.2)) if tiny else (Sizes(), args.seconds)
+    has_peer = has_gpu and all(importlib.util.find_spec(package) for package in ("torch", "transformers"))
+    left_out = {*args.without, *(() if has_peer else ("transformers",))}
+    figures: record.Figures = {}
+    for kind, contenders in CONTENDERS.items():
+        if args.only not in (None, kind):
+            continue
+        print(f"\n{kind}, {sizes.layers} layers of {sizes.width}, {sizes.rows} × {sizes.length} tokens\n")
+        print("| contender         | tokens/s | ms per step | compile, s | peak GiB | first loss | last loss |")
+        print("|-------------------|---------:|------------:|-----------:|---------:|-----------:|----------:|")
+        rows: dict[str, dict[str, float]] = {}
+        for name in contenders:
+            found = None if name in left_out else measured_alone(kind, name, tiny, seconds)
+            if found is None:
+                continue
+            speed = sizes.rows * sizes.length / found["step"]
+            rows[name] = {**found, "speed": speed, "peak": found["peak"] / 2**30}
+            print(
+                f"| {name:<17} | {speed:>8,.0f} | {1e3 * found['step']:>11.1f} | {found['compile']:>10.1f} "
+                f"| {rows[name]['peak']:>8.1f} | {found['first_loss']:>10.3f} | {found['last_loss']:>9.3f} |",
+                flush=True,
+            )
+        for entry, unit in {"speed": "tokens/s", "compile": "s", "peak": "GiB"}.items():
+            figures[f"{kind}, {entry}"] = record.row(unit, {name: row[entry] for name, row in rows.items()})
+    if args.out:
+        whole = not tiny and not args.without and args.only is None
+        record.write(
+            args.out, record.make_record("gpu_finetune", "python -m benchmarks.gpu.finetune", figures, whole=whole)
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
