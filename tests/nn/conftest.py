@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import pytest
@@ -31,5 +32,10 @@ def pretend(monkeypatch) -> Callable[..., None]:
         monkeypatch.setattr(jax, "device_count", lambda: devices)
         monkeypatch.setattr(jax, "devices", lambda *args: [Device()] * devices)
 
+    # `make gpu` asks for the highest precision, with which some kernels are not chosen.
+    config: Any = jax.config
+    asked = config.jax_default_matmul_precision
+    config.update("jax_default_matmul_precision", None)
     yield change
+    config.update("jax_default_matmul_precision", asked)
     jax.clear_caches()

@@ -26,6 +26,8 @@ from nnx.nn.moe.grouped_kernel import block_products
 from tests.nn.arrays import numpy_normal
 
 IMPLEMENTATIONS = ["xla", "triton"]
+# The kernel multiplies float32 as GPUs do by default, in TF32, which keeps ten bits.
+FLOAT32 = 2e-3 if jax.default_backend() == "gpu" else 1e-5
 interpreted = pytest.mark.usefixtures("interpreted")
 
 
@@ -87,7 +89,7 @@ SIZES = {  # rows, groups, inputs, outputs
 def test_the_kernel_computes_the_batched_product_and_its_gradients(sizes, kernels):
     inputs = arrays(*sizes, kernels=kernels)
     ours, expected = (compiled(way, *inputs) for way in ("triton", "xla"))
-    close(ours, expected, rtol=1e-5)
+    close(ours, expected, rtol=FLOAT32)
     rows_of_none, (x_gradient, *kernel_gradients) = inputs[0] == sizes[1], ours[1]
     assert not x_gradient[rows_of_none].any() and not any(out[rows_of_none].any() for out in ours[0])
     assert sizes[1] == 1 or not any(gradient[1].any() for gradient in kernel_gradients)  # no row is in group 1
@@ -132,7 +134,7 @@ def test_grouped_product_can_be_mapped(batched):
     ours, expected = (
         jax.jit(jax.vmap(functools.partial(value_and_gradients, way), batched))(*inputs) for way in IMPLEMENTATIONS
     )
-    close(ours, expected, rtol=1e-5)
+    close(ours, expected, rtol=FLOAT32)
 
 
 @interpreted
@@ -148,7 +150,7 @@ def test_grouped_product_can_be_recomputed_and_scanned():
 
     kernels = jnp.stack([kernel, -kernel])
     ours, expected = (jax.jit(jax.grad(functools.partial(loss, way), (0, 1)))(x, kernels) for way in ("triton", "xla"))
-    close(ours, expected, rtol=1e-5)
+    close(ours, expected, rtol=FLOAT32)
 
 
 # The layer
@@ -166,7 +168,7 @@ def test_the_layer_computes_the_same_with_the_kernel():
         )
         return loss(layer, x)
 
-    close(*(gradients(implementation) for implementation in IMPLEMENTATIONS), rtol=1e-5)
+    close(*(gradients(implementation) for implementation in IMPLEMENTATIONS), rtol=FLOAT32)
 
 
 @interpreted
@@ -185,7 +187,7 @@ def test_scanned_layers_can_be_differentiated_with_the_kernel():
         stack: Any = blocks(implementation, ctx=nnx.context(0))
         return nnx.jit(nnx.grad(lambda stack, x: jnp.sum(stack(x, None)[0] ** 2)))(stack, x)
 
-    close(*(gradients(implementation) for implementation in IMPLEMENTATIONS), rtol=1e-5)
+    close(*(gradients(implementation) for implementation in IMPLEMENTATIONS), rtol=FLOAT32)
 
 
 @interpreted
@@ -271,7 +273,6 @@ def test_tiles_are_as_large_as_their_padding_allows(rows, groups, expected):
 # Lowering
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")  # by JAX 0.11, without a replacement here
 @pytest.mark.parametrize(
     "dtype, rows, inputs, outputs",
     [(jnp.bfloat16, 16_384, 1024, 4096), (jnp.float32, 16_384, 1024, 4096), (jnp.bfloat16, 600, 72, 40)],
@@ -291,7 +292,6 @@ def test_the_kernels_are_lowered_to_triton(dtype, rows, inputs, outputs):
     assert text.count("__gpu$xla.gpu.triton") == 3
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_a_layer_with_the_kernel_can_be_exported(tmp_path):
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
     layer = nnx.MoE(32, 16, 4, 2, update_stats=False, implementation="triton", ctx=nnx.context(0))
@@ -307,7 +307,7 @@ def test_a_program_lowered_elsewhere_computes_the_same(pretend):
     pretend("gpu")
     lowered = jax.jit(functools.partial(value_and_gradients, "triton")).trace(*inputs)
     assert "triton" not in lowered.lower(lowering_platforms=("tpu",)).as_text()
-    close(lowered.lower().compile()(*inputs), expected, rtol=1e-5)
+    close(lowered.lower().compile()(*inputs), expected, rtol=FLOAT32)
 
 
 # Blocks

@@ -100,7 +100,8 @@ def test_a_value_of_weight_two_counts_like_two_values_and_one_of_weight_zero_not
     assert once.compute() == twice.compute() == np.float32(2 / 3)
     spread = nnx.Welford()
     spread.update(values=jnp.array([1.0, 4.0, jnp.nan]), weights=jnp.array([2.0, 1.0, 0.0]))
-    assert spread.compute() == nnx.Statistics(2.0, np.sqrt(np.float32(2 / 3)), np.sqrt(np.float32(2)))
+    # The quotients of a GPU are off by up to two roundings.
+    np.testing.assert_allclose(spread.compute(), (2.0, np.sqrt(2 / 3), np.sqrt(2)), rtol=2e-7)
 
 
 def test_average_names_the_argument_it_misses():
@@ -273,7 +274,7 @@ def test_counts_are_exact_past_the_range_of_int32(make):
     metric.update(values=499.5, mask=True)
     assert count_of(metric) == 1000 * 2**30 + 4
     mean = metric.compute() if make is nnx.Average else metric.compute().mean
-    assert mean == 499.5
+    assert mean == pytest.approx(499.5, rel=2e-7)
 
 
 def test_accuracy_counts_every_prediction_past_the_range_of_int32():

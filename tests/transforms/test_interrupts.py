@@ -138,6 +138,8 @@ def in_trees(m):
     "where", [in_debug_callback, in_ordered_callback, in_io_callback, in_pure_callback, in_a_constructor, in_trees]
 )
 def test_an_interrupt_while_python_runs_inside_the_call_loses_nothing(where, options):
+    if "callback" in where.__name__ and jax.default_backend() == "gpu":
+        pytest.skip("the call has returned when a GPU calls back, so its results hold the error")
     model = Many(["count_0", "count_1"])
     if where is in_trees:
         model.tree = nnx.Variable((Result(jnp.zeros((), jnp.int32)), {"x": jnp.zeros((), jnp.int32)}))
