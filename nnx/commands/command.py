@@ -10,6 +10,7 @@ COMMANDS: dict[str, str] = {
     "convert": "nnx.commands.convert",
     "chat": "nnx.commands.chat",
     "doctor": "nnx.commands.doctor",
+    "plan": "nnx.commands.plan",
 }
 """The module of each command, whose `COMMAND` it is."""
 
