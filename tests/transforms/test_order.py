@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import functools
 from typing import Any
 
 import jax
@@ -145,6 +146,49 @@ def test_static_values_in_another_order_are_the_same_for_a_body_that_runs_many_t
     model.settings = [collections.OrderedDict(b=1, a=2)]
     with pytest.raises(ValueError, match="the body changes the static attribute 'settings'"):
         run(lambda m: m.settings[0].move_to_end("b"), model)
+
+
+def there_and_back(m: Any) -> None:
+    """Changes nearly everything a Module has, and changes it back."""
+    m.new = nnx.Ref(nnx.Param(jnp.ones(1)))
+    del m.new
+    m.new, m.kind = Model(), "other"
+    del m.new
+    m.kind = "mo" + "del"
+    m.__class__ = type("Child", (Model,), {})
+    m.__class__ = Model
+    m.parts, m.layers = m.layers, m.parts
+    m.parts, m.layers = m.layers, m.parts
+    m.layers.append(Model())
+    m.layers.pop()
+    m.sow(nnx.Intermediate, "seen", m.z)
+    m.pop_state(nnx.Intermediate)
+    value = m.w
+    del m.w
+    m.w = nnx.BatchStat(value)
+    del m.w
+    m.w = nnx.Param(value)
+    m.method, m.function = m.layers[0].get_state, functools.partial(jnp.clip, min=0.0)
+    m.cache = jax.tree.map(lambda leaf: leaf, m.cache)
+    m.config = argparse.Namespace(sizes=[1, 2], rate=0.5)
+    m.config.sizes[:] = [1, 2]
+    m.config.sizes.append(m.config.sizes.pop())
+
+
+@pytest.mark.parametrize(("times", "run"), MANY.values(), ids=MANY)
+def test_what_a_body_changes_and_changes_back_costs_it_no_other_change(times: int, run: Any):
+    model = Model()
+    model.layers, model.config = nnx.Sequence([Model()]), argparse.Namespace(sizes=[1, 2], rate=0.5)
+    model.method, model.function = model.layers[0].get_state, functools.partial(jnp.clip, min=0.0)
+    before = model.get_module_def()
+
+    def body(m: Any) -> None:
+        there_and_back(m)
+        m.z += 1
+        there_and_back(m)
+
+    run(body, model)
+    assert model.z == times and model.get_module_def() == before
 
 
 def test_a_condition_that_only_changes_order_is_not_refused():
