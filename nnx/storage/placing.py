@@ -145,6 +145,10 @@ class Assembly:
             self._array = jnp.zeros(self._shape, self._dtype, device=self._sharding)
         self._array = _writing(self._sharding, self._order)(self._array, piece, np.asarray(start, np.int32))
 
+    def bytes_per_step(self, piece: Sequence[int]) -> int:
+        """Returns the bytes of the whole array that are there with one more piece on every device."""
+        return math.prod(piece) * self._dtype.itemsize * math.prod(self._shape) // max(1, math.prod(self.part))
+
     def finish(self) -> jax.Array:
         """Returns the array, to which everything has been added; its devices may still be at work."""
         assert self._array is not None

@@ -23,6 +23,7 @@ from nnx.models.files.quantized_files import AnyFile
 from nnx.storage.aligned_memory import aligned_zeros, populate
 from nnx.storage.placing import Box, place_parts
 from nnx.storage.safetensors.file import THREADS
+from nnx.storage.transfer_bar import moved
 
 # The rows and columns of a tile, the part of a matrix that is transposed at once: half a megabyte of bfloat16, which
 # stays in the cache of a core.
@@ -99,6 +100,7 @@ class Reader:
             return place_parts(target.shape, target.sharding, target.dtype, read).block_until_ready()
         finally:
             self._forget()
+            moved(math.prod(target.shape) * target.dtype.itemsize)
 
     def read(self, locations: Sequence[Location], box: Box, dtype: Any, stack: Shape) -> np.ndarray:
         """Returns the part of a parameter within a box."""

@@ -20,6 +20,7 @@ from nnx.models.files.mxfp4 import PackedFile
 from nnx.models.files.reading import Location, Reader, Request, row_axis, view_of
 from nnx.storage.placing import Assembly, Box, parts_of, takes_pieces
 from nnx.storage.safetensors.file import THREADS
+from nnx.storage.transfer_bar import moved, transfer
 
 PIECE = 64 << 20
 """The bytes of the rows that are read for one step, unless a single row has more."""
@@ -62,6 +63,7 @@ class Sender:
     def _add_first(self) -> None:
         assembly, step, pieces = self._sent.popleft()
         assembly.add(pieces.result(), step.start)
+        moved(assembly.bytes_per_step(step.shape))
 
     def _pieces(
         self, request: Request, order: tuple[int, ...], parts: list[tuple[Box, Any]], step: Box
@@ -98,7 +100,8 @@ class Sender:
 
 def placed(requests: Sequence[Request]) -> list[jax.Array]:
     """Returns parameters on their devices."""
-    with Reader() as reader, Sender() as sender:
+    size = sum([math.prod(request.target.shape) * request.target.dtype.itemsize for request in requests])
+    with transfer("loading", "parameters", size), Reader() as reader, Sender() as sender:
         found = [sender.send(request) if is_sent(request) else reader.place(request) for request in requests]
         sender.finish()
         return [array.finish() if isinstance(array, Assembly) else array for array in found]

@@ -29,6 +29,7 @@ from nnx.storage.checkpoints.zarr import (
 from nnx.storage.errors import DamagedError
 from nnx.storage.locations import Location, reason_of, refuse_special, tensorstore
 from nnx.storage.placing import Box
+from nnx.storage.transfer_bar import moved
 
 IN_FLIGHT = min(max((os.cpu_count() or 1) // 2, 1), 16)
 """The chunks that are read at once from a local disk. With more of them than processors, they leave the processor's
@@ -260,6 +261,7 @@ class ArrayReader:
                     memory[...] = values[box.slices(origin)].view(memory.dtype)
         if flight.spare is not None:
             self._spare.append(flight.spare)
+        moved(flight.memory.nbytes)
 
     def _unverified(self, flight: "_Flight") -> np.ndarray:
         """Returns a chunk whose checksum does not match, because that was asked for."""

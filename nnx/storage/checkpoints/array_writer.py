@@ -19,6 +19,7 @@ from nnx.storage.entry import Entry
 from nnx.storage.files import sync_directory
 from nnx.storage.locations import Location, reason_of
 from nnx.storage.placing import Box
+from nnx.storage.transfer_bar import moved
 
 IN_FLIGHT = 256 << 20
 """The maximum number of bytes waiting to be written, so that transfers do not fill the memory of the host."""
@@ -192,6 +193,7 @@ class _Writes:
             self._spare.append(first.memory)
         if first.folder.local is not None:
             _sync_folder(first.folder.local)  # while later arrays are being written
+        moved(first.size)
 
     def finish(self) -> None:
         while self._pending:

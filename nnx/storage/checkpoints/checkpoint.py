@@ -11,6 +11,7 @@ from nnx.storage.checkpoints.manifest import read_manifest
 from nnx.storage.checkpoints.saving import Saving
 from nnx.storage.load_report import LoadReport
 from nnx.storage.locations import location
+from nnx.storage.transfer_bar import transfer
 
 T = TypeVar("T")
 
@@ -51,7 +52,9 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
     >>> restored["epoch"], bool((other.kernel == model.kernel).all())
     (4, True)
     """
-    Saving(location(path), obj, wait=True).finish()
+    saving = Saving(location(path), obj, wait=True)
+    with transfer("saving", path, saving.size):
+        saving.finish()
 
 
 class CheckpointEntry(NamedTuple):

@@ -31,6 +31,7 @@ from nnx.storage.locations import Location
 from nnx.storage.placing import Box
 from nnx.storage.processes import Exchange, ProcessError
 from nnx.storage.renaming import renamed, selected
+from nnx.storage.transfer_bar import transfer
 
 DOES_NOT_FIT = """The checkpoint at {path} does not fit the target. Nothing was loaded.
 {differences}
@@ -86,7 +87,8 @@ def _read_all(place: Location, manifest: Manifest, verify: bool, paths: Iterable
     if not parts.have_data(expected):
         return parts.values(expected, None)
     with contextlib.closing(_READERS[manifest.version](place, manifest, verify)) as reader:
-        return parts.values(expected, reader)
+        with transfer("loading", place, sum(map(parts.size, expected))):
+            return parts.values(expected, reader)
 
 
 def _kept_on_host(entry: Entry) -> Expected:
@@ -256,9 +258,14 @@ class Loading:
         self._groups = self._grouped()
         # The first group is verified while it is read. The others are read twice: now, to be verified and dropped, and
         # again once nothing can fail anymore, because keeping them would take the memory of a second target.
-        self._first = self._parts.values(self._groups[0], self._reader)
-        if self._verify and self._reader is not None:
-            self._reader.check(self._parts.boxes(itertools.chain(*self._groups[1:])))
+        rest = list(itertools.chain(*self._groups[1:]))
+        with transfer("loading", self._place, self._size(self._groups[0] + (rest if self._verify else []))):
+            self._first = self._parts.values(self._groups[0], self._reader)
+            if self._verify and self._reader is not None:
+                self._reader.check(self._parts.boxes(rest))
+
+    def _size(self, paths: Iterable[str]) -> int:
+        return sum(map(self._parts.size, paths))
 
     def _grouped(self) -> list[list[str]]:
         """Returns the paths of the target in groups that are read together, each about as large as the largest array.
@@ -289,7 +296,8 @@ class Loading:
             self._filled = self._target_leaves.fill(self._first)
             return False
         try:
-            with _no_interrupt():
+            rest = self._size(itertools.chain(*self._groups[1:]))
+            with _no_interrupt(), transfer("filling the target from", self._place, rest):
                 self._filled = self._fill_part_by_part()
         except Exception as error:
             if isinstance(error, DamagedError) and self._is_replaced():

@@ -48,6 +48,9 @@ _SHARED = "shared"  # what process 0 writes to the data folder, to see whether t
 class Saving:
     """A save in progress. Once it is constructed, the values have left the devices; `finish` completes it.
 
+    Attributes:
+        size: the bytes of array data that this process writes.
+
     Args:
         place: the location to save to.
         obj: the object to save.
@@ -122,6 +125,7 @@ class Saving:
         for path, value in self._values.items():
             pieces += pieces_of(path, value, path in elsewhere)
         self._pieces, self._values = on_host(pieces) if on_hosts else pieces, {}
+        self.size = sum([piece.values.nbytes for piece in pieces])
 
     def finish(self) -> None:
         """Writes the data, waits until every process has written its own, and finishes the checkpoint.

@@ -24,6 +24,7 @@ from nnx.storage.aligned_memory import aligned_bytes, populate
 from nnx.storage.checksum import checksum
 from nnx.storage.errors import CheckpointError, first_line
 from nnx.storage.safetensors.header import INVALID, MAX_LENGTH, Header, Tensor, make_header, parse_header
+from nnx.storage.transfer_bar import moved
 
 CHUNK = 2**22  # bytes; large enough for cheap reads, small enough that reading one part does not read much more
 THREADS = min(8, os.cpu_count() or 1)
@@ -256,6 +257,7 @@ def write_tensors(
             for chunk in chunks:
                 file.write(chunk.data)
             found += checksums
+            moved(sum([chunk.nbytes for chunk in chunks]))
             chunk = chunks = checksums = None  # they would keep the array in memory while the next one is made
     # A checksum has a fixed number of digits, so this header has the length of the blank one it replaces.
     header, _ = make_header(tensors, {**metadata, CRCS: _checksum_text(found)})

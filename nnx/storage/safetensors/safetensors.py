@@ -32,6 +32,7 @@ from nnx.storage.safetensors.file import Pending
 from nnx.storage.safetensors.header import data_order, make_header
 from nnx.storage.safetensors.shards import Shards, divide, open_model, refuse_pickles, write_model
 from nnx.storage.safetensors.source import Notes, Source
+from nnx.storage.transfer_bar import transfer
 from nnx.storage.writer_lock import WriterLock
 
 NOT_STATE = "{function} takes a State or a Module, got {got}."
@@ -115,7 +116,8 @@ def write_arrays(
     ordered = (make(name) for shard in shards for name in data_order(shard))
     arrays = (_to_host(array) for array in ordered if is_first() or _is_spread(array))
     try:
-        Exchange(f"nnx.save_safetensors({str(path)!r})").together(lambda: _write(file, shards, arrays, metadata))
+        with transfer("saving", file, sum([tensor.nbytes for tensor in tensors.values()])):
+            Exchange(f"nnx.save_safetensors({str(path)!r})").together(lambda: _write(file, shards, arrays, metadata))
     except (OSError, ProcessError, jax.errors.JaxRuntimeError) as error:  # the last one if a process died meanwhile
         raise CheckpointError(SAVE_FAILED.format(path=file, reason=first_line(error))) from error
 
@@ -213,10 +215,11 @@ def load_safetensors(
         found, differences = _matched(source, leaves, aliases, cast)
         if differences and strict:
             raise CheckpointError(DOES_NOT_FIT.format(path=file, differences=differences))
-        values = {
-            path: source.value(name, Expected.of(leaves.by_path[path].value), verify=verify)
-            for path, name in found.items()
-        }
+        with transfer("loading", file, sum([source.tensor(name).nbytes for name in found.values()])):
+            values = {
+                path: source.value(name, Expected.of(leaves.by_path[path].value), verify=verify)
+                for path, name in found.items()
+            }
     lost = {_owner(path, expected) for path in leaves.by_path if path not in values}
     loaded = leaves.fill(values).filter(lambda path, leaf: path not in lost)
     if report is not None:

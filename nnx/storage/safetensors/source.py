@@ -20,6 +20,7 @@ from nnx.storage.placing import Box
 from nnx.storage.renaming import renamed
 from nnx.storage.safetensors.file import TensorFile
 from nnx.storage.safetensors.header import INVALID, Tensor
+from nnx.storage.transfer_bar import moved
 
 KEYS, ALIASES = "nnx.keys", "nnx.aliases"
 
@@ -113,7 +114,9 @@ class Source:
         if expected.kind == "number" and entry.kind == "array":  # files have arrays instead of Python numbers
             assert expected.number is not None
             return expected.number(self.read(name, verify=verify).item())
-        return jax.block_until_ready(expected.value(entry, read))  # or many host copies would be in memory at once
+        value = jax.block_until_ready(expected.value(entry, read))  # or many host copies would be in memory at once
+        moved(self.tensor(name).nbytes)
+        return value
 
     def mapped(self) -> dict[str, Any]:
         """Returns every tensor as a view of its file, and PRNG keys as keys."""
