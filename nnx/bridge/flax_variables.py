@@ -66,13 +66,7 @@ def _collection(fx: Any, cls: type) -> str:
 def flat_state(state: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yields what a state of Flax or a nested dict holds, with its path as Flax has it."""
     fx = flax_nnx("A state of Flax")
-    stack: list[tuple[tuple[Any, ...], Any]] = [((), state)]
-    while stack:
-        path, value = stack.pop()
-        if isinstance(value, (fx.State, Mapping)):
-            stack += [((*path, name), inner) for name, inner in reversed(list(value.items()))]
-        else:
-            yield path, value
+    yield from fx.to_flat_state(fx.State(state) if isinstance(state, Mapping) else state)
 
 
 def to_flax_state(module: Module | State) -> Any:

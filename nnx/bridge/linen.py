@@ -7,7 +7,7 @@ from typing import Any
 from nnx.bridge.call import Call
 from nnx.bridge.foreign import Foreign, Ran
 from nnx.bridge.linen_fields import Parts, put_together, take_apart
-from nnx.bridge.linen_paths import Paths, flat, name_in_linen, nested
+from nnx.bridge.linen_paths import Paths, name_in_linen
 from nnx.bridge.trees import own
 from nnx.core.context import Context
 from nnx.core.extras import require
@@ -40,8 +40,9 @@ class LinenAdapter:
             if collection not in ("intermediates", *self.sow):
                 given.setdefault(collection, {})[name] = variables[path].value
         kwargs = call.kwargs_for(getattr(self.module.cls, call.method), len(call.args) + 1)
+        trees = require("flax.traverse_util", "bridge", "A model of Linen")
         out, new = put_together(self.module).apply(
-            {collection: nested(values) for collection, values in given.items()},
+            {collection: trees.unflatten_dict(values, sep="/") for collection, values in given.items()},
             *call.args,
             rngs=call.keys(),
             method=call.method,
@@ -60,8 +61,9 @@ def _variables(
     collections: Mapping[str, Any], known: Mapping[tuple[str, str], str], paths: Paths
 ) -> Iterator[tuple[str, Any]]:
     """Yields the variables of Linen as ours, with their paths: known ones, and new ones for the others."""
+    trees = require("flax.traverse_util", "bridge", "A model of Linen")
     for collection, tree in collections.items():
-        for name, boxed in flat(tree):
+        for name, boxed in trees.flatten_dict(tree, sep="/").items():
             axes = getattr(boxed, "names", None)  # of nn.Partitioned and its relatives
             value = own(boxed.unbox() if axes is None and hasattr(boxed, "unbox") else getattr(boxed, "value", boxed))
             path = known.get((collection, name)) or paths.new(collection, name)

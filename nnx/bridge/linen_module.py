@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as linen
+from flax.traverse_util import unflatten_dict
 
 from nnx.core.context import Context, context
 from nnx.core.module.dict_sequence import accepts_ctx
@@ -71,21 +72,15 @@ def _collection(leaf: Any) -> str:
 
 def _trees(state: State, boxed: bool) -> dict[tuple[str, str], Any]:
     """Returns the nested values of a State by collection and first segment of the path."""
-    trees: dict[tuple[str, str], Any] = {}
+    found: dict[str, dict[str, Any]] = {}
     for path, leaf in state.items():
         value = leaf.value if isinstance(leaf, Node) else leaf
         axes = leaf.sharding if isinstance(leaf, Variable) else None
-        if boxed and axes is not None:
-            value = linen.Partitioned(value, tuple(axes))
-        first, *rest = path.split("/")
-        if not rest:
-            trees[_collection(leaf), first] = value
-            continue
-        node = trees.setdefault((_collection(leaf), first), {})
-        for segment in rest[:-1]:
-            node = node.setdefault(segment, {})
-        node[rest[-1]] = value
-    return trees
+        boxes = boxed and axes is not None
+        found.setdefault(_collection(leaf), {})[path] = linen.Partitioned(value, tuple(axes)) if boxes else value
+    return {
+        (name, first): tree for name, flat in found.items() for first, tree in unflatten_dict(flat, sep="/").items()
+    }
 
 
 def _inside(held: dict[tuple[str, str], Any], leaf: Any, path: str) -> Any:

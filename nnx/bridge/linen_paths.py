@@ -4,8 +4,7 @@ A variable keeps its path. Where another collection has it already, a segment ge
 dot: `scale.batch_stats/mean`. A segment that ends so by itself gets a second one, so that the way back is clear.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 
 class Paths:
@@ -40,24 +39,3 @@ class Paths:
 def name_in_linen(collection: str, path: str) -> str:
     """Returns the path in the tree of its collection of the variable with this path in a Module."""
     return "/".join([segment.removesuffix(f".{collection}") for segment in path.split("/")])
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the variables of a collection with their paths."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}/")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tree of a collection from the paths of its variables."""
-    root: dict[str, Any] = {}
-    for path, value in values.items():
-        *parents, name = path.split("/")
-        node = root
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = value
-    return root

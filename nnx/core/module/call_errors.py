@@ -4,6 +4,7 @@ Nothing here runs unless a call has raised a TypeError or ValueError.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from nnx.core.variables.variables import Spec
 MISSHAPED = """{name!r} of the {layer}{where} is {got}, and with {settings} it would be {expected}: a value of another \
 shape was assigned to it."""
 
+_ABOUT_SHAPES = re.compile("shape|dimension|broadcast|compatible|axis|axes|size|rank")
 _ORIGINAL = "_nnx_original"  # the attribute of an error with its text before a hint was added
 
 MAX_LAYERS = 256  # to look at, since the error may be one that the caller expects
@@ -34,7 +36,9 @@ def explain_call(
         return
     text = getattr(error, _ORIGINAL, str(error))
     try:
-        hint = call_hint(function, text) or _foreign_input(module, args, kwargs) or _misshaped(module)
+        hint = call_hint(function, text) or _foreign_input(module, args, kwargs)
+        if hint is None and _ABOUT_SHAPES.search(text):  # stacked layers have other shapes than were built, rightly
+            hint = _misshaped(module)
     except Exception:  # what was wrong with the call may be in the way here, too
         hint = None
     if hint is not None and hint not in text:
