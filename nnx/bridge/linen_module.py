@@ -76,11 +76,11 @@ def _trees(state: State, boxed: bool) -> dict[tuple[str, str], Any]:
     for path, leaf in state.items():
         value = leaf.value if isinstance(leaf, Node) else leaf
         axes = leaf.sharding if isinstance(leaf, Variable) else None
-        boxes = boxed and axes is not None
-        found.setdefault(_collection(leaf), {})[path] = linen.Partitioned(value, tuple(axes)) if boxes else value
-    return {
-        (name, first): tree for name, flat in found.items() for first, tree in unflatten_dict(flat, sep="/").items()
-    }
+        if boxed and axes is not None:
+            value = linen.Partitioned(value, tuple(axes))
+        found.setdefault(_collection(leaf), {})[path] = value
+    trees = {collection: unflatten_dict(flat, sep="/") for collection, flat in found.items()}
+    return {(collection, first): tree for collection, nested in trees.items() for first, tree in nested.items()}
 
 
 def _inside(held: dict[tuple[str, str], Any], leaf: Any, path: str) -> Any:

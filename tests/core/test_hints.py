@@ -554,6 +554,13 @@ def fails(x):
     raise ValueError("no")
 
 
+def test_stacked_parameters_are_not_blamed_for_an_error_that_is_not_about_shapes():
+    stack = nnx.Scan(nnx.Linear, variable_axes={nnx.Param: 0}, split_rngs="params", length=2)(2, 2, ctx=nnx.context(0))
+    with pytest.raises(TypeError, match="must return a pair") as raised:
+        nnx.Sequence([stack])(jnp.ones(2))
+    assert "was assigned to it" not in str(raised.value)
+
+
 def test_nested_calls_add_no_frames_of_the_library_to_a_traceback():
     model = nnx.Sequence([nnx.Sequence([nnx.Sequence([fails])])])
     with pytest.raises(ValueError, match="^no$") as raised:
