@@ -199,6 +199,7 @@ from nnx.nn.lora import merge_lora as merge_lora
 from nnx.nn.mlp import MLP as MLP
 from nnx.nn.mlp import GatedMLP as GatedMLP
 from nnx.nn.mlp import Identity as Identity
+from nnx.nn.moe.moe import ExpertGroups as ExpertGroups
 from nnx.nn.moe.moe import MoE as MoE
 from nnx.nn.moe.moe import RouterLosses as RouterLosses
 from nnx.nn.moe.moe import router_losses as router_losses
@@ -332,7 +333,7 @@ __all__ = [
     "attention_implementation", "avg_pool", "AvgPool", "BatchNorm", "Bidirectional", "Bilinear", "celu",
     "combine_masks", "Conv", "ConvLSTMCell", "ConvTranspose", "cross_entropy", "DecoderCache", "DeltaCache",
     "dequantize", "dot_product_attention", "Dropout", "DropPath", "DynamicNTKScaling", "Einsum", "elu", "Embed",
-    "fp8_dot_general", "gated_delta_rule", "GatedDeltaNet", "GatedMLP", "GaussianNoise", "gelu",
+    "ExpertGroups", "fp8_dot_general", "gated_delta_rule", "GatedDeltaNet", "GatedMLP", "GaussianNoise", "gelu",
     "get_scaled_dot_general_config", "global_avg_pool", "global_max_pool", "GlobalAvgPool", "GlobalMaxPool", "glu",
     "GroupNorm", "GRUCell", "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "Identity", "identity",
     "initializers", "InstanceNorm", "KVCache", "LatentAttention", "LayerCache", "LayerNorm", "leaky_relu",

@@ -22,6 +22,7 @@ import numpy as np
 import reference
 import safetensors
 import safetensors.numpy
+import variants
 
 from tests.models import golden_files
 
@@ -125,6 +126,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
+# Families that add an option or two to others: the first value of each entry, and no text.
+BRIEF = {
+    family: {**SMALL, **HEADS, **{k: v[0] for k, v in found.items()}} for family, found in variants.VARIANTS.items()
+}
 SHARDED = {"mistral": 3}  # cases saved in several files, and how many
 AS_PUBLISHED = (
     "llama3",
@@ -156,6 +161,19 @@ def write(name: str) -> str:
     if name in SHARDED:
         golden["shards"] = SHARDED[name]
     return f"{saved(name, golden, greedy)}   logits ±{logits.std(axis=-1).mean():.2f}   smallest lead {lead:.3f}"
+
+
+def write_brief(family: str) -> str:
+    """Writes the golden of a decoder without a text, and returns a line about it."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = pathlib.Path(folder)
+        reference.make(family, BRIEF[family], 0).save_pretrained(directory)
+        golden = filled(directory, 0, gain=2.0)
+        model = reference.load(directory)
+        tokens = np.random.default_rng(0).integers(3, 96, (BATCH, LENGTH), np.int32)
+    logits = reference.logits(model, tokens)
+    golden |= {"inputs": {"tokens": tokens.tolist()}, "outputs": {"logits": golden_files.sums(logits)}}
+    return f"{saved(family, golden, None)}   logits ±{logits.std(axis=-1).mean():.2f}"
 
 
 def write_encoder(name: str) -> str:
@@ -215,7 +233,7 @@ def publish_tie(directory: pathlib.Path, tied: bool) -> None:
 
 
 if __name__ == "__main__":
-    known = [*CASES, *encoders.GOLDENS, "images", "audio"]
+    known = [*CASES, *BRIEF, *encoders.GOLDENS, "images", "audio"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(known)}; all by default")
     for case in parser.parse_args().names or known:
@@ -224,4 +242,5 @@ if __name__ == "__main__":
         elif case == "audio":
             print(audio_goldens.write(golden_files.FOLDER))
         else:
-            print((write if case in CASES else write_encoder)(case), flush=True)
+            way = write if case in CASES else write_brief if case in BRIEF else write_encoder
+            print(way(case), flush=True)

@@ -39,11 +39,11 @@ from nnx.models.architectures.whisper import Whisper as Whisper
 from nnx.models.architectures.whisper import WhisperConfig as WhisperConfig
 from nnx.models.architectures.whisper import WhisperDecoderBlock as WhisperDecoderBlock
 from nnx.models.architectures.whisper import WhisperEncoder as WhisperEncoder
+from nnx.models.block import DecoderBlock as DecoderBlock
 from nnx.models.config import DecoderConfig as DecoderConfig
 from nnx.models.config import LayerSpec as LayerSpec
 from nnx.models.config import RotaryConfig as RotaryConfig
 from nnx.models.decoder import Decoder as Decoder
-from nnx.models.decoder import DecoderBlock as DecoderBlock
 from nnx.models.explain import Explanation as Explanation
 from nnx.models.explain import explain as explain
 from nnx.models.families.families import FAMILIES as FAMILIES

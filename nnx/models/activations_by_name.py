@@ -39,10 +39,16 @@ class ClampedSwiGLU:
         return (value + 1) * gate * sigmoid(self.alpha * gate)
 
 
+def squared_relu(x: jax.Array) -> jax.Array:
+    """The square of the rectified linear unit."""
+    return jnp.square(relu(x))
+
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": silu,
     "swish": silu,
     "relu": relu,
+    "relu2": squared_relu,
     "gelu": exact_gelu,
     "gelu_new": gelu,
     "gelu_pytorch_tanh": gelu,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from nnx.nn.attention.rotary_scaling import RotaryScaling
+from nnx.nn.moe.moe import ExpertGroups
 
 LayerType = Literal["full", "sliding", "linear"]
 
@@ -29,7 +30,13 @@ WRONG_EXPERTS = (
     "num_experts, got num_experts={experts!r} and num_selected={selected!r}."
 )
 NO_GATES = "DecoderConfig: swiglu_limit={limit!r} is about gates, which MLPs with gated=False do not have."
-UNKNOWN_NORM = "DecoderConfig: expected norm to be 'rms' or 'layer', got {got!r}."
+UNKNOWN_CHOICE = "DecoderConfig: expected {name} to be {known}, got {got!r}."
+
+CHOICES = {
+    "norm": ("rms", "layer"),
+    "qk_norm": ("shared", "separate", "joint"),
+    "router_scores": ("softmax", "sigmoid"),
+}
 
 SIZES = (
     "vocab_size",
@@ -121,12 +128,26 @@ class DecoderConfig:
         num_experts: the number of experts, if the MLPs are mixtures of experts (`nnx.MoE`).
         num_selected: the number of experts that each token uses.
         normalize_experts: whether the weights of the selected experts are divided by their sum.
+        expert_weight_scale: a number that multiplies these weights.
+        router_scores: "softmax" if experts compete for a token, "sigmoid" if each is scored by itself.
+        use_router_correction: whether a bias takes part in choosing experts, but not in their weights.
+        expert_groups: the groups of experts of which a token uses a few, if any.
+        shared_features: the number of hidden features of the experts that every token uses, if there are any.
+        use_shared_gate: whether the output of these is multiplied by a gate.
         norm: "rms" for `nnx.RMSNorm`, "layer" for `nnx.LayerNorm`.
         norm_epsilon: the epsilon of every norm.
-        norm_offset: the `scale_offset` of every `RMSNorm`.
-        post_norms: whether the outputs of attention and MLP are normalized as well, before they are added.
-        normalize_qk: whether queries and keys are normalized per head.
+        norm_offset: the `scale_offset` of every norm.
+        use_norm_scale, use_norm_bias: whether norms have scales, and layer norms biases.
+        pre_norms: whether the inputs of attention and MLP are normalized.
+        post_norms: whether their outputs are normalized, before they are added.
+        parallel: whether the MLP reads the input of the layer, like attention, instead of its output.
+        shared_norm: whether it then also shares its norm.
+        normalize_qk: whether queries and keys are normalized: each head alone, with one scale for all.
+        qk_norm: "shared" for that; "separate" if every head has its own scale, "joint" if all heads of a token are one
+            vector.
+        qk_norm_after_rotary: whether they are normalized after the rotary embedding.
         use_qkv_bias, use_out_bias, use_mlp_bias: whether these projections have biases; those of experts are an MLP's.
+        use_head_bias: whether the output layer has a bias.
         dense_layers: the numbers of the layers that have a dense MLP although `num_experts` is set.
         dense_features: the number of hidden features of these; `hidden_features` by default.
         use_router_bias: whether the routers of mixtures of experts have biases.
@@ -145,8 +166,11 @@ class DecoderConfig:
         layer_types: "full", "sliding" or "linear" for each layer; all "full" by default.
         sliding_window: the number of tokens that a token of a "sliding" layer sees, including itself.
         query_pre_attn_scalar: attention logits are divided by the square root of this number; `head_dim` by default.
+        attention_scale: a number that multiplies them instead.
         attention_soft_cap, logits_soft_cap: the soft caps of attention logits and of the output, if any.
         scale_embeddings: whether embeddings are multiplied by the square root of `features`.
+        embedding_scale, residual_scale, logits_scale: numbers that multiply embeddings, what attention and MLP add to
+            their inputs, and logits.
         tie_embeddings: whether the output layer is the transposed embedding.
         extra: the other entries of the `config.json` this was read from, as JSON by name. They are written back.
 
@@ -172,16 +196,30 @@ class DecoderConfig:
     num_experts: int | None = None
     num_selected: int | None = None
     normalize_experts: bool = True
+    expert_weight_scale: float = 1.0
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    use_router_correction: bool = False
+    expert_groups: ExpertGroups | None = None
+    shared_features: int | None = None
+    use_shared_gate: bool = False
     dense_layers: tuple[int, ...] = ()
     dense_features: int | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_epsilon: float = 1e-6
     norm_offset: float = 0.0
+    use_norm_scale: bool = True
+    use_norm_bias: bool = True
+    pre_norms: bool = True
     post_norms: bool = False
+    parallel: bool = False
+    shared_norm: bool = False
     normalize_qk: bool = False
+    qk_norm: Literal["shared", "separate", "joint"] = "shared"
+    qk_norm_after_rotary: bool = False
     use_qkv_bias: bool = False
     use_out_bias: bool = False
     use_mlp_bias: bool = False
+    use_head_bias: bool = False
     use_router_bias: bool = False
     use_sinks: bool = False
     use_attention_gate: bool = False
@@ -200,9 +238,13 @@ class DecoderConfig:
     layer_types: tuple[LayerType, ...] = None  # type: ignore[assignment]
     sliding_window: int | None = None
     query_pre_attn_scalar: float | None = None
+    attention_scale: float | None = None
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
     scale_embeddings: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     tie_embeddings: bool = False
     extra: tuple[tuple[str, str], ...] = ()
 
@@ -239,8 +281,10 @@ class DecoderConfig:
             raise ValueError(DENSE_AMONG_NO_EXPERTS.format(got=self.dense_layers))
         if self.swiglu_limit is not None and not self.gated:
             raise ValueError(NO_GATES.format(limit=self.swiglu_limit))
-        if self.norm not in ("rms", "layer"):
-            raise ValueError(UNKNOWN_NORM.format(got=self.norm))
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                listed = " or ".join(map(repr, known))
+                raise ValueError(UNKNOWN_CHOICE.format(name=name, known=listed, got=getattr(self, name)))
 
     def _check_mixers(self) -> None:
         """Raises `ValueError` if a size that a mixer needs is missing."""

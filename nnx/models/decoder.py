@@ -7,7 +7,6 @@ after the last whole one the *tail*; both are lists. Scanning over periods rathe
 rotary base a static value, so fused attention kernels apply.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -20,128 +19,31 @@ from nnx.core.context import Context
 from nnx.core.module.dict_sequence import Sequence
 from nnx.core.module.module import Module
 from nnx.core.variables.variables import Variable
-from nnx.models.activations_by_name import ClampedSwiGLU, activation_of
+from nnx.models.block import DecoderBlock, Period, constrained, run_block
 from nnx.models.config import DecoderConfig, LayerSpec
 from nnx.models.inputs.tokens import check_tokens, too_long, without_negatives
-from nnx.models.mixers.mixers import MIXERS
 from nnx.models.mixers.norms import make_norm
 from nnx.nn.attention.kv_cache import DecoderCache
 from nnx.nn.attention.rotary_scaling import DynamicNTKScaling, LongRoPEScaling
 from nnx.nn.embed import Embed, LearnedPositionEmbed
 from nnx.nn.linear import Linear
-from nnx.nn.mlp import MLP, GatedMLP
-from nnx.nn.moe.moe import MoE
 from nnx.nn.norms.norm import LayerNorm, RMSNorm
 from nnx.nn.quantized.quantized import to_weight, weight_dtype
 from nnx.nn.support.parameters import AxisNames
 from nnx.nn.support.settings import as_dtype, as_optional_dtype, cast
 from nnx.sharding.axes import PARTITION_NAME, DefaultAxes
-from nnx.sharding.constraints import with_logical_constraint
-from nnx.sharding.rules import RulesFallback
 from nnx.transforms.control.class_forms import Scan
-from nnx.transforms.control.remat import remat as checkpointed
 from nnx.transforms.control.scan import scan
 
 LAYERS_AXIS = "layers"
 """The logical name of the axis along which a scanned decoder stacks its layers."""
 
 NO_LAYER_CACHE = "Decoder.decode: expected a cache with {expected} layers (see init_cache), got one with {got}."
-BLOCK_OF_A_BOOL = (
-    "DecoderBlock(config, {got}, ...): say which layer it is instead of whether it has a window, "
-    "`DecoderBlock(config, config.layers[i], ...)`. The next minor version refuses a bool."
-)
 ADAPTED_HEAD = (
     "Decoder.head_kernel: the output layer is a {got}, which is more than one matrix. Merge it first "
     "(`nnx.merge_lora`), or compute the loss from `model.logits(features)`."
 )
 WRONG_ROWS = "Decoder.decode: expected a cache with {expected} rows, one per row of tokens, got {got}."
-
-
-class DecoderBlock(Module):
-    """One layer of a decoder.
-
-    Args:
-        config: the architecture.
-        spec: what this layer is made of, one of `config.layers`.
-        dtype, param_dtype, ctx: as in `Decoder`.
-
-    Attributes:
-        attention_norm, mlp_norm: the norms of the inputs of mixer and MLP.
-        attention: the mixer, such as a `MultiHeadAttention`.
-        mlp: a `GatedMLP`, `MLP` or `MoE`.
-        attention_post_norm, mlp_post_norm: the norms of their outputs, or None.
-    """
-
-    attention_norm: RMSNorm | LayerNorm
-    attention: Any  # a Mixer; a protocol would hide the attributes of attention from an editor
-    attention_post_norm: RMSNorm | LayerNorm | None
-    mlp_norm: RMSNorm | LayerNorm
-    mlp: GatedMLP | MLP | MoE
-    mlp_post_norm: RMSNorm | LayerNorm | None
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        spec: LayerSpec | bool,
-        *,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        ctx: Context,
-    ) -> None:
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "ctx": ctx}
-        if isinstance(spec, bool):
-            warnings.warn(BLOCK_OF_A_BOOL.format(got=spec), DeprecationWarning, stacklevel=2)
-            kind = "sliding" if spec else "full"
-            spec = config.replace(layer_types=(kind,) * config.num_layers).layers[0]
-        self.attention_norm = make_norm(config, config.features, options)
-        self.attention = MIXERS[spec.mixer](config, spec, options)
-        self.attention_post_norm = make_norm(config, config.features, options) if config.post_norms else None
-        self.mlp_norm = make_norm(config, config.features, options)
-        self.mlp = _mlp(config, spec, options)
-        self.mlp_post_norm = make_norm(config, config.features, options) if config.post_norms else None
-
-    def __call__(
-        self, x: jax.Array, positions: jax.Array | None = None, mask: jax.Array | None = None
-    ) -> jax.Array:  # [batch, length, features]
-        """Applies the layer to whole texts, `[batch, length, features]`."""
-        attended = self.attention(self.attention_norm(x), is_causal=True, positions=positions, mask=mask)
-        return _constrained(self._with_mlp(x, attended))
-
-    def decode_step(
-        self, x: jax.Array, cache: Any, lengths: jax.Array, seq_lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
-        """Applies the layer to the next tokens; the arguments are those of its mixer's `decode_step`."""
-        attended, cache = self.attention.decode_step(self.attention_norm(x), cache, lengths, seq_lengths)
-        # A mixture of experts in training mode would store its losses.
-        mlp = {"update_stats": False} if isinstance(self.mlp, MoE) else {}
-        return self._with_mlp(x, attended, **mlp), cache
-
-    def _with_mlp(self, x: jax.Array, attended: jax.Array, **options: Any) -> jax.Array:
-        x = x + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
-        hidden = self.mlp(self.mlp_norm(x), **options)
-        return x + (hidden if self.mlp_post_norm is None else self.mlp_post_norm(hidden))
-
-
-class Period(Module):
-    """The blocks of one period of the pattern of layers; what a scanned decoder stacks.
-
-    Attributes:
-        layers: the blocks, in order.
-    """
-
-    layers: Sequence
-
-    def __init__(self, config: DecoderConfig, **options: Any) -> None:
-        stack = config.stack
-        self.layers = Sequence(
-            DecoderBlock(config, spec, **options) for spec in config.layers[stack.lead : stack.lead + stack.period]
-        )
-
-    def __call__(self, x: jax.Array, _: None, positions: Any, mask: Any, remat: Any) -> tuple[jax.Array, None]:
-        """Applies the blocks, as the body of a scan."""
-        for block in self.layers:
-            x = _run(block, x, positions, mask, remat)
-        return x, None
 
 
 class Decoder(Module):
@@ -180,7 +82,7 @@ class Decoder(Module):
     True
     """
 
-    logical_axes: ClassVar[AxisNames] = {"head/kernel": ("embed", "vocab")}
+    logical_axes: ClassVar[AxisNames] = {"head/kernel": ("embed", "vocab"), "head/bias": ("vocab",)}
 
     config: DecoderConfig
     dtype: np.dtype | None
@@ -233,7 +135,9 @@ class Decoder(Module):
             self.lead, self.layers, self.tail = blocks(()), blocks(config.layers), blocks(())
         self.norm = make_norm(config, config.features, options)
         self.head = (
-            None if config.tie_embeddings else Linear(config.features, config.vocab_size, use_bias=False, **options)
+            None
+            if config.tie_embeddings
+            else Linear(config.features, config.vocab_size, use_bias=config.use_head_bias, **options)
         )
 
     def __call__(
@@ -273,27 +177,29 @@ class Decoder(Module):
         True
         """
         check_tokens("Decoder", tokens, self.config.vocab_size)
-        x = _constrained(self._embedded(tokens, positions))
+        x = constrained(self._embedded(tokens, positions))
         is_scanned = isinstance(self.layers, Scan)
         for block in self.lead if is_scanned else self.layers:
-            x = _run(block, x, positions, mask, self.remat)
+            x = run_block(block, x, positions, mask, self.remat)
         if is_scanned:
             x, _ = self._scanned(x, positions, mask)
         for block in self.tail:
-            x = _run(block, x, positions, mask, self.remat)
+            x = run_block(block, x, positions, mask, self.remat)
         return self.norm(x)
 
     def logits(self, features: jax.Array) -> jax.Array:
         """Applies the output layer to `features`, `[batch, length, features]`."""
         logits = self.embed.attend(features) if self.head is None else self.head(features)
-        cap = self.config.logits_soft_cap
+        cap, scale = self.config.logits_soft_cap, self.config.logits_scale
+        logits = logits if scale == 1.0 else logits * jnp.asarray(scale, logits.dtype)
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     @property
     def head_kernel(self) -> jax.Array:
         """The matrix of the output layer, `[features, vocab_size]`, whether it is the embedding or not.
 
-        Logits are `features @ head_kernel`, bounded by `config.logits_soft_cap` if the model has one.
+        Logits are `features @ head_kernel`, plus `head.bias` if there is one, bounded by `config.logits_soft_cap` if
+        the model has one. The matrix includes `config.logits_scale`.
         """
         if self.head is None:
             table, scale, summed = self.embed.embedding, self.embed.embedding_scale, (1,)
@@ -304,6 +210,7 @@ class Decoder(Module):
         if scale is not None:
             table = to_weight(table, scale, summed, weight_dtype(scale, self.param_dtype))
         table = table if self.dtype is None else cast(table, self.dtype)
+        table = table if self.config.logits_scale == 1.0 else table * jnp.asarray(self.config.logits_scale, table.dtype)
         return table.T if self.head is None else table
 
     @property
@@ -407,51 +314,13 @@ class Decoder(Module):
         x = self.embed(without_negatives(tokens, self.config.vocab_size))
         if self.config.scale_embeddings:
             x = x * jnp.asarray(self.config.features**0.5, x.dtype)
+        if self.config.embedding_scale != 1.0:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         if self.positions is not None:
             if positions is None and tokens.shape[1] > self.config.max_length:
                 raise too_long("Decoder", self.config.max_length, tokens.shape[1])
             x = self.positions(x, positions)
         return x
-
-
-def _mlp(config: DecoderConfig, spec: LayerSpec, options: dict[str, Any]) -> GatedMLP | MLP | MoE:
-    hidden = config.hidden_features if spec.mlp == "experts" else config.dense_features or config.hidden_features
-    sizes = (config.features, hidden)
-    options = {**options, "activation": activation_of(config.activation), "use_bias": config.use_mlp_bias}
-    if config.swiglu_limit is not None:
-        options["gated_activation"] = ClampedSwiGLU(config.swiglu_limit, config.swiglu_alpha)
-    if spec.mlp == "experts" and config.num_experts is not None and config.num_selected is not None:
-        return MoE(
-            *sizes,
-            config.num_experts,
-            config.num_selected,
-            normalize=config.normalize_experts,
-            use_router_bias=config.use_router_bias,
-            update_stats=False,  # `model.train()` turns it on
-            **options,
-        )
-    mlp: Any = GatedMLP if config.gated else MLP
-    return mlp(*sizes, config.features, **options)
-
-
-def _constrained(x: jax.Array) -> jax.Array:
-    """Constrains the features between layers as the current rules say.
-
-    Without a constraint, the compiler splits them by features, like the parameters of FSDP, and sums partial products
-    instead of gathering the parameters.
-    """
-    return with_logical_constraint(x, ("batch", "length", "embed"), fallback=RulesFallback.NO_CONSTRAINT)
-
-
-def _run(block: Any, x: jax.Array, positions: Any, mask: Any, remat: Any) -> jax.Array:
-    if remat is False:
-        return block(x, positions, mask)
-    policy = None if remat is True else remat
-
-    def layer(block: Any, x: jax.Array, positions: Any, mask: Any) -> jax.Array:
-        return block(x, positions, mask)
-
-    return checkpointed(layer, policy=policy)(block, x, positions, mask)
 
 
 def _sliced(leaf: Any, i: int) -> Any:

@@ -76,7 +76,8 @@ ABSTRACT = "Cannot save a model without values: {path!r} is {value}."
 _SETTINGS = (
     *("activation", "gated_activation", "epsilon", "scale_offset", "sliding_window", "scale", "logits_soft_cap"),
     *("base", "rotary_dim", "interleaved", "scaling", "post_norm", "strides", "padding"),
-    *("num_buckets", "max_distance", "bidirectional"),
+    *("num_buckets", "max_distance", "bidirectional", "reduction_axes", "normalize_after_rotary"),
+    *("parallel", "residual_scale", "normalize", "scores", "weight_scale", "groups"),
 )
 # What a directory holds besides config and weights: a tokenizer in any format, templates, and processors.
 _COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")

@@ -23,6 +23,7 @@ ALL_GOLDENS = {  # the model type of each one, by its name
     for path in sorted(golden_files.FOLDER.glob("*.json"))
 }
 GOLDENS = [name for name, model_type in ALL_GOLDENS.items() if model_type in nnx.models.FAMILIES]  # the decoders
+WRITERS = [name for name in GOLDENS if "greedy" in json.loads((golden_files.FOLDER / f"{name}.json").read_text())]
 ENCODERS = [
     name for name, model_type in ALL_GOLDENS.items() if model_type in ("bert", "vit", "clip", "resnet", "t5", "whisper")
 ]

@@ -1,4 +1,4 @@
-"""Alibaba: qwen2, qwen3, qwen3_moe."""
+"""Alibaba: qwen2, qwen3, and their mixtures of experts."""
 
 from nnx.models.families.common import (
     ATTENTION,
@@ -7,6 +7,7 @@ from nnx.models.families.common import (
     EXPERTS,
     LLAMA,
     NORMS,
+    SPARSE,
     STANDARD,
     experts,
     table,
@@ -17,7 +18,6 @@ from nnx.models.files.windows import Windows
 
 _SWITCH = "use_sliding_window"
 _WINDOWS = Windows(4096, lambda i, entries: i >= entries.get("max_window_layers", 28), switch=_SWITCH)
-_EXPERTS = experts("gate_proj", "up_proj", "down_proj", router="mlp.gate", of="mlp.experts")
 
 ALIBABA = (
     Family(
@@ -38,9 +38,27 @@ ALIBABA = (
         parts=(*STANDARD, _WINDOWS),
     ),
     Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        table(*ATTENTION, *experts(shared="shared_expert"), *NORMS),
+        {
+            **without("intermediate_size", "head_dim"),
+            **{**SPARSE, **EXPERTS, "shared_expert_intermediate_size": "shared_features"},
+            "qkv_bias": "use_qkv_bias",
+        },
+        constants={"use_shared_gate": True},
+        defaults={
+            **{"hidden_features": 1408, "shared_features": 5632, "num_experts": 60, "num_selected": 4},
+            **{"normalize_experts": False, "use_qkv_bias": True},
+        },
+        only={"decoder_sparse_step": 1, "mlp_only_layers": []},
+        parts=(*STANDARD, Windows(4096, switch=_SWITCH)),
+        aliases={"num_local_experts": "num_experts"},
+    ),
+    Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        table(*ATTENTION, *_EXPERTS, *NORMS),
+        table(*ATTENTION, *experts(), *NORMS),
         {
             **without("intermediate_size", hidden_features="moe_intermediate_size"),
             **BIASES,

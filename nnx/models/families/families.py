@@ -5,16 +5,28 @@ from typing import Any
 
 from nnx.models.config import DecoderConfig
 from nnx.models.families.alibaba import ALIBABA
+from nnx.models.families.allenai import ALLENAI
+from nnx.models.families.baidu import BAIDU
+from nnx.models.families.cohere import COHERE
 from nnx.models.families.google import GOOGLE
+from nnx.models.families.huggingface import HUGGINGFACE
+from nnx.models.families.ibm import IBM
+from nnx.models.families.lg import LG
 from nnx.models.families.meta import META
 from nnx.models.families.microsoft import MICROSOFT
 from nnx.models.families.mistral import MISTRAL
 from nnx.models.families.openai import OPENAI
+from nnx.models.families.others import OTHERS
+from nnx.models.families.tii import TII
+from nnx.models.families.zhipu import ZHIPU
 from nnx.models.family import Family
 
 UNKNOWN_MODEL = "{where}: the model_type {got!r} is not among the known ones: {known}."
 
-_MAKERS = (ALIBABA, GOOGLE, META, MICROSOFT, MISTRAL, OPENAI)
+_MAKERS = (
+    *(ALIBABA, ALLENAI, BAIDU, COHERE, GOOGLE, HUGGINGFACE, IBM, LG),
+    *(META, MICROSOFT, MISTRAL, OPENAI, OTHERS, TII, ZHIPU),
+)
 
 FAMILIES = dict(sorted((family.model_type, family) for maker in _MAKERS for family in maker))
 """The known families of decoders by `model_type`."""

@@ -1,8 +1,8 @@
-"""Google: gemma2, gemma3."""
+"""Google: gemma, gemma2, gemma3."""
 
-from nnx.models.families.common import ATTENTION, BIASES, MLP, STANDARD, table, without
+from nnx.models.families.common import ATTENTION, BIASES, LLAMA, MLP, STANDARD, table, without
 from nnx.models.family import Family
-from nnx.models.files.config_entries import SpecialTokens
+from nnx.models.files.config_entries import Key, SpecialTokens
 from nnx.models.files.rope_entries import Rotary
 from nnx.models.files.table import norm
 from nnx.models.files.windows import Windows, every
@@ -22,6 +22,7 @@ _DEFAULTS = {
     "tie_embeddings": True,
 }
 _ONLY = {"use_bidirectional_attention": False}
+_GELU = Key("activation", lambda name, _: "gelu_pytorch_tanh" if name == "gelu" else name)
 _TABLE = table(
     *ATTENTION,
     *MLP,
@@ -32,6 +33,17 @@ _TABLE = table(
 )
 
 GOOGLE = (
+    Family(
+        "gemma",
+        "GemmaForCausalLM",
+        LLAMA,
+        # The first files say "gelu", which transformers takes for the other one as well.
+        {**without("hidden_act"), **BIASES, "hidden_act": _GELU},
+        constants={"norm_offset": 1.0, "scale_embeddings": True},
+        defaults={"head_dim": 256, "activation": "gelu_pytorch_tanh", "tie_embeddings": True},
+        only=_ONLY,
+        parts=STANDARD,
+    ),
     Family(
         "gemma2",
         "Gemma2ForCausalLM",

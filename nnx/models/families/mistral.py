@@ -1,4 +1,4 @@
-"""Mistral AI: mistral, mixtral."""
+"""Mistral AI: mistral, mixtral, ministral."""
 
 from nnx.models.families.common import ATTENTION, COMMON, LLAMA, NORMS, STANDARD, experts, table
 from nnx.models.family import Family
@@ -6,10 +6,13 @@ from nnx.models.files.config_entries import SpecialTokens
 from nnx.models.files.rope_entries import Rotary
 from nnx.models.files.windows import Windows
 
-_EXPERTS = experts("w1", "w3", "w2", router="block_sparse_moe.gate", of="block_sparse_moe.experts")
+_EXPERTS = experts("w1", "w3", "w2", block="block_sparse_moe")
 
 MISTRAL = (
     Family("mistral", "MistralForCausalLM", LLAMA, COMMON, parts=(*STANDARD, Windows(4096))),
+    Family(
+        "ministral", "MinistralForCausalLM", LLAMA, COMMON, parts=(*STANDARD, Windows(4096, lambda i, entries: True))
+    ),
     Family(
         "mixtral",
         "MixtralForCausalLM",

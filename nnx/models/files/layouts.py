@@ -57,6 +57,8 @@ class TensorLayout:
         """The axis of the tensor along which fused parameters follow each other, or take turns."""
         if self.interleaved:
             return -1
+        if self.order is not None:
+            return self.order.index(len(self.order) - 1)
         return 0 if self.inputs is None or self.transposed else 1
 
     def to_tensor(self, array: np.ndarray) -> np.ndarray:
@@ -96,6 +98,7 @@ KERNEL_2D = TensorLayout(order=(3, 2, 0, 1))  # [outputs, inputs, height, width]
 KERNEL_1D = TensorLayout(order=(2, 1, 0))  # [outputs, inputs, length] and [length, inputs, outputs]
 CONV1D = TensorLayout(1)  # GPT-2 stores its products as [inputs, outputs]
 CONV1D_FROM_HEADS = TensorLayout(2)
+STACKED = TensorLayout(order=(0, 2, 1))  # [experts, outputs, inputs] and [experts, inputs, outputs]
 IN_TURNS = TensorLayout(interleaved=2)
 IN_GROUPS = TensorLayout(1, transposed=True, grouped=True)
 FLAT_IN_GROUPS = TensorLayout(flat=True, grouped=True)

@@ -289,8 +289,11 @@ def _grouped_view(location: Location, box: Box, read_rows: ReadRows) -> np.ndarr
 
 
 def _small_view(location: Location, box: Box, read_rows: ReadRows) -> np.ndarray:
-    """Reads a whole tensor of a kind that is never large (a convolution, a scalar), and returns a part of it."""
+    """Reads a whole tensor that cannot be read in ranges (a convolution, a scalar), and returns a part of it."""
     tensor, order = read_rows(location, 0, None), location.layout.order
+    if order is not None:  # it may be fused
+        cut = slice(location.offset, location.offset + location.shape[-1])
+        tensor = tensor[(slice(None),) * location.layout.output_axis + (cut,)]
     array = tensor.reshape(location.shape) if order is None else tensor.transpose(np.argsort(order))
     return array[(..., *box.slices())]
 

@@ -70,7 +70,9 @@ class Rotary:
     Attributes:
         base: the base of a file that mentions none.
         local_base: the same for layers with a window, where they have their own frequencies.
+        shares_base: whether layers with a window have the base of the others, but never their scaling.
         fraction: the part of each head that rotates in a file that mentions none.
+        dim: the entry with the number of features of a head that rotate, if the family has one.
         scaling: the scaling of a file that mentions none, as such a file would write it.
         original: the length of training texts of a file that mentions none; the context length by default.
         interleaved: whether neighboring features rotate together.
@@ -78,22 +80,28 @@ class Rotary:
 
     base: float = 10000.0
     local_base: float | None = None
+    shares_base: bool = False
     fraction: float = 1.0
+    dim: str | None = None
     scaling: Mapping[str, Any] | None = None
     original: int | None = None
     interleaved: bool = False
 
     def known(self, entries: Mapping[str, Any]) -> set[str]:
-        return {*("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"), _FRACTION, _ORIGINAL}
+        dim = set() if self.dim is None else {self.dim}
+        return {*("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"), _FRACTION, _ORIGINAL} | dim
 
     def read(self, entries: Mapping[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
         if self.scaling and not entries.get("rope_scaling") and not entries.get("rope_parameters"):
             entries = {**entries, "rope_scaling": self.scaling}
+        if self.dim is not None and entries.get(self.dim) is not None and _FRACTION not in entries:
+            entries = {**entries, _FRACTION: _number(entries[self.dim], self.dim, where) / values["head_dim"]}
         length = values["max_length"]
         fields = {"rotary": self._rotary(self._settings(entries, "full_attention", where), self.base, length, where)}
-        if self.local_base is not None:
+        if self.shares_base or self.local_base is not None:
             settings = self._settings(entries, "sliding_attention", where)
-            fields["local_rotary"] = self._rotary(settings, self.local_base, length, where)
+            base = self.base if self.local_base is None else self.local_base
+            fields["local_rotary"] = self._rotary(settings, base, length, where)
         return fields
 
     def write(self, config: Any) -> dict[str, Any]:
@@ -114,7 +122,7 @@ class Rotary:
             entries[_ORIGINAL] = entries["rope_scaling"].pop(_ORIGINAL)
             entries["rope_scaling"]["type"] = entries["rope_scaling"].pop("rope_type")
         if local is not None:
-            entries["rope_local_base_freq"] = local.base
+            entries |= {} if self.shares_base else {"rope_local_base_freq": local.base}
             inner = {"full_attention": full, "sliding_attention": _written(local, config.max_length)}
             entries["rope_parameters"] = inner
         return entries
@@ -140,7 +148,7 @@ class Rotary:
             return {**outer, **(new.get(kind) or {})}
         if kind == "sliding_attention":
             # Local layers are never scaled, and have their own base.
-            local = entries.get("rope_local_base_freq")
+            local = entries.get("rope_theta" if self.shares_base else "rope_local_base_freq")
             return {} if local is None else {"rope_theta": local}
         original = entries.get(_ORIGINAL, self.original)
         # At the top level of the file, as in every phi3, this entry takes precedence.

@@ -3,14 +3,14 @@
 from typing import Any
 
 from nnx.models.config import DecoderConfig, LayerSpec
-from nnx.models.mixers.norms import make_norm
+from nnx.models.mixers.norms import make_head_norm
 from nnx.nn.attention.attention import MultiHeadAttention
 from nnx.nn.attention.rotary import RotaryEmbedding
 
 
 def make_attention(config: DecoderConfig, spec: LayerSpec, options: dict[str, Any]) -> MultiHeadAttention:
     """Returns the attention of a layer; `options` are `dtype`, `param_dtype` and `ctx`."""
-    rotary, divisor = spec.rotary, config.query_pre_attn_scalar
+    rotary, divisor, scale = spec.rotary, config.query_pre_attn_scalar, config.attention_scale
     layer = MultiHeadAttention(
         config.num_heads,
         config.features,
@@ -28,14 +28,15 @@ def make_attention(config: DecoderConfig, spec: LayerSpec, options: dict[str, An
             interleaved=rotary.interleaved,
         ),
         sliding_window=spec.window,
-        scale=None if divisor is None else float(divisor) ** -0.5,
+        scale=scale if divisor is None else float(divisor) ** -0.5,
         logits_soft_cap=config.attention_soft_cap,
         use_sinks=config.use_sinks,
         use_gate=config.use_attention_gate,
+        normalize_after_rotary=config.qk_norm_after_rotary,
         **options,
     )
     if config.normalize_qk:
         # Set here because `normalize_qk=` takes neither the epsilon nor the offset.
-        layer.query_ln = make_norm(config, config.head_dim, options)
-        layer.key_ln = make_norm(config, config.head_dim, options)
+        layer.query_ln = make_head_norm(config, config.num_heads, options)
+        layer.key_ln = make_head_norm(config, config.num_kv_heads, options)
     return layer

@@ -94,6 +94,7 @@ class MultiHeadAttention(Module):
         decode: whether to use the cache (see `init_cache`); can also be set by the call.
         normalize_qk: how to normalize queries and keys per head: `True` or "layer" with `LayerNorm` without bias, "rms"
             with `RMSNorm`, `False` not at all.
+        normalize_after_rotary: whether they are normalized after the rotary embedding instead of before it.
         qkv_promote_dtype, out_promote_dtype, ln_promote_dtype: replacements for the function that converts arrays to
             one dtype, in the projections and in the norms.
         qkv_dot_general, out_dot_general: replacements for `jax.lax.dot_general` in the projections.
@@ -168,6 +169,7 @@ class MultiHeadAttention(Module):
     key: LinearGeneral
     value: LinearGeneral
     out: LinearGeneral
+    normalize_after_rotary: bool
     query_ln: LayerNorm | RMSNorm | None
     key_ln: LayerNorm | RMSNorm | None
     gate: LinearGeneral | None
@@ -199,6 +201,7 @@ class MultiHeadAttention(Module):
         attention_fn: Callable[..., jax.Array] = dot_product_attention,
         decode: bool | None = None,
         normalize_qk: bool | Literal["layer", "rms"] = False,
+        normalize_after_rotary: bool = False,
         qkv_promote_dtype: PromoteDtype = default_promote_dtype,
         out_promote_dtype: PromoteDtype = default_promote_dtype,
         ln_promote_dtype: PromoteDtype = default_promote_dtype,
@@ -301,6 +304,7 @@ class MultiHeadAttention(Module):
         }
         self.query_ln = _head_norm(normalize_qk, head_dim, scale_metadata=query_ln_scale_metadata, **norm)
         self.key_ln = _head_norm(normalize_qk, head_dim, scale_metadata=key_ln_scale_metadata, **norm)
+        self.normalize_after_rotary = normalize_after_rotary
         self.sinks = make_param(self, default_bias_init, ctx, (num_heads,)) if use_sinks else None
         self.rotary = rotary
         self.cache = None
@@ -368,7 +372,7 @@ class MultiHeadAttention(Module):
         if decode:
             query, key, value = self._through_cache(query, key, value, seq_lengths, positions, key_positions, options)
         else:
-            query, key = rotate_pair(self.rotary, query, key, positions, key_positions)
+            query, key = self._rotated(query, key, positions, key_positions)
             if seq_lengths is not None:
                 options["key_value_seq_lengths"] = seq_lengths
             if self.sliding_window is not None:
@@ -415,7 +419,7 @@ class MultiHeadAttention(Module):
         query, key, value = self._projected(inputs, inputs, inputs)
         positions = next_positions(lengths, inputs.shape[-2])
         # Keys stay in the cache as they are rotated here, and meet queries of later tokens.
-        query, key = rotate_pair(self.rotary, query, key, positions, positions, text_length=cache.max_length)
+        query, key = self._rotated(query, key, positions, positions, text_length=cache.max_length)
         cache = cache.append(key, value, lengths, seq_lengths)
         if bias is None:
             seen, options = visible_part(cache, positions, self.sliding_window)
@@ -442,7 +446,8 @@ class MultiHeadAttention(Module):
         True
         """
         key, value = self._keys_and_values(inputs_k, inputs_k if inputs_v is None else inputs_v)
-        return LayerCache(key if self.rotary is None else self.rotary(key, None), value)
+        key = key if self.rotary is None else self.rotary(key, None)
+        return LayerCache(_normed(self.key_ln, key) if self.normalize_after_rotary else key, value)
 
     def attend_projected(
         self,
@@ -462,6 +467,7 @@ class MultiHeadAttention(Module):
         """
         query = self._queries(inputs_q)
         query = query if self.rotary is None else self.rotary(query, positions)
+        query = _normed(self.query_ln, query) if self.normalize_after_rotary else query
         key, value = (cast(held, query.dtype) for held in (projected.key, projected.value))
         attended = self._attended(query, key, value, {"mask": mask, "is_causal": False}, deterministic=True)
         return self.out(self._gated(attended, inputs_q))
@@ -495,7 +501,7 @@ class MultiHeadAttention(Module):
     def _queries(self, inputs_q: jax.Array, sharding: Any = None) -> jax.Array:
         self._check_input("inputs_q", inputs_q, self.in_features)
         query = self.query(inputs_q, sharding)  # [batch..., query_length, heads, head_dim]
-        return query if self.query_ln is None else self.query_ln(query)
+        return query if self.normalize_after_rotary else _normed(self.query_ln, query)
 
     def _keys_and_values(
         self, inputs_k: jax.Array, inputs_v: jax.Array, sharding: Any = None
@@ -503,7 +509,22 @@ class MultiHeadAttention(Module):
         self._check_input("inputs_k", inputs_k, self.in_kv_features)
         self._check_input("inputs_v", inputs_v, self.in_kv_features)
         key = self.key(inputs_k, sharding)  # [batch..., key_length, kv_heads, head_dim]
-        return key if self.key_ln is None else self.key_ln(key), self.value(inputs_v, sharding)
+        key = key if self.normalize_after_rotary else _normed(self.key_ln, key)
+        return key, self.value(inputs_v, sharding)
+
+    def _rotated(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        positions: jax.Array | None,
+        key_positions: jax.Array | None,
+        text_length: int | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Applies the rotary embedding, and the norms that follow it, if any."""
+        query, key = rotate_pair(self.rotary, query, key, positions, key_positions, text_length=text_length)
+        if not self.normalize_after_rotary:
+            return query, key
+        return _normed(self.query_ln, query), _normed(self.key_ln, key)
 
     def _check_input(self, name: str, inputs: jax.Array, features: int) -> None:
         shape = shape_of(self, inputs)
@@ -536,7 +557,7 @@ class MultiHeadAttention(Module):
         slots = cache.positions(length)
         positions = slots if positions is None else positions
         key_positions = positions if key_positions is None else key_positions
-        query, key = rotate_pair(self.rotary, query, key, positions, key_positions, text_length=cache.max_length)
+        query, key = self._rotated(query, key, positions, key_positions, text_length=cache.max_length)
         key, value = cache.append(key, value, seq_lengths)
         key, value = cast(key, query.dtype), cast(value, query.dtype)
 
@@ -591,3 +612,7 @@ def _head_norm(kind: bool | Literal["layer", "rms"], head_dim: int, **options: A
     if kind is True or kind == "layer":
         return LayerNorm(head_dim, use_bias=False, **options)
     raise ValueError(WRONG_NORM.format(got=kind))
+
+
+def _normed(norm: LayerNorm | RMSNorm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)

@@ -59,6 +59,10 @@ from nnx.nn.support.settings import (
 Scores = Literal["softmax", "sigmoid"]
 
 WRONG_SELECTION = "MoE: expected num_selected within 1..num_experts ({experts}), got {got!r}."
+WRONG_GROUPS = (
+    "MoE: expected groups=ExpertGroups(count, selected) with a count that divides num_experts={experts} and groups "
+    "enough for num_selected experts, got {got!r}."
+)
 UNKNOWN_SCORES = "MoE: expected scores to be 'softmax' or 'sigmoid', got {got!r}."
 UNKNOWN_IMPLEMENTATION = "MoE: expected implementation to be 'triton', 'xla' or None, got {got!r}."
 WRONG_CAPACITY = "MoE: expected a capacity_factor >= 1, got {got!r}."
@@ -74,6 +78,27 @@ NO_MOE = "nnx.router_losses: there is no nnx.MoE in this {model}."
 
 # Of the three axes, the first numbers the experts; it is not an input.
 _expert_init: InitializerLike = fan_in_initializer(1.0, "truncated_normal", batch_axis=0)
+
+
+class ExpertGroups(NamedTuple):
+    """Experts in groups, of which a token uses a few: experts on few devices, so that there is less to send.
+
+    Attributes:
+        count: the number of groups, a divisor of the number of experts; neighbors form a group.
+        selected: the number of groups that a token uses.
+        best: the number of experts of a group whose scores are added up to the group's own.
+    """
+
+    count: int
+    selected: int
+    best: int = 2
+
+    def kept(self, scores: jax.Array) -> jax.Array:
+        """Returns scores `[tokens, experts]` with those outside of the best groups replaced by minus infinity."""
+        grouped = scores.reshape(*scores.shape[:-1], self.count, -1)
+        totals = lax.top_k(grouped, min(self.best, grouped.shape[-1]))[0].sum(axis=-1)
+        is_kept = jax.nn.one_hot(lax.top_k(totals, self.selected)[1], self.count).sum(axis=-2) > 0
+        return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 class RouterLosses(NamedTuple):
@@ -113,6 +138,9 @@ def _route(
     scores: Scores,
     normalize: bool,
     axis: str | None,
+    correction: jax.Array | None = None,
+    groups: "ExpertGroups | None" = None,
+    weight_scale: float = 1.0,
 ) -> tuple[Routing, RouterLosses]:
     """Returns the experts that each token uses, and the losses over all devices of a mesh axis, if any."""
     # The choice is discrete, so rounding could change it: the router always uses at least float32.
@@ -121,9 +149,12 @@ def _route(
     if bias is not None:
         logits = logits + cast(bias, wide)
     scored = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
-    weights, experts = lax.top_k(scored, num_selected)
+    preferred = scored if correction is None else scored + cast(correction, wide)
+    experts = lax.top_k(preferred if groups is None else groups.kept(preferred), num_selected)[1]
+    weights = jnp.take_along_axis(scored, experts, axis=-1)
     if normalize:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)  # sigmoids can all be zero
+    weights = weights * weight_scale
 
     probabilities = scored if scores == "softmax" else scored / (scored.sum(axis=-1, keepdims=True) + 1e-20)
     chosen = jnp.zeros(kernel.shape[1], wide).at[experts.reshape(-1)].add(1) / experts.size
@@ -181,10 +212,13 @@ def _mixture(
     kernels: Kernels,
     scales: Kernels,
     biases: Kernels,
+    correction: jax.Array | None = None,
     *,
     num_selected: int,
     scores: Scores,
     normalize: bool,
+    groups: ExpertGroups | None,
+    weight_scale: float,
     dtype: Any,
     param_dtype: Any,
     precision: PrecisionLike,
@@ -198,7 +232,9 @@ def _mixture(
 
     With an `axis`, this runs on each of its devices, with the tokens and experts that the device has.
     """
-    routing, losses = _route(x, router, router_bias, num_selected, scores, normalize, axis)
+    routing, losses = _route(
+        x, router, router_bias, num_selected, scores, normalize, axis, correction, groups, weight_scale
+    )
     x = cast(x, infer_dtype((x, *_floats(kernels, scales, biases, param_dtype)), dtype))
     rows, choices = jnp.repeat(x, num_selected, axis=0), routing.experts.reshape(-1)  # [tokens * num_selected, …]
     run = partial(
@@ -241,8 +277,14 @@ class MoE(Module):
         num_selected: the number of experts that each token uses.
         out_features: the size of the output's last axis; `in_features` by default.
         num_shared: the number of experts that every token uses in addition.
+        shared_features: the number of hidden features of the shared experts; by default, those of as many others.
+        use_shared_gate: whether their output is multiplied by a gate, the sigmoid of a learned product with the input.
         scores: "softmax" if the experts compete for a token, "sigmoid" if each is scored by itself.
         normalize: whether the weights of the selected experts are divided by their sum.
+        weight_scale: a number that multiplies these weights.
+        groups: the groups of experts of which a token uses a few, see `ExpertGroups`.
+        use_correction: whether there is a bias that takes part in choosing experts but not in their weights. Training
+            sets it so that all experts are used; it has no gradient.
         activation: the activation of the gates.
         gated_activation: a function of gates and values, in place of `activation(gate) * up`.
         use_bias: whether the three products of every expert add biases.
@@ -269,6 +311,8 @@ class MoE(Module):
     Attributes:
         router: the kernel of the router.
         router_bias: its bias, of shape `(num_experts,)`, or None.
+        correction: the bias of the choice alone, likewise.
+        shared_gate: the kernel of the gate of the shared experts, of shape `(in_features, 1)`, or None.
         gate, up: the kernels from the input to the hidden features, of all experts.
         down: the kernels from the hidden features to the output, of all experts.
         gate_bias, up_bias, down_bias: their biases, of shape `(num_experts, outputs)`, or None.
@@ -284,7 +328,8 @@ class MoE(Module):
 
     logical_axes: ClassVar[AxisNames] = {
         "router": ("embed", None),
-        "router_bias": (None,),
+        **dict.fromkeys(("router_bias", "correction"), (None,)),
+        "shared_gate": ("embed", None),
         **dict.fromkeys(("gate", "up"), ("expert", "embed", "mlp")),
         "down": ("expert", "mlp", "embed"),
         **dict.fromkeys(("gate_bias", "up_bias"), ("expert", "mlp")),
@@ -299,6 +344,8 @@ class MoE(Module):
     num_shared: int
     scores: Scores
     normalize: bool
+    weight_scale: float
+    groups: ExpertGroups | None
     activation: Callable[[jax.Array], jax.Array]
     gated_activation: GatedActivation | None
     update_stats: bool | None
@@ -310,6 +357,8 @@ class MoE(Module):
     implementation: Implementation | None
     router: jax.Array
     router_bias: jax.Array | None
+    correction: jax.Array | None
+    shared_gate: jax.Array | None
     gate: jax.Array
     up: jax.Array
     down: jax.Array
@@ -332,8 +381,13 @@ class MoE(Module):
         *,
         out_features: int | None = None,
         num_shared: int = 0,
+        shared_features: int | None = None,
+        use_shared_gate: bool = False,
         scores: Scores = "softmax",
         normalize: bool = True,
+        weight_scale: float = 1.0,
+        groups: ExpertGroups | None = None,
+        use_correction: bool = False,
         activation: Callable[[jax.Array], jax.Array] = silu,
         gated_activation: GatedActivation | None = None,
         use_bias: bool = False,
@@ -359,6 +413,10 @@ class MoE(Module):
         )
         if not 1 <= num_selected <= num_experts:
             raise ValueError(WRONG_SELECTION.format(experts=num_experts, got=num_selected))
+        if groups is not None and (num_experts % groups.count or not 1 <= groups.selected <= groups.count):
+            raise ValueError(WRONG_GROUPS.format(experts=num_experts, got=groups))
+        if groups is not None and num_selected > groups.selected * (num_experts // groups.count):
+            raise ValueError(WRONG_GROUPS.format(experts=num_experts, got=groups))
         if scores not in ("softmax", "sigmoid"):
             raise ValueError(UNKNOWN_SCORES.format(got=scores))
         if implementation not in ("triton", "xla", None):
@@ -374,6 +432,8 @@ class MoE(Module):
         self.num_shared = num_shared
         self.scores = scores
         self.normalize = normalize
+        self.weight_scale = weight_scale
+        self.groups = groups
         self.activation = activation
         self.gated_activation = gated_activation
         self.update_stats = update_stats
@@ -392,6 +452,7 @@ class MoE(Module):
             return make_param(self, bias_init, ctx, shape) if use else None
 
         self.router_bias = bias(num_experts, use=use_router_bias)
+        self.correction = bias(num_experts, use=use_correction)
         self.gate_bias = bias(num_experts, hidden_features)
         self.up_bias = bias(num_experts, hidden_features)
         self.down_bias = bias(num_experts, self.out_features)
@@ -405,9 +466,9 @@ class MoE(Module):
             "bias_init": bias_init,
             "ctx": ctx,
         }
-        self.shared = (
-            GatedMLP(in_features, num_shared * hidden_features, out_features, **options) if num_shared else None
-        )
+        shared_features = num_shared * hidden_features if shared_features is None else shared_features
+        self.shared = GatedMLP(in_features, shared_features, out_features, **options) if shared_features else None
+        self.shared_gate = make_param(self, router_init, ctx, (in_features, 1)) if use_shared_gate else None
         self.load_balancing_loss = Loss(jnp.zeros((), jnp.float32))
         self.z_loss = Loss(jnp.zeros((), jnp.float32))
 
@@ -434,7 +495,10 @@ class MoE(Module):
         if update:
             self.load_balancing_loss, self.z_loss = (loss.astype(jnp.float32) for loss in losses)
         if self.shared is not None:
-            out = out + self.shared(tokens)
+            shared = self.shared(tokens)
+            if self.shared_gate is not None:
+                shared = shared * jax.nn.sigmoid(tokens @ cast(self.shared_gate, shared.dtype))
+            out = out + shared
         return out.reshape(*x.shape[:-1], self.out_features)
 
     def _routed(self, tokens: jax.Array) -> tuple[jax.Array, RouterLosses]:
@@ -450,6 +514,8 @@ class MoE(Module):
             num_selected=self.num_selected,
             scores=self.scores,
             normalize=self.normalize,
+            groups=self.groups,
+            weight_scale=self.weight_scale,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             precision=self.precision,
@@ -459,9 +525,10 @@ class MoE(Module):
             activation=self.activation,
             gated_activation=self.gated_activation,
         )
-        arguments = tokens, self.router, self.router_bias, *self._weights()
+        correction = None if self.correction is None else lax.stop_gradient(self.correction)
+        arguments = tokens, self.router, self.router_bias, *self._weights(), correction
         if distributed and not is_manual and axis is not None:
-            return on_each_device(body, axis, arguments, split=(True, False, False, True, True, True))
+            return on_each_device(body, axis, arguments, split=(True, False, False, True, True, True, False))
         return body(*arguments)
 
     def _weights(self) -> tuple[Kernels, Kernels, Kernels]:

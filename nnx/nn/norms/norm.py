@@ -33,7 +33,7 @@ class LayerNorm(NormBase):
     """Layer normalization: mean 0 and variance 1 over the features of each entry; shape `(..., num_features)`, kept.
 
     Args:
-        num_features: the number of features.
+        num_features: the number of features; one number per feature axis if scale and bias have several axes.
         epsilon: a small number added to the variance.
         dtype: the dtype of the result; by default, the dtype that input and parameters promote to.
         param_dtype: the dtype in which the parameters are stored.
@@ -50,6 +50,7 @@ class LayerNorm(NormBase):
         ctx: the Context; needed only for initializers that draw random numbers.
         bias_metadata: metadata of the bias's Variable.
         scale_metadata: metadata of the scale's Variable.
+        scale_offset: a number added to the scale before it multiplies, as in `RMSNorm`.
 
     >>> layer = nnx.LayerNorm(4, ctx=nnx.context(0))
     >>> layer(jnp.arange(8.0).reshape(2, 4)).mean(-1).tolist()
@@ -58,10 +59,11 @@ class LayerNorm(NormBase):
 
     reduction_axes: tuple[int, ...]
     feature_axes: tuple[int, ...]
+    scale_offset: float
 
     def __init__(
         self,
-        num_features: int,
+        num_features: int | tuple[int, ...],
         *,
         epsilon: float = 1e-6,
         dtype: DTypeLike | None = None,
@@ -79,6 +81,7 @@ class LayerNorm(NormBase):
         ctx: Context | None = None,
         bias_metadata: Mapping[str, Any] = NO_METADATA,
         scale_metadata: Mapping[str, Any] = NO_METADATA,
+        scale_offset: float = 0.0,
     ) -> None:
         check_sizes(self, num_features=num_features)
         super().__init__(
@@ -98,17 +101,18 @@ class LayerNorm(NormBase):
         )
         self.reduction_axes = as_tuple(reduction_axes)
         self.feature_axes = as_tuple(feature_axes)
+        self.scale_offset = scale_offset
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalizes `x`; only entries where `mask` is true count toward the moments."""
-        return self._normalize(x, mask, self.reduction_axes, self.feature_axes)
+        return self._normalize(x, mask, self.reduction_axes, self.feature_axes, scale_offset=self.scale_offset)
 
 
 class RMSNorm(NormBase):
     """Root-mean-square normalization: mean square 1 over the features; shape `(..., num_features)`, kept.
 
     Args:
-        num_features: the number of features.
+        num_features: the number of features; one number per feature axis if the scale has several axes.
         epsilon: a small number added to the mean square.
         dtype: the dtype of the result; by default, the dtype that input and parameters promote to.
         param_dtype: the dtype in which the scale is stored.
@@ -136,7 +140,7 @@ class RMSNorm(NormBase):
 
     def __init__(
         self,
-        num_features: int,
+        num_features: int | tuple[int, ...],
         *,
         epsilon: float = 1e-6,
         dtype: DTypeLike | None = None,

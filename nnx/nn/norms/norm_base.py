@@ -319,7 +319,7 @@ class NormBase(Module):
 
     def __init__(
         self,
-        num_features: int,
+        num_features: int | tuple[int, ...],
         *,
         epsilon: float,
         dtype: DTypeLike | None,
@@ -335,7 +335,8 @@ class NormBase(Module):
         bias_metadata: Mapping[str, Any] = NO_METADATA,
     ) -> None:
         """Sets the layer up; an initializer of `None` means that the layer does not have that parameter."""
-        self.num_features = num_features
+        shape = num_features if isinstance(num_features, tuple) else (num_features,)
+        self.num_features = math.prod(shape)
         self.epsilon = epsilon
         self.dtype = as_optional_dtype(dtype)
         self.param_dtype = as_dtype(param_dtype)
@@ -346,7 +347,6 @@ class NormBase(Module):
         self.axis_index_groups = None if axis_index_groups is None else tuple(tuple(g) for g in axis_index_groups)
         self.use_fast_variance = use_fast_variance
         self.promote_dtype = promote_dtype
-        shape = (num_features,)
         self.scale = None if scale_init is None else make_param(self, scale_init, ctx, shape, scale_metadata)
         self.bias = None if bias_init is None else make_param(self, bias_init, ctx, shape, bias_metadata)
 
