@@ -82,7 +82,9 @@ def write(directory: Path, layers: int) -> None:
                     opened.write(part.data)
                     left, start = left - len(part), start + 7919
                 weight_map[name] = file
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map})
+    )
 
 
 # One contender, in its own process
@@ -98,7 +100,7 @@ def by_nnx(directory: Path, options: argparse.Namespace) -> Callable[[], Any]:
     if options.piece:
         sending.PIECE = options.piece << 20
     if options.threads:
-        sending.THREADS = options.threads
+        sending.SENDERS = options.threads
     jax.device_put(np.zeros(3)).block_until_ready()
     fill = sending.placed
 

@@ -104,7 +104,7 @@ def from_pretrained(
 
     On a CPU, tensors are read and rearranged one after the other, so there is little more in memory than the model
     and its largest tensor. Accelerators rearrange what they are sent: several tensors are on their way at once, in
-    pieces of at most 64 MB. Nothing is downloaded, and no pickle is read. Inside a transform the files are read when
+    pieces of at most 32 MB. Nothing is downloaded, and no pickle is read. Inside a transform the files are read when
     the compiled program runs; `nnx.eval_shape` therefore reads only their headers.
 
     Args:

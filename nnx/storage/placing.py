@@ -7,7 +7,9 @@ its part as it will be used (`place_parts`). Accelerators rearrange and convert 
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -133,17 +135,27 @@ class Assembly:
         self.part: tuple[int, ...] = shape if sharding is None else sharding.shard_shape(shape)
         self._array: jax.Array | None = None
 
+    def prepare(self, piece: Sequence[int], dtype: Any) -> None:
+        """Compiles what `add` will need for pieces of a shape and dtype; can run in any thread."""
+        stored = tuple([piece[axis] for axis in self._order])
+        if self._is_whole(stored):
+            self._arranging(stored, dtype)
+        else:
+            self._zeros()
+            self._writing(stored, dtype)
+
     def add(self, pieces: Sequence[jax.Array], start: Sequence[int]) -> None:
         """Adds a piece of the part of each device, at a position in the part."""
-        piece = self._joined(pieces)
-        if math.prod(pieces[0].shape) == math.prod(self.part):  # the only one
-            if self._order != tuple(range(len(self._order))) or piece.dtype != self._dtype:
-                piece = _arranging(self._sharding, self._order, self._dtype)(piece)
-            self._array = piece
+        stored, piece = pieces[0].shape, self._joined(pieces)
+        if self._is_whole(stored):
+            arrange = self._arranging(stored, piece.dtype)
+            self._array = piece if arrange is None else arrange(piece)
             return
-        if self._array is None:
-            self._array = jnp.zeros(self._shape, self._dtype, device=self._sharding)
-        self._array = _writing(self._sharding, self._order)(self._array, piece, np.asarray(start, np.int32))
+        array = self._zeros()() if self._array is None else self._array
+        self._array = self._writing(stored, piece.dtype)(array, piece, np.asarray(start, np.int32))
+
+    def _is_whole(self, stored: tuple[int, ...]) -> bool:
+        return math.prod(stored) == math.prod(self.part)
 
     def bytes_per_step(self, piece: Sequence[int]) -> int:
         """Returns the bytes of the whole array that are there with one more piece on every device."""
@@ -158,10 +170,54 @@ class Assembly:
         """Returns the pieces as the parts of one array."""
         if not isinstance(self._sharding, NamedSharding):
             return pieces[0]
+        form = self._form(pieces[0].shape, pieces[0].dtype)
+        return jax.make_array_from_single_device_arrays(form.shape, form.sharding, list(pieces), dtype=form.dtype)
+
+    def _form(self, stored: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """Returns the form of the array of which the pieces are the parts."""
+        if not isinstance(self._sharding, NamedSharding):
+            return jax.ShapeDtypeStruct(stored, dtype, sharding=self._sharding)
         counts = [size // part for size, part in zip(self._shape, self.part, strict=True)]
-        shape = tuple([size * counts[axis] for size, axis in zip(pieces[0].shape, self._order, strict=True)])
+        shape = tuple([size * counts[axis] for size, axis in zip(stored, self._order, strict=True)])
         sharding = NamedSharding(self._sharding.mesh, _reordered(self._sharding, self._order))
-        return jax.make_array_from_single_device_arrays(shape, sharding, list(pieces), dtype=pieces[0].dtype)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    # Programs
+
+    def _program(self, kind: str, work: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., Any]:
+        """Returns a compiled program; each is compiled once, by the thread that needs it first."""
+        key = (kind, self._sharding, self._order, self._dtype, self._shape, arguments)
+
+        def compiled() -> Callable[..., Any]:
+            return jax.jit(work, out_shardings=self._sharding, **options).lower(*arguments).compile()
+
+        return _programs.get(key, compiled)
+
+    def _zeros(self) -> Callable[[], jax.Array]:
+        return self._program("zeros", lambda: jnp.zeros(self._shape, self._dtype))
+
+    def _arranging(self, stored: tuple[int, ...], dtype: Any) -> Callable[[jax.Array], jax.Array] | None:
+        """Returns a program that puts the axes of a piece in their order and converts it, if anything is to be done."""
+        if self._order == tuple(range(len(self._order))) and dtype == self._dtype:
+            return None
+        work = functools.partial(_arranged, order=self._order, dtype=self._dtype)
+        return self._program("arrange", work, self._form(stored, dtype))
+
+    def _writing(self, stored: tuple[int, ...], dtype: Any) -> Callable[..., jax.Array]:
+        """Returns a program that writes a piece of the part of each device into the part, whose memory it reuses."""
+
+        def write(part: jax.Array, piece: jax.Array, start: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice(part, _arranged(piece, self._order, part.dtype), [*start])
+
+        work = write
+        if isinstance(self._sharding, NamedSharding):
+            specs = (self._sharding.spec, _reordered(self._sharding, self._order), PartitionSpec())
+            work = jax.shard_map(
+                write, mesh=self._sharding.mesh, in_specs=specs, out_specs=self._sharding.spec, check_vma=False
+            )
+        array = jax.ShapeDtypeStruct(self._shape, self._dtype, sharding=self._sharding)
+        start = jax.ShapeDtypeStruct((len(self._shape),), np.int32)
+        return self._program("write", work, array, self._form(stored, dtype), start, donate_argnums=0)
 
 
 def _reordered(sharding: NamedSharding, order: Sequence[int]) -> PartitionSpec:
@@ -169,25 +225,34 @@ def _reordered(sharding: NamedSharding, order: Sequence[int]) -> PartitionSpec:
     return PartitionSpec(*[spec[axis] for axis in order])
 
 
-@functools.lru_cache(maxsize=256)
-def _arranging(sharding: Any, order: tuple[int, ...], dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """Returns a program that puts the axes of a piece in their order and converts it."""
-    return jax.jit(lambda piece: _arranged(piece, order, dtype), out_shardings=sharding)
-
-
-@functools.lru_cache(maxsize=256)
-def _writing(sharding: Any, order: tuple[int, ...]) -> Callable[..., jax.Array]:
-    """Returns a program that writes a piece of the part of each device into the part, which it reuses."""
-
-    def write(part: jax.Array, piece: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(part, _arranged(piece, order, part.dtype), [*start])
-
-    if isinstance(sharding, NamedSharding):
-        specs = (sharding.spec, _reordered(sharding, order), PartitionSpec())
-        local = jax.shard_map(write, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)
-        return jax.jit(local, out_shardings=sharding, donate_argnums=0)
-    return jax.jit(write, out_shardings=sharding, donate_argnums=0)
-
-
 def _arranged(piece: jax.Array, order: Sequence[int], dtype: Any) -> jax.Array:
     return jax.lax.transpose(piece, np.argsort(order)).astype(dtype)
+
+
+class _Programs:
+    """Compiled programs, by what they are for. Threads that need the same one wait for the first of them."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, Future[Callable[..., Any]]] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: Any, compiled: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        with self._lock:
+            future = self._found.get(key)
+            is_first = future is None
+            if future is None:
+                if len(self._found) >= _MOST_PROGRAMS:
+                    self._found.clear()
+                future = self._found[key] = Future()
+        if is_first:
+            try:
+                future.set_result(compiled())
+            except BaseException as error:
+                with self._lock:
+                    self._found.pop(key, None)
+                future.set_exception(error)
+        return future.result()
+
+
+_MOST_PROGRAMS = 256
+_programs = _Programs()

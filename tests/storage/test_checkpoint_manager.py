@@ -246,7 +246,9 @@ def test_resume_falls_back_to_the_newest_intact_step_and_goes_on_from_there(tmp_
         file.write_bytes(bytes(file.stat().st_size))
     model = make_model()
     again = nnx.CheckpointManager(tmp_path, keep_last=None, asynchronous=False)
-    with pytest.warns(UserWarning, match="Resumed from step 1(.|\n)*- step 3: .*differs from what was saved(.|\n)*- step 2: "):
+    with pytest.warns(
+        UserWarning, match="Resumed from step 1(.|\n)*- step 3: .*differs from what was saved(.|\n)*- step 2: "
+    ):
         assert again.resume(model) == 1
     assert (model.w == 1).all() and again.latest_step() == 1
     again.save(2, make_model(22))

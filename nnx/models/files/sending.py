@@ -8,6 +8,7 @@ rearrange the pieces of earlier steps.
 
 import collections
 import math
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,11 +20,14 @@ import numpy as np
 from nnx.models.files.mxfp4 import PackedFile
 from nnx.models.files.reading import Location, Reader, Request, row_axis, view_of
 from nnx.storage.placing import Assembly, Box, parts_of, takes_pieces
-from nnx.storage.safetensors.file import THREADS
 from nnx.storage.transfer_bar import moved, transfer
 
-PIECE = 64 << 20
+PIECE = 32 << 20
 """The bytes of the rows that are read for one step, unless a single row has more."""
+SENDERS = min(16, os.cpu_count() or 1)
+"""The threads that read and send. Sixteen with small pieces were faster than eight with large ones."""
+COMPILERS = 4
+"""The threads that compile the programs for the shapes of pieces."""
 SMALL = 4 << 20
 """The bytes of a parameter that the host rearranges itself: a program for each shape would take longer to compile."""
 
@@ -32,7 +36,8 @@ class Sender:
     """Sends parameters, several at a time; a context manager."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="nnx-send")
+        self._pool = ThreadPoolExecutor(SENDERS, thread_name_prefix="nnx-send")
+        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="nnx-send-compile")
         self._local = threading.local()
         self._sent: collections.deque[tuple[Assembly, Box, Future[list[jax.Array]]]] = collections.deque()
 
@@ -41,6 +46,7 @@ class Sender:
 
     def __exit__(self, *error: Any) -> None:
         self._pool.shutdown(cancel_futures=True)
+        self._compilers.shutdown(cancel_futures=True)
 
     def send(self, request: Request) -> Assembly:
         """Begins to send a parameter; its assembly is complete after `finish`."""
@@ -49,8 +55,11 @@ class Sender:
         order = (*range(depth), *[depth + axis for axis in _stored_order(location)])
         assembly = Assembly(request.target.shape, request.target.dtype, sharding, order)
         parts = parts_of(request.target.shape, sharding)
-        for step in _steps(location, assembly.part, depth):
-            while len(self._sent) >= 2 * THREADS:  # what the devices have not rearranged yet takes their memory
+        steps, dtype = list(_steps(location, assembly.part, depth)), location.file.tensors[location.name].dtype
+        for shape in dict.fromkeys(step.shape for step in steps):  # compiled while the first rows are read
+            self._compilers.submit(assembly.prepare, shape, dtype)
+        for step in steps:
+            while len(self._sent) >= 2 * SENDERS:  # what the devices have not rearranged yet takes their memory
                 self._add_first()
             self._sent.append((assembly, step, self._pool.submit(self._pieces, request, order, parts, step)))
         return assembly
