@@ -246,9 +246,96 @@ def gpt_oss(draw: np.random.Generator) -> Fields:
     }
 
 
+def latent(draw: np.random.Generator) -> Fields:
+    """Latent attention: latents of any size, experts in groups, dense layers first, both scales of yarn."""
+    fields, groups = sizes(draw), int(draw.choice([1, 2, 4]))
+    factor = int(draw.choice([2, 4]))
+    yarn = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": MAX_LENGTH // factor}
+    scales = {"mscale": float(draw.choice([0.7, 1.0])), "mscale_all_dim": 1.0} if draw.integers(2) else {}
+    return {
+        **fields,
+        **({"rope_scaling": {**yarn, **scales}} if draw.integers(2) else {}),
+        "num_key_value_heads": fields["num_attention_heads"],
+        "q_lora_rank": int(draw.integers(6, 20)) if draw.integers(3) else None,
+        "kv_lora_rank": 2 * int(draw.integers(3, 10)),  # the rotation of deepseek_v2 in PyTorch needs even ones
+        "qk_nope_head_dim": int(draw.choice([4, 8, 12])),
+        "qk_rope_head_dim": int(draw.choice([2, 4, 8])),
+        "v_head_dim": int(draw.choice([4, 6, 16])),
+        "attention_bias": bool(draw.integers(2)),
+        # PyTorch's grouped product needs rows of 16 bytes.
+        "hidden_size": 4 * fields["num_attention_heads"] * int(draw.integers(2, 5)),
+        "moe_intermediate_size": 4 * int(draw.integers(3, 10)),
+        "n_routed_experts": 2 * groups,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": int(draw.integers(1, 3)),
+        "n_group": groups,
+        "topk_group": max(1, groups // 2),
+        "norm_topk_prob": bool(draw.integers(2)),
+        "routed_scaling_factor": float(draw.choice([1.0, 2.5])),
+    }
+
+
+def deepseek_v2(draw: np.random.Generator) -> Fields:
+    """Experts that compete, chosen within groups or not."""
+    method = str(draw.choice(["greedy", "group_limited_greedy"]))
+    fields = {**latent(draw), "topk_method": method, "first_k_dense_replace": int(draw.integers(3))}
+    return {name: value for name, value in fields.items() if name != "norm_topk_prob"}
+
+
+def deepseek_v3(draw: np.random.Generator) -> Fields:
+    """Experts scored one by one, with a correction; halves or neighbors that rotate together."""
+    return {
+        **latent(draw),
+        "rope_interleave": bool(draw.integers(2)),
+        "first_k_dense_replace": int(draw.integers(3)),
+    }
+
+
+def glm4_moe_lite(draw: np.random.Generator) -> Fields:
+    """As deepseek_v3, with a list of the kinds of MLPs."""
+    fields = latent(draw)
+    kinds = [str(kind) for kind in draw.choice(["dense", "sparse"], fields["num_hidden_layers"])]
+    return {**fields, "rope_interleave": bool(draw.integers(2)), "mlp_layer_types": kinds}
+
+
+def qwen3_5_text(draw: np.random.Generator) -> Fields:
+    """Gated delta networks in all layers but every n-th, whose heads are gated and rotate in part."""
+    key_heads = int(draw.choice([1, 2, 4]))
+    return {
+        **sizes(draw),
+        "num_hidden_layers": int(draw.integers(2, 7)),
+        "head_dim": int(draw.choice([8, 16, 24])),
+        "attention_bias": bool(draw.integers(2)),
+        "full_attention_interval": int(draw.integers(2, 5)),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * int(draw.integers(1, 4)),
+        "linear_key_head_dim": int(draw.choice([6, 8, 16])),
+        "linear_value_head_dim": int(draw.choice([4, 8, 12])),
+        "linear_conv_kernel_dim": int(draw.integers(2, 5)),
+    }
+
+
+def qwen3_next(draw: np.random.Generator) -> Fields:
+    """As qwen3_5_text, with projections in groups and experts, one of which is shared and gated."""
+    fields, experts = qwen3_5_text(draw), int(draw.integers(2, 9))
+    return {
+        **fields,
+        # PyTorch's grouped product needs rows of 16 bytes.
+        "hidden_size": 4 * fields["num_attention_heads"] * int(draw.integers(2, 5)),
+        "moe_intermediate_size": 4 * int(draw.integers(3, 10)),
+        "shared_expert_intermediate_size": int(draw.integers(10, 40)),
+        "num_experts": experts,
+        "num_experts_per_tok": int(draw.integers(1, experts + 1)),
+        "norm_topk_prob": bool(draw.integers(2)),
+    }
+
+
 FAMILIES: dict[str, Callable[[np.random.Generator], Fields]] = {
     family.__name__: family
-    for family in (gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3_text, phi3, gpt_oss)
+    for family in (
+        *(gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3_text, phi3, gpt_oss),
+        *(deepseek_v2, deepseek_v3, glm4_moe_lite, qwen3_next, qwen3_5_text),
+    )
 }
 
 

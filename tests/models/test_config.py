@@ -49,7 +49,9 @@ def test_every_parameter_is_in_the_table_of_its_family_once(name):
     table = FAMILIES[model.config.model_type].table_of(model.config)
     listed = [path for entry in (*table.body, *table.head) for path in entry.paths]
     assert len(listed) == len(set(listed))
-    assert {re.sub(r"^layers/\d+", "layers/{}", path) for path in model.filter(nnx.Param)} <= set(listed)
+    # A family whose layers differ in the names of their tensors has a table with the numbers of the layers.
+    spelled = [{path, re.sub(r"^layers/\d+", "layers/{}", path)} for path in model.filter(nnx.Param)]
+    assert all(len(names.intersection(listed)) == 1 for names in spelled)
 
 
 def test_entries_that_follow_from_others_may_be_absent_or_null():

@@ -5,9 +5,11 @@ from typing import Any
 
 from nnx.models.config import DecoderConfig
 from nnx.models.families.alibaba import ALIBABA
+from nnx.models.families.alibaba_hybrids import ALIBABA_HYBRIDS
 from nnx.models.families.allenai import ALLENAI
 from nnx.models.families.baidu import BAIDU
 from nnx.models.families.cohere import COHERE
+from nnx.models.families.deepseek import DEEPSEEK
 from nnx.models.families.google import GOOGLE
 from nnx.models.families.huggingface import HUGGINGFACE
 from nnx.models.families.ibm import IBM
@@ -24,7 +26,7 @@ from nnx.models.family import Family
 UNKNOWN_MODEL = "{where}: the model_type {got!r} is not among the known ones: {known}."
 
 _MAKERS = (
-    *(ALIBABA, ALLENAI, BAIDU, COHERE, GOOGLE, HUGGINGFACE, IBM, LG),
+    *(ALIBABA, ALIBABA_HYBRIDS, ALLENAI, BAIDU, COHERE, DEEPSEEK, GOOGLE, HUGGINGFACE, IBM, LG),
     *(META, MICROSOFT, MISTRAL, OPENAI, OTHERS, TII, ZHIPU),
 )
 

@@ -47,6 +47,8 @@ _SCALINGS: dict[str, tuple[type[RotaryScaling], dict[str, str]]] = {
             "beta_slow": "beta_slow",
             "attention_factor": "attention_factor",
             "truncate": "truncate",
+            "mscale": "mscale",
+            "mscale_all_dim": "mscale_all_dim",
         },
     ),
     "longrope": (

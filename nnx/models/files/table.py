@@ -109,6 +109,9 @@ class Table:
 
 def _numbers(entry: TableEntry, parameters: Mapping[str, Parameter]) -> Iterator[tuple[int, ...]]:
     """Yields the numbers with which a model has all parameters of an entry."""
+    if "{}" not in entry.paths[0]:
+        yield from [()] if all(path in parameters for path in entry.paths) else []
+        return
     pattern = re.compile(re.escape(entry.paths[0]).replace(r"\{\}", r"(\d+)"))
     for path in parameters:
         match = pattern.fullmatch(path)
