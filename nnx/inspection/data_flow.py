@@ -5,14 +5,13 @@ a picture. A value *comes from* the Modules whose operations made it last; opera
 of a residual connection, hand on where their operands come from.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nnx.inspection.flops import scopes_in
 from nnx.inspection.recording import Recording
 from nnx.transforms.engine.programs import programs_in
 
-_SCOPE = re.compile(r"nnx@(\d+)")
 INPUT = -1  # the number of the input of the model
 
 Origins = frozenset[int]
@@ -51,8 +50,8 @@ class _Flow:
         return [NOTHING if hasattr(v, "val") else known.get(v, NOTHING) for v in jaxpr.outvars]
 
     def _box(self, equation: Any, outer: int | None) -> int | None:
-        for number in reversed(_SCOPE.findall(str(equation.source_info.name_stack))):
-            box = self.box_of(int(number))
+        for number in reversed(scopes_in(str(equation.source_info.name_stack))):
+            box = self.box_of(number)
             if box is not None:
                 return box
         return outer

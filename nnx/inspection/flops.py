@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from nnx.core.sizes import size_in_bytes
 from nnx.transforms.engine.programs import programs_in
 
-_SCOPE = re.compile(r"nnx@(\d+)")
+_SCOPE = re.compile(r"nnx\[(\d+)\]")
 
 Scopes = frozenset[int]
 
@@ -41,7 +41,17 @@ _MULTIPLYING = frozenset("cumprod div integer_pow mul reduce_prod square".split(
 
 def scope(number: int) -> Any:
     """Returns the named scope with this number, as a context manager."""
-    return jax.named_scope(f"nnx@{number}")
+    return jax.named_scope(f"nnx[{number}]")
+
+
+def scopes_of(equation: Any) -> Scopes:
+    """Returns the numbers of the scopes that an equation was traced under."""
+    return frozenset(scopes_in(str(equation.source_info.name_stack)))
+
+
+def scopes_in(name: str) -> list[int]:
+    """Returns the numbers of the scopes in the name of an operation, the innermost last."""
+    return list(map(int, _SCOPE.findall(name)))
 
 
 def count_by_scope(jaxpr: Any) -> Counter[int]:
@@ -68,7 +78,7 @@ def kept_by_scope(jaxpr: Any) -> Counter[int]:
             made.update((v, stack) for v in equation.outvars)
     totals: Counter[int] = Counter()
     for variable, stack in kept.items():
-        for number in set(map(int, _SCOPE.findall(stack))):
+        for number in set(scopes_in(stack)):
             totals[number] += size_in_bytes(variable.aval.shape, variable.aval.dtype)
     return totals
 
@@ -86,7 +96,7 @@ def _count(jaxpr: Any, known: dict[int, Counter[Scopes]]) -> Counter[Scopes]:
         own = 0 if inner else _operations(equation)
         if not own and not any(inner):
             continue
-        around = frozenset(map(int, _SCOPE.findall(str(equation.source_info.name_stack))))
+        around = scopes_of(equation)
         if own:
             totals[around] += own
         times = _repetitions(equation)

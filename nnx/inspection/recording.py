@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import eval_jaxpr
 
 from nnx.core.context import Context, PureContext
 from nnx.core.module.module import Module
 from nnx.core.state.pure import Pure
 from nnx.core.state.state import State
 from nnx.core.variables.variables import Param
-from nnx.inspection.flops import count_by_scope, kept_by_scope, scope
+from nnx.inspection.buffers import Peaks, peaks
+from nnx.inspection.flops import count_by_scope, kept_by_scope, scope, scopes_in
 from nnx.transforms.engine.observed import Observer, observe
 
 NOT_CALLABLE = """nnx.summary was given inputs for {name}, which has no method {method!r}. Name the one to run with \
@@ -32,6 +34,7 @@ class Training(NamedTuple):
 
     flops: Counter[int]  # of the backward pass
     kept: Counter[int]  # the bytes of values that the forward pass keeps for it, besides parameters and inputs
+    program: Any  # the jaxpr of the gradient
 
 
 class Recording(NamedTuple):
@@ -43,6 +46,17 @@ class Recording(NamedTuple):
     inputs: list[bool]  # for each of its arguments, whether it is an array that was passed to the call
     outputs_count: int  # how many of its results the call returned; the others are the state
     training: Training | None = None  # if it was asked for
+
+    def compiled(self) -> Any:
+        """Compiles the program, or that of the gradient if there is one."""
+        program = self.program if self.training is None else self.training.program
+        arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in program.in_avals]
+        run = jax.jit(functools.partial(eval_jaxpr, program.jaxpr, program.consts))
+        return run.lower(*arguments).compile()
+
+    def peaks(self) -> Peaks:
+        """Returns the memory that the compiled program holds."""
+        return peaks(self.compiled().as_text(), scopes_in)
 
 
 class _Run:
@@ -135,7 +149,7 @@ def _training(trace: Callable[..., Any], state: State, traced: Any, forward: Cou
 
     params, rest = state.partition(_is_trained, ...)
     program = jax.make_jaxpr(jax.grad(loss))(params, rest, traced)
-    return Training(count_by_scope(program) - forward, kept_by_scope(program))
+    return Training(count_by_scope(program) - forward, kept_by_scope(program), program)
 
 
 def _is_trained(path: str, variable: Any) -> bool:

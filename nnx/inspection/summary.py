@@ -25,6 +25,7 @@ from nnx.core.state.pure import Pure
 from nnx.core.state.state import State
 from nnx.core.variables.untied import warn_of_untied
 from nnx.core.variables.variables import Param, Variable
+from nnx.inspection.buffers import Peaks
 from nnx.inspection.recording import Recording, record
 
 MAX_OUTPUT = 60
@@ -39,7 +40,8 @@ class Row(NamedTuple):
     """One Module in the table; `output` and `flops` are None if it was not called.
 
     With `backward=True`, `backward` has the FLOPs of its backward pass, and `kept` the bytes that its forward pass
-    keeps for that.
+    keeps for that. With `peak_memory=True`, `peak` has the most bytes that the compiled program holds while operations
+    of the Module run; None if there are none.
     """
 
     path: str
@@ -50,6 +52,7 @@ class Row(NamedTuple):
     flops: int | None
     backward: int | None = None
     kept: int | None = None
+    peak: int | None = None
 
 
 class Total(NamedTuple):
@@ -70,6 +73,7 @@ class Summary:
         parameters: the number of elements in all `nnx.Param`s, frozen ones included.
         bytes: the size of all state.
         flops: the FLOPs of the whole call; None if no inputs were given.
+        peak: the most bytes that the compiled program holds; None without `peak_memory=True`.
     """
 
     rows: tuple[Row, ...]
@@ -77,6 +81,7 @@ class Summary:
     parameters: int
     bytes: int
     flops: int | None
+    peak: int | None
 
     def __init__(self, rows: Sequence[Row], collections: dict[str, Total]):
         self.rows = tuple(rows)
@@ -84,6 +89,7 @@ class Summary:
         self.parameters = self.rows[0].parameters
         self.bytes = self.rows[0].bytes
         self.flops = self.rows[0].flops
+        self.peak = self.rows[0].peak
 
     def table(self, depth: int | None = None) -> str:
         """Returns the table as text; with a `depth`, only the Modules up to that depth below the root."""
@@ -116,6 +122,8 @@ class Summary:
         output, flops = (("output",), ("FLOPs",)) if self.flops is not None else ((), ())
         if self.rows[0].backward is not None:
             flops = (*flops, "backward", "kept")
+        if self.peak is not None:
+            flops = (*flops, "peak")
         return ("path", "layer", *output, "parameters", "bytes", *flops)
 
     def _shown(self, depth: int | None) -> list[Row]:
@@ -131,6 +139,8 @@ class Summary:
                 flops = (*flops, _scaled(row.backward), _memory(row.kept or 0))
             elif self.rows[0].backward is not None:
                 flops = (*flops, "", "")
+            if self.peak is not None:
+                flops = (*flops, "" if row.peak is None else _memory(row.peak))
             label = row.path or "(root)"
             cells.append((label, row.layer, *output, f"{row.parameters:,}", _memory(row.bytes), *flops))
         return cells
@@ -170,15 +180,16 @@ def summary(
     ctx: Context | None = None,
     method: str | Callable[..., Any] | None = None,
     backward: bool = False,
+    peak_memory: bool = False,
     **kwargs: Any,
 ) -> Summary:
     """Returns a table of a model: path, layer, output, parameters, bytes and FLOPs of every Module.
 
     With inputs, layers are in the order in which they are called; otherwise as they were assigned.
 
-    The call is traced on abstract values. Nothing is allocated, compiled or changed, so the model can have any size or
-    be abstract. The FLOPs are counted in the traced program: two for a multiply-add of a product or convolution, one
-    for each element of other floating-point arithmetic.
+    The call is traced on abstract values. Nothing is allocated or changed, so the model can have any size or be
+    abstract, and nothing is compiled unless `peak_memory` is asked for. The FLOPs are counted in the traced program:
+    two for a multiply-add of a product or convolution, one for each element of other floating-point arithmetic.
 
     Args:
         model: a Module; its arrays may be `ShapeDtypeStruct`s.
@@ -188,6 +199,9 @@ def summary(
         method: the method to call instead of `__call__`: its name, or a function of the Module and the inputs.
         backward: whether to add two columns for training: the FLOPs of the backward pass, and the bytes that the
             forward pass keeps for it, besides parameters and inputs. (A compiler can keep less.)
+        peak_memory: whether to compile the call for the default device, or with `backward` the gradient of all Params,
+            and add a column with the peak of its memory: the most bytes that the program holds while operations of the
+            Module run, those that it keeps for others included. State and inputs are not part of it, gradients are.
         **kwargs: further arguments of the call.
 
     Returns:
@@ -214,20 +228,21 @@ def summary(
     if ctx is not None:
         kwargs["ctx"] = ctx
     recording = None
-    if inputs or kwargs or method is not None:
+    if inputs or kwargs or peak_memory or method is not None:
         recording = record(model, method or "__call__", inputs, kwargs, backward=backward)
     warn_of_untied("nnx.summary", model, Module.filter(model, Param).items())
-    return summarize(model, recording)
+    return summarize(model, recording, recording.peaks() if recording is not None and peak_memory else None)
 
 
-def summarize(model: Module, recording: Recording | None) -> Summary:
-    """Returns the table of a model, with outputs and FLOPs from a recording."""
+def summarize(model: Module, recording: Recording | None, peaks: Peaks | None = None) -> Summary:
+    """Returns the table of a model, with outputs and FLOPs from a recording, and the peaks of its compiled program."""
     parameters, sizes, collections = _held(Module.get_state(model))
     rows = []
     for number, path, module in _in_order_of_calls(model, recording):
         output, flops = _called(recording, number)
         held = (parameters.get(path, 0), sizes.get(path, 0))
-        rows.append(Row(path, type(module).__name__, output, *held, flops, *_trained(recording, number)))
+        peak = None if peaks is None else peaks.by_scope.get(number) if path else peaks.whole
+        rows.append(Row(path, type(module).__name__, output, *held, flops, *_trained(recording, number), peak))
     return Summary(rows, collections)
 
 

@@ -449,6 +449,27 @@ def test_weights_in_lists_dicts_and_numpy_are_seen():
     assert step(jnp.array(1.0)).tolist() == [100.0, 100.0]
 
 
+def test_a_list_or_dict_that_gains_or_loses_modules_is_read_again():
+    teachers, named = [Scale(2.0)], {"a": Scale(10.0), "steps": []}
+
+    @nnx.jit
+    def step(x):
+        return sum(t(x) for t in teachers) + sum(t(x) for t in named.values() if isinstance(t, nnx.Module))
+
+    assert step(jnp.array(1.0)) == 12.0
+    teachers.append(Scale(3.0))
+    named["b"] = Scale(20.0)
+    assert step(jnp.array(1.0)) == 35.0
+    del teachers[1], named["b"]
+    assert step(jnp.array(1.0)) == 12.0
+    assert step.trace_count == 3
+    for number in range(3):  # what is no Module can come and go
+        named[number] = number
+        named["steps"].append(number)
+        assert step(jnp.array(1.0)) == 12.0
+    assert step.trace_count == 3
+
+
 def test_any_number_of_weights_is_found():
     model = nnx.Sequence([nnx.Linear(3, 3, ctx=nnx.context(i)) for i in range(40)])
     step, x = nnx.jit(lambda x: model(x)), jnp.ones((1, 3))

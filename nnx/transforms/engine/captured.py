@@ -6,9 +6,10 @@ Modules that the function reaches by name (`routes`), then of whoever holds the 
 arguments, gathered on every call like the others, so the program sees their current values and is compiled once.
 
 A program is traced again if what it captured is no longer where it was: a name on the route was bound to another
-Module, the structure of a Module changed, or a Module is gone. An array stays a constant, and its cell is *watched*, if
-it cannot become an argument (it is a constant of `jax.jit` in the body of a loop), if nothing says which of several
-holders the function read it from, or if no name leads to it. The program is traced again once such a cell changes.
+Module, a list or dict on it has gained or lost Modules, the structure of a Module changed, or a Module is gone. An
+array stays a constant, and its cell is *watched*, if it cannot become an argument (it is a constant of `jax.jit` in the
+body of a loop), if nothing says which of several holders the function read it from, or if no name leads to it. The
+program is traced again once such a cell changes.
 
 A derivative rule of the user's own (`custom_vjp`, `custom_jvp`) may read weights that are in no program until it is
 used, by whoever differentiates the compiled function. JAX keeps what it has made of the rule, so a call from inside
@@ -42,26 +43,50 @@ class Root:
     Args:
         module: the Module.
         route: how the function reaches it; None if that is unknown.
+        functions: the functions that routes start at.
         cells: the dicts that hold the captured cells, by the number of the cell in the Module's flat form.
     """
 
-    def __init__(self, module: Any, route: Route | None, cells: dict[int, Any], when_gone: Callable[[], Any]):
+    def __init__(
+        self,
+        module: Any,
+        route: Route | None,
+        functions: Sequence[Any],
+        cells: dict[int, Any],
+        when_gone: Callable[[], Any],
+    ):
         flat = flat_of(module)
         self.module = weakref.ref(module, lambda _: when_gone())
         self.route = route
+        containers = [] if route is None else route.follow(functions)[1]
+        self._sizes = [*map(len, containers)]
+        self._counts = [*map(_module_count, containers)]
         self.structure: GraphKey = flat.key
         self._cells = cells
         self._flat = weakref.ref(flat)
 
     def is_current(self, functions: Sequence[Any]) -> bool:
         module = self.module()
-        if module is None or not (self.route is None or self.route.follow(functions) is module):
+        if module is None:
             return False
+        if self.route is not None:
+            found, containers = self.route.follow(functions)
+            if found is not module or (containers and not self._have_as_many(containers)):
+                return False
         flat = flat_of(module)
         if flat is not self._flat():  # something changed, but maybe nothing that matters
             if flat.key is not self.structure or any(flat.dicts[i] is not values for i, values in self._cells.items()):
                 return False
             self._flat = weakref.ref(flat)
+        return True
+
+    def _have_as_many(self, containers: Sequence[Any]) -> bool:
+        """Whether the lists and dicts on the route have as many Modules as before: a loop over them sees them all."""
+        sizes = [*map(len, containers)]
+        if sizes != self._sizes:
+            if [*map(_module_count, containers)] != self._counts:
+                return False
+            self._sizes = sizes
         return True
 
 
@@ -153,7 +178,7 @@ class Captured:
         for module, route in named(functions):  # of which the function may have read static attributes
             cells.setdefault(id(module), (module, route, {}))
         for module, route, held in cells.values():
-            self._roots.append(Root(module, route, held, self._when_gone))
+            self._roots.append(Root(module, route, functions, held, self._when_gone))
         return len(self.names) > before
 
     def inputs(self, hidden: Sequence[Any]) -> dict[Any, Any]:
@@ -196,6 +221,11 @@ def _file_of(program: Any) -> str:
     """Returns the file of the function that a program was traced from."""
     opened = getattr(program, "jaxpr", program)
     return getattr(getattr(opened, "debug_info", None), "func_filename", None) or ""
+
+
+def _module_count(container: Any) -> int:
+    values = container.values() if type(container) is dict else container
+    return sum([isinstance(value, ModuleBase) for value in values])
 
 
 def _arrays(module: Any) -> list[Any]:

@@ -47,15 +47,17 @@ class Route(NamedTuple):
     start: int
     steps: tuple[Step, ...]
 
-    def follow(self, functions: Sequence[Any]) -> Any:
-        """Returns what is at the end now, or None if the route has ended before."""
-        value = functions[self.start]
+    def follow(self, functions: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Returns what is at the end now, or None if the route has ended before, and the lists and dicts on the way."""
+        value, containers = functions[self.start], []
         try:
             for step in self.steps:
+                if step.kind == "item" and type(value) in (list, dict):  # not their subclasses: no user code runs here
+                    containers.append(value)
                 value = step.take(value)
         except NOT_THERE:
-            return None
-        return value
+            return None, []
+        return value, containers
 
 
 Found = tuple[tuple[Step, ...], Any]
