@@ -1,0 +1,55 @@
+"""The programs of examples/programs learn at their small settings, go on from each other, and agree on any devices."""
+
+import pathlib
+import re
+
+import pytest
+
+from tests.scripts import copy_examples, run_script
+from tests.sharding.programs import finish, start
+
+TIME_LIMIT = 200  # seconds, on a machine that does much else
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return copy_examples(tmp_path_factory.mktemp("copy")) / "programs"
+
+
+def final_figure(printed: str) -> float:
+    found = re.fullmatch(r"final .*: (-?\d[\d.]*)", printed.strip().splitlines()[-1])
+    assert found, printed[-2000:]
+    return float(found[1])
+
+
+@pytest.mark.timeout(TIME_LIMIT + 20)
+@pytest.mark.filterwarnings("default")  # those of the libraries that programs plot with and take data from
+class TestPrograms:
+    def test_ppo_learns_to_balance(self, programs):
+        assert final_figure(run_script(programs / "ppo.py", "--smoke")) > 100
+
+    def test_a_finetuned_model_is_evaluated_and_trained_by_rewards(self, programs, tmp_path):
+        model, tuned = tmp_path / "model" / "model", tmp_path / "tuned"
+        printed = run_script(programs / "finetune.py", "--smoke", "--output", str(tmp_path / "model"))
+        assert 0 <= final_figure(printed) <= 1
+        assert 0 <= final_figure(run_script(programs / "evaluate.py", str(model), "--smoke")) <= 1
+        printed = run_script(programs / "evaluate.py", str(model), "--text", str(programs / "ppo.py"), "--window", "64")
+        assert float(re.findall(r"^ppo.py +([\d.]+)", printed, re.MULTILINE)[0]) > 1
+        printed = run_script(programs / "grpo.py", str(model), "--smoke", "--output", str(tmp_path / "grpo"))
+        assert 0 <= final_figure(printed) <= 1
+        options = (str(model), "--how", "int8", "--task", "reverse", "--steps", "2", "--batch", "4", "--smoke")
+        assert final_figure(run_script(programs / "finetune.py", *options, "--output", str(tuned))) == 0
+        assert (tuned / "model" / "tokenizer.json").exists()
+
+
+@pytest.mark.timeout(TIME_LIMIT + 20)
+@pytest.mark.parametrize(("name", "steps"), [("pretrain", "12"), ("diffusion", "10")])
+def test_the_losses_do_not_depend_on_the_number_of_devices(name, steps, programs, tmp_path):
+    options = ("--smoke", "--steps", steps, "--output")
+    processes = [
+        start(programs / f"{name}.py", *options, str(tmp_path / str(devices)), devices=devices) for devices in (1, 8)
+    ]
+    one, eight = (
+        float(re.findall(r"the last loss is ([\d.]+)", printed)[0]) for printed in finish(processes, TIME_LIMIT)
+    )
+    assert one == pytest.approx(eight, abs=2e-5)
