@@ -97,8 +97,9 @@ class _Program:
         for at, line in enumerate(lines):
             own = [f"{line.name}.{part}" for part in range(len(line.sizes))]
             made = sum(sizes.get(buffer, 0) for buffer in own)
-            dying = [sizes.get(b, 0) for b in _read(line, parts) if last[b] == at and b not in results]
-            during = live + made - (made if made in dying and self._writes_in_place(line) else 0)
+            dying = {b: sizes.get(b, 0) for b in _read(line, parts) if last[b] == at and b not in results}
+            over = [b for name in self._may_write_over(line) for part in parts.get(name, ()) for b in part]
+            during = live + (0 if made in (dying.get(buffer) for buffer in over) else made)
             inner = [self.peaks(called) for called in line.called if line.code in _CALLS]
             for scope in self._scopes_of(line):
                 by_scope[scope] = max(by_scope.get(scope, 0), during)
@@ -106,15 +107,23 @@ class _Program:
                 for scope, size in peak.by_scope.items():
                     by_scope[scope] = max(by_scope.get(scope, 0), during + size)
             whole = max(whole, during + max((peak.whole for peak in inner), default=0))
-            live += made - sum(dying) - sum(sizes.get(b, 0) for b in own if b not in last and b not in results)
+            live += made - sum(dying.values()) - sum(sizes.get(b, 0) for b in own if b not in last and b not in results)
         return Peaks(whole, by_scope)
 
     def _fused(self, line: Instruction) -> list[Instruction]:
         """Returns an instruction, or those that have been fused into it."""
         return [line] if line.code != "fusion" else [x for name in line.called for x in self.computations.get(name, ())]
 
-    def _writes_in_place(self, line: Instruction) -> bool:
-        return not any(fused.code in _HEAVY for fused in self._fused(line))
+    def _may_write_over(self, line: Instruction) -> list[str]:
+        """Returns the operands that an instruction reads element by element, in the order in which it writes."""
+        if line.code != "fusion":
+            return line.operands if line.code not in _HEAVY else []
+        fused, elsewhere = self._fused(line), set()
+        for each in reversed(fused):
+            if each.code in _HEAVY or each.name in elsewhere:
+                elsewhere.update(each.operands)
+        free = {each.index for each in fused if each.code == "parameter" and each.name not in elsewhere}
+        return [name for number, name in enumerate(line.operands) if number in free]
 
     def _scopes_of(self, line: Instruction) -> set[int]:
         return {scope for each in (line, *self._fused(line)) for scope in self._scopes(each.op_name)}
@@ -137,6 +146,8 @@ def _instruction(found: re.Match[str]) -> Instruction:
     arguments, _, attributes = found["rest"].partition("), ")
     called = [name.strip().lstrip("%") for group in _CALLED.findall(attributes) for name in group.split(",")]
     op_name, index = _OP_NAME.search(attributes), _INDEX.search(attributes)
+    if found["code"] == "parameter":
+        index = re.match(r"(\d+)", arguments)
     return Instruction(
         found["name"],
         found["code"],
