@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.core.module.module import Module
 from nnx.nn.quantized.quantized import as_operand, weight_dtype
-from nnx.nn.quantized.quantized_product import multiply_few_rows
+from nnx.nn.quantized.quantized_product import quantized_product
 from nnx.nn.support.checks import check_last_axis, check_sizes, shape_of
 from nnx.nn.support.draws import fan_in_initializer
 from nnx.nn.support.parameters import (
@@ -167,7 +167,7 @@ def _einsum(
         summed, is_replaced = equation.kernel_axes()[0], einsum_op is not jnp.einsum
         is_plain = precision is None and out_sharding is None and not is_replaced
         if is_plain and equation.is_matrix_product:
-            y = multiply_few_rows(x, kernel, scale, len(summed), dtype=preferred_element_type)
+            y = quantized_product(x, kernel, scale, len(summed), dtype=preferred_element_type)
             if y is not None:
                 return y if bias is None else y + jnp.reshape(bias, equation.bias_layout(kernel.shape, x.ndim))
         kernel, scale = as_operand(kernel, scale, summed, x.dtype, whole=is_replaced)

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.core.module.module import Module
 from nnx.nn.quantized.quantized import as_operand, to_weight, weight_dtype
-from nnx.nn.quantized.quantized_product import multiply_few_rows
+from nnx.nn.quantized.quantized_product import quantized_product
 from nnx.nn.support.checks import check_last_axis, check_sizes, shape_of
 from nnx.nn.support.draws import fan_in_initializer, normal_initializer
 from nnx.nn.support.parameters import NO_METADATA, AxisNames, InitializerLike, make_param
@@ -138,7 +138,7 @@ class Embed(Module):
         else:
             query, _ = self.promote_dtype((query, cast(scale, weight_dtype(scale, self.param_dtype))), dtype=self.dtype)
             if out_sharding is None:
-                logits = multiply_few_rows(query, table, scale, transposed=True)
+                logits = quantized_product(query, table, scale, transposed=True)
                 if logits is not None:
                     return logits
             table, scale = as_operand(table, scale, (1,), query.dtype)

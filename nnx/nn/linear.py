@@ -16,7 +16,7 @@ from nnx.core.context import Context
 from nnx.core.module.module import Module
 from nnx.core.variables.variables import ContainerMetadata, Param
 from nnx.nn.quantized.quantized import as_operand, weight_dtype
-from nnx.nn.quantized.quantized_product import multiply_few_rows
+from nnx.nn.quantized.quantized_product import quantized_product
 from nnx.nn.support.checks import as_tuple, check_last_axis, check_sizes, shape_of, too_few_axes, wrong_features
 from nnx.nn.support.parameters import (
     NO_METADATA,
@@ -82,7 +82,7 @@ def _contract(
         is_replaced = dot_general is not lax.dot_general
         is_plain = precision is None and out_sharding is None and not is_replaced
         if is_plain and not batches and axes == tuple(range(x.ndim - len(axes), x.ndim)):
-            y = multiply_few_rows(x, kernel, scale, len(axes), dtype=preferred_element_type)
+            y = quantized_product(x, kernel, scale, len(axes), dtype=preferred_element_type)
             if y is not None:
                 return y if bias is None else y + _spread(bias, y, batches)
         kernel, scale = as_operand(kernel, scale, summed, x.dtype, whole=is_replaced)

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import sys
 import warnings
 
 import jax
@@ -13,19 +14,22 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 import nnx
 from nnx.nn import einsum, embed, linear
 from nnx.nn.quantized.quantized import to_integers, to_weight
-from nnx.nn.quantized.quantized_product import multiply_few_rows
+from nnx.nn.quantized.quantized_product import MANY_ROWS, quantized_product
 from nnx.nn.quantized.quantized_tiling import MOST_ROWS, make_tiling
 from tests.nn.arrays import normal
 
-# The kernel can also multiply with int8, which layers leave to XLA: one form of it is enough.
-FORMS = [(8, None, False), *((4, group_size, transposed) for group_size in (None, 64) for transposed in (False, True))]
+FORMS = [
+    (bits, group_size, transposed)
+    for bits, group_size in ((8, None), (4, None), (4, 64))
+    for transposed in (False, True)
+]
 forms = pytest.mark.parametrize(("bits", "group_size", "transposed"), FORMS)
 
 
 # Whole programs are compiled: operation by operation, every shape would be a program of its own.
 to_integers_at_once = jax.jit(to_integers, static_argnums=(1, 2, 3))
 to_weight_at_once = jax.jit(to_weight, static_argnums=(2, 3))
-multiply_at_once = jax.jit(multiply_few_rows, static_argnames=("transposed", "dtype", "implementation"))
+multiply_at_once = jax.jit(quantized_product, static_argnames=("transposed", "dtype", "implementation"))
 
 
 def quantized(inputs, outputs, bits, group_size, transposed):
@@ -55,7 +59,7 @@ def lowered(compiled, *args, platform="cuda"):
 @forms
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_the_kernel_multiplies_with_the_weight_that_the_integers_represent(bits, group_size, transposed, dtype):
-    weight = quantized(256, 96, bits, group_size, transposed)
+    weight = quantized(256, 192, bits, group_size, transposed)
     x = normal(5, 256).astype(dtype)
     kernel, xla = (
         multiply_at_once(x, *weight, transposed=transposed, dtype=jnp.float32, implementation=implementation)
@@ -76,60 +80,99 @@ def test_any_number_of_rows_is_padded(rows):
 
 
 def test_several_axes_of_inputs_and_outputs_are_those_of_attention():
-    kernel = normal(4, 32, 2, 16)
+    kernel = normal(4, 32, 2, 32)
     integers, scale = to_integers(kernel, (0, 1), 4, 64)  # a group spans two heads
     x = normal(2, 3, 4, 32)
-    found = multiply_few_rows(x, integers, scale, 2, implementation="triton")
+    found = quantized_product(x, integers, scale, 2, implementation="triton")
     weight = to_weight(integers, scale, (0, 1), jnp.float32)
     np.testing.assert_allclose(found, jnp.tensordot(x, weight, 2), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "group_size"), [(256, 50, 128), (256, 48, 128), (240, 64, 240)])
 def test_sizes_that_tiles_do_not_divide_are_left_to_xla(inputs, outputs, group_size):
-    assert make_tiling(inputs, outputs, group_size) is None
+    assert make_tiling(2, inputs, outputs, group_size, 8) is None
     integers, scale = quantized(inputs, outputs, 8, group_size, False)
-    assert multiply_few_rows(normal(2, inputs), integers, scale, implementation="triton") is None
+    assert quantized_product(normal(2, inputs), integers, scale, implementation="triton") is None
 
 
 def test_tilings_divide_the_inputs_the_outputs_and_the_groups():
     for inputs, outputs, group_size in ((2048, 2048, 128), (2048, 512, 2048), (8192, 2048, 32), (11008, 4096, 64)):
-        tiling = make_tiling(inputs, outputs, group_size)
-        assert tiling is not None
-        assert outputs % tiling.columns == group_size % tiling.depth == inputs % (tiling.depth * tiling.splits) == 0
+        for rows, bits in ((8, 4), (8, 8), (64, 4), (64, 8)):
+            tiling = make_tiling(rows, inputs, outputs, group_size, bits)
+            assert tiling is not None
+            assert outputs % tiling.columns == group_size % tiling.depth == inputs % (tiling.depth * tiling.splits) == 0
 
 
 def test_many_rows_wide_numbers_and_other_devices_are_left_to_xla(monkeypatch, pretend):
     weight = quantized(128, 64, 4, 64, False)
     few = normal(MOST_ROWS, 128).astype(jnp.bfloat16)
     pretend("cpu")
-    assert multiply_few_rows(few, *weight) is None
+    assert quantized_product(few, *weight) is None
     pretend("gpu")
-    assert jax.eval_shape(multiply_few_rows, few, *weight) is not None
-    assert multiply_few_rows(normal(MOST_ROWS + 1, 128).astype(jnp.bfloat16), *weight) is None
-    assert multiply_few_rows(few[:0], *weight) is None
-    assert multiply_few_rows(few, *quantized(128, 64, 8, None, False)) is None
-    assert multiply_few_rows(few.astype(jnp.float32), *weight) is None
+    assert jax.eval_shape(quantized_product, few, *weight) is not None
+    assert quantized_product(normal(MOST_ROWS + 1, 128).astype(jnp.bfloat16), *weight) is None
+    assert quantized_product(few[:0], *weight) is None
+    assert quantized_product(few.astype(jnp.float32), *weight) is None
     for two_or_old in ({"devices": 2}, {"capability": "7.5"}):
         pretend("gpu", **two_or_old)
-        assert multiply_few_rows(few, *weight) is None
+        assert quantized_product(few, *weight) is None
     pretend("gpu")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # a JAX without Triton
-    assert multiply_few_rows(few, *weight) is None
+    assert quantized_product(few, *weight) is None
+
+
+def test_many_rows_are_multiplied_with_the_dequantized_weight(pretend):
+    weight, x = quantized(128, 64, 4, 64, False), normal(MANY_ROWS, 128).astype(jnp.bfloat16)
+    pretend("gpu")
+    text = lowered(jax.jit(quantized_product), x, *weight)
+    assert "optimization_barrier" in text and "custom_call" not in text
+    assert error(jax.jit(quantized_product)(x, *weight), by_hand(x, *weight, False)) < 6e-3
+    # The gradient converts the integers again, so that no weight is kept in bfloat16 for it.
+    slope = jax.grad(lambda x, *weight: quantized_product(x, *weight).astype(jnp.float32).sum())
+    assert str(jax.make_jaxpr(slope)(x, *weight)).count("optimization_barrier") <= 1
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_a_jax_without_triton_multiplies_with_xla(pretend):
+    weight, x = quantized(128, 64, 4, 64, False), normal(8, 128).astype(jnp.bfloat16)
+    pretend("gpu")
+    assert quantized_product(x, *weight) is None
+    layer = nnx.Linear(128, 64, dtype=jnp.bfloat16, ctx=nnx.context(0))
+    nnx.quantize(layer, 4)
+    assert "triton" not in lowered(jax.jit(lambda x: layer(x)), x)
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_a_jax_without_triton_computes_losses_and_experts_with_xla(pretend):
+    pretend("gpu")
+    logits, targets = normal(16, 50).astype(jnp.bfloat16), jnp.arange(16)
+    loss = jax.jit(jax.value_and_grad(lambda logits: nnx.cross_entropy(logits, targets)))
+    assert "triton" not in lowered(loss, logits)
+    experts = nnx.MoE(8, 16, 4, 2, ctx=nnx.context(0)).eval()
+    assert "triton" not in lowered(jax.jit(lambda x: experts(x)), normal(512, 8))
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    """A JAX that has removed Pallas's Triton backend, as it announced."""
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    for kernel in ("quantized.quantized_kernel", "cross_entropy_kernel", "moe.grouped_kernel"):
+        monkeypatch.delitem(sys.modules, f"nnx.nn.{kernel}", raising=False)
 
 
 def test_a_program_for_another_platform_than_the_default_one_has_no_kernel(pretend):
     weight, x = quantized(128, 64, 4, None, False), normal(2, 128).astype(jnp.bfloat16)
     pretend("gpu")
-    compiled = jax.jit(multiply_few_rows)
+    compiled = jax.jit(quantized_product)
     assert "custom_call @__gpu$xla.gpu.triton" in lowered(compiled, x, *weight)
     assert "custom_call" not in lowered(compiled, x, *weight, platform="cpu")
-    assert error(jax.jit(multiply_few_rows)(x, *weight), by_hand(x, *weight, False)) < 4e-3
+    assert error(jax.jit(quantized_product)(x, *weight), by_hand(x, *weight, False)) < 4e-3
 
 
 def test_a_scale_that_does_not_fit_is_an_error():
     integers, scale = quantized(128, 64, 8, None, False)
     with pytest.raises(ValueError, match=r"weight of shape \(128, 64\) does not fit its scale of shape \(32,\)"):
-        multiply_few_rows(normal(2, 128), integers, scale[:32])
+        quantized_product(normal(2, 128), integers, scale[:32])
 
 
 # Transforms
@@ -141,7 +184,7 @@ def test_product_is_differentiated_in_both_modes(bits, group_size, transposed):
     x, direction = normal(3, 128), normal(3, 128, seed=1)
 
     def multiply(x, scale, implementation):
-        return multiply_few_rows(x, integers, scale, transposed=transposed, implementation=implementation)
+        return quantized_product(x, integers, scale, transposed=transposed, implementation=implementation)
 
     @functools.partial(jax.jit, static_argnums=2)
     def derivatives(x, scale, implementation):
@@ -163,7 +206,7 @@ def kernel_calls(f, *args):
 @pytest.mark.parametrize(("size", "calls"), [(MOST_ROWS, 1), (MOST_ROWS + 1, 0)])
 def test_vmap_puts_rows_together_and_leaves_many_to_xla(size, calls):
     weight, x = quantized(128, 64, 4, 64, False), normal(size, 128)
-    multiply = jax.vmap(lambda x: multiply_few_rows(x, *weight, implementation="triton"))
+    multiply = jax.vmap(lambda x: quantized_product(x, *weight, implementation="triton"))
     np.testing.assert_allclose(multiply(x), by_hand(x, *weight, False), rtol=1e-4, atol=1e-3)
     assert kernel_calls(multiply, x) == calls
 
@@ -172,7 +215,7 @@ def test_vmap_over_weights_is_left_to_xla():
     pairs = [quantized(128, 64, 8, None, False), quantized(128, 64, 8, None, False)]
     integers, scale = (jnp.stack(arrays) for arrays in zip(*pairs, strict=True))
     x = normal(2, 3, 128)
-    multiply = jax.vmap(functools.partial(multiply_few_rows, implementation="triton"))
+    multiply = jax.vmap(functools.partial(quantized_product, implementation="triton"))
     found = multiply(x, integers, 2 * scale)
     np.testing.assert_allclose(found[1], 2 * by_hand(x[1], *pairs[1], False), rtol=1e-4, atol=1e-3)
     assert kernel_calls(multiply, x, integers, scale) == 0
@@ -186,28 +229,30 @@ def test_vmap_over_weights_is_left_to_xla():
 @forms
 def test_the_kernel_is_lowered_for_gpus(bits, group_size, transposed):
     weight = quantized(256, 128, bits, group_size, transposed)
-    multiply = functools.partial(multiply_few_rows, transposed=transposed, implementation="triton")
+    multiply = functools.partial(quantized_product, transposed=transposed, implementation="triton")
     assert kernel_calls(multiply, jnp.zeros((8, 256), jnp.bfloat16), *weight) == 1
 
 
 def test_weights_reach_the_kernel_as_they_are_stored():
     integers, scale = quantized(256, 128, 4, 64, False)
-    multiply = functools.partial(multiply_few_rows, implementation="triton")
+    multiply = functools.partial(quantized_product, implementation="triton")
     x = jnp.zeros((8, 256), jnp.bfloat16)
     text = lowered(jax.jit(multiply), x, integers, scale)
     (call,) = (line for line in text.splitlines() if "custom_call" in line)
-    assert "tensor<256x128xi4>" in call
-    assert not any(name in text for name in ("convert %arg1", "bitcast_convert", "transpose", "pad"))
+    assert "tensor<256x32xui16>" in call
+    # XLA views the same memory as words; it does not convert, move or copy what is in it.
+    assert text.count("bitcast_convert") == 1
+    assert not any(name in text for name in ("stablehlo.convert %arg1", "transpose", "pad"))
 
 
 # Layers
 
 LAYERS = {
-    "Linear": (lambda ctx: nnx.Linear(256, 96, ctx=ctx), (5, 256)),
+    "Linear": (lambda ctx: nnx.Linear(256, 192, ctx=ctx), (5, 256)),
     "LinearGeneral, into heads": (lambda ctx: nnx.LinearGeneral(256, (4, 32), ctx=ctx), (2, 3, 256)),
-    "LinearGeneral, out of heads": (lambda ctx: nnx.LinearGeneral((4, 64), 96, axis=(-2, -1), ctx=ctx), (5, 4, 64)),
+    "LinearGeneral, out of heads": (lambda ctx: nnx.LinearGeneral((4, 64), 64, axis=(-2, -1), ctx=ctx), (5, 4, 64)),
     "Einsum": (lambda ctx: nnx.Einsum("...xy,xyhb->...hb", (4, 64, 2, 32), (2, 32), ctx=ctx), (5, 4, 64)),
-    "LoRALinear": (lambda ctx: nnx.LoRALinear(256, 96, lora_rank=2, ctx=ctx), (5, 256)),
+    "LoRALinear": (lambda ctx: nnx.LoRALinear(256, 64, lora_rank=2, ctx=ctx), (5, 256)),
     "Embed": (lambda ctx: nnx.Embed(96, 256, ctx=ctx), (5, 256)),
 }
 ELSEWHERE = {
@@ -215,7 +260,7 @@ ELSEWHERE = {
     "LinearGeneral, other axes": (lambda ctx: nnx.LinearGeneral(256, 32, axis=0, ctx=ctx), (256, 3)),
     "Einsum, outputs first": (lambda ctx: nnx.Einsum("...xy,xyb->b...", (4, 64, 32), (32,), ctx=ctx), (5, 4, 64)),
     "Einsum, kernel out of order": (lambda ctx: nnx.Einsum("...xy,yxb->...b", (64, 4, 32), (32,), ctx=ctx), (5, 4, 64)),
-    "precision": (lambda ctx: nnx.Linear(256, 96, precision="highest", ctx=ctx), (5, 256)),
+    "precision": (lambda ctx: nnx.Linear(256, 64, precision="highest", ctx=ctx), (5, 256)),
     "outputs": (lambda ctx: nnx.Linear(256, 90, ctx=ctx), (5, 256)),
 }
 
@@ -224,8 +269,8 @@ ELSEWHERE = {
 def with_kernel(monkeypatch):
     """Makes layers use the interpreted kernel, as they would use it on a GPU."""
     for module in (linear, einsum, embed):
-        forced = functools.partial(multiply_few_rows, implementation="triton")
-        monkeypatch.setattr(module, "multiply_few_rows", forced)
+        forced = functools.partial(quantized_product, implementation="triton")
+        monkeypatch.setattr(module, "quantized_product", forced)
     jax.clear_caches()  # bodies of layers are compiled once per shape
     yield
     jax.clear_caches()

@@ -420,8 +420,14 @@ class MultiHeadAttention(Module):
         positions = next_positions(lengths, inputs.shape[-2])
         # Keys stay in the cache as they are rotated here, and meet queries of later tokens.
         query, key = self._rotated(query, key, positions, positions, text_length=cache.max_length)
+        is_first = cache.is_empty and inputs.shape[-2] > 1
         cache = cache.append(key, value, lengths, seq_lengths)
-        if bias is None:
+        if bias is None and is_first:  # a kernel that knows that attention is causal skips half of the work
+            seen = LayerCache(cast(key, cache.key.dtype), cast(value, cache.value.dtype))
+            options: dict[str, Any] = {"is_causal": True}
+            if self.sliding_window is not None:
+                options["local_window_size"] = (self.sliding_window - 1, 0)
+        elif bias is None:
             seen, options = visible_part(cache, positions, self.sliding_window)
         else:  # it covers all slots, so none may be cut off
             seen, options = cache, causal_options(positions, cache.max_length, self.sliding_window)

@@ -173,6 +173,8 @@ class LayerCache:
         value: the values, `[batch..., max_length, num_heads, value_dim]`.
         aligned: whether all rows always hold equally many tokens, which is the caller's promise. A single token then
             goes into one slot of all rows, and is written faster on a GPU.
+        is_empty: whether no row holds a token, which is the caller's promise for the next append. The tokens then
+            attend to each other alone, instead of to every slot.
 
     >>> cache = nnx.LayerCache.empty(2, 8, num_heads=4, head_dim=16)
     >>> prompt = jnp.ones((2, 5, 4, 16))
@@ -185,6 +187,7 @@ class LayerCache:
     key: jax.Array
     value: jax.Array
     aligned: bool = dataclasses.field(default=False, metadata={"static": True})
+    is_empty: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def empty(
@@ -230,7 +233,7 @@ class LayerCache:
         _check_append("LayerCache", self.key, self.value, lengths, key, value, seq_lengths)
         aligned = self.aligned and seq_lengths is None
         keys, values, _ = _append(self.key, self.value, lengths, key, value, seq_lengths, aligned=aligned)
-        return dataclasses.replace(self, key=keys, value=values)
+        return dataclasses.replace(self, key=keys, value=values, is_empty=False)
 
     def check(self, lengths: jax.Array, cache: str = "LayerCache") -> None:
         """Raises `ValueError` if a row has overflowed inside a transform; call it outside of transforms.

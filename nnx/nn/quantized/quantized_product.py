@@ -1,10 +1,10 @@
-"""Products of a few rows with a quantized weight, as in decoding, where most of the time goes into reading the weight.
+"""Products with a quantized weight on a GPU, where XLA's own are slow.
 
-XLA converts integers inside of a product only if they have 8 bits and their scale can wait until after it. Otherwise it
-writes the converted matrix to memory first. On a GPU, a few rows are therefore multiplied with 4-bit integers by a
-kernel that reads the integers alone (`quantized_kernel`). Everything else is left to XLA: 8-bit integers, with which it
-is as fast from 8 rows on (`nnx.generate` never has fewer), many rows (prompts, training), computation in float32, other
-devices, and programs for several of them.
+A few rows, as in decoding: most of the time goes into reading the weight, and a kernel reads the integers alone
+(`quantized_kernel`). Many rows, as in prompts: the weight is dequantized first, once, and the product is that of
+ordinary matrices. XLA would convert integers again and again inside of it, in a kernel that is slower than the
+library's. Everything else is left to XLA: numbers of rows in between, gradients, computation in float32, other devices,
+and programs for several of them.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from nnx.nn.quantized.quantized import as_operand, check_scale, is_per_channel
+from nnx.nn.quantized.quantized import as_operand, check_scale, is_per_channel, to_weight
 from nnx.nn.quantized.quantized_tiling import MOST_ROWS, Tiling, make_tiling
 from nnx.nn.support.settings import cast, statistics_dtype
 from nnx.sharding.explicit import is_split
@@ -26,16 +26,20 @@ from nnx.sharding.target import target
 Implementation = Literal["triton", "xla"]
 
 
-class _Settings(NamedTuple):
-    """What is known about a product when it is compiled."""
+MANY_ROWS = 512
+"""From so many rows on, writing a dequantized weight takes little of the time of the product."""
 
-    tiling: Tiling
+
+class _Settings(NamedTuple):
+    """What is known about a product when it is compiled; `group_size` is None where the weight is dequantized first."""
+
+    group_size: int | None
     transposed: bool
     dtype: Any
     implementation: Implementation | None
 
 
-def multiply_few_rows(
+def quantized_product(
     x: jax.Array,
     integers: jax.Array,
     scale: jax.Array,
@@ -45,7 +49,7 @@ def multiply_few_rows(
     dtype: Any = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | None:
-    """Returns the product of `x` with a quantized weight if the kernel suits it, and None otherwise.
+    """Returns the product of `x` with a quantized weight, and None if it is left to XLA.
 
     Args:
         x: the left operand, `[..., *inputs]`.
@@ -55,7 +59,7 @@ def multiply_few_rows(
         transposed: whether those are the last axes of the weight.
         dtype: the dtype of the result; by default, that of `x`.
         implementation: "triton" for the kernel, interpreted where there is no GPU, or "xla" for ordinary operations. By
-            default, there is a result only on a single GPU, for a few rows in half precision and 4-bit integers.
+            default, there is a result only on a single GPU, for rows in half precision, a few or many.
 
     Returns:
         The product, `[..., *outputs]`, or None.
@@ -67,13 +71,14 @@ def multiply_few_rows(
     batch, inputs = x.shape[: x.ndim - num_inputs], math.prod(x.shape[x.ndim - num_inputs :])
     rows, outputs = math.prod(batch), math.prod(kept)
     groups = None if is_per_channel(integers, scale, summed) else scale.shape[summed[0]]
-    if implementation is None and not _kernel_pays(x, integers, rows):
-        return None
-    tiling = make_tiling(inputs, outputs, inputs // (groups or 1))
-    if tiling is None:
-        return None
+    group_size: int | None = inputs // (groups or 1)
+    wanted = implementation is not None or _kernel_pays(x, integers, rows)
+    if not wanted or _tiling(rows, inputs, outputs, group_size, integers, transposed) is None:
+        group_size = None
+        if implementation is not None or not _dequantizing_pays(x, integers, rows):
+            return None
     grouped = () if groups is None else (groups,)
-    settings = _Settings(tiling, transposed, jnp.dtype(dtype or x.dtype), implementation)
+    settings = _Settings(group_size, transposed, jnp.dtype(dtype or x.dtype), implementation)
     y = _product(
         settings,
         jnp.reshape(x, (rows, inputs)),
@@ -83,18 +88,26 @@ def multiply_few_rows(
     return jnp.reshape(y, (*batch, *kept))
 
 
+def _tiling(
+    rows: Any, inputs: int, outputs: int, group_size: int | None, integers: jax.Array, transposed: bool
+) -> Tiling | None:
+    assert group_size is not None
+    return make_tiling(rows, inputs, outputs, group_size, 4 if integers.dtype == jnp.int4 else 8, transposed)
+
+
 def _kernel_pays(x: jax.Array, integers: jax.Array, rows: Any) -> bool:
+    few = isinstance(rows, int) and 0 < rows <= MOST_ROWS  # and not a symbolic size, as in `nnx.export`
+    return few and _is_half_on_gpu(x, integers) and target(x, integers).triton_obstacle is None
+
+
+def _dequantizing_pays(x: jax.Array, integers: jax.Array, rows: Any) -> bool:
+    return isinstance(rows, int) and rows >= MANY_ROWS and _is_half_on_gpu(x, integers)
+
+
+def _is_half_on_gpu(x: jax.Array, integers: jax.Array) -> bool:
     at = target(x, integers)
-    return (
-        at.platform == "gpu"
-        and at.devices == 1
-        and not is_split((x, integers))
-        and x.dtype in (jnp.bfloat16, jnp.float16)
-        and integers.dtype == jnp.int4
-        and isinstance(rows, int)  # and not a symbolic size, as in `nnx.export`
-        and 0 < rows <= MOST_ROWS
-        and at.triton_obstacle is None
-    )
+    alone = at.platform == "gpu" and at.devices == 1 and not is_split((x, integers))
+    return alone and x.dtype in (jnp.bfloat16, jnp.float16)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -102,6 +115,8 @@ def _product(settings: _Settings, x: jax.Array, integers: jax.Array, scale: jax.
     """Returns the product `[rows, outputs]` of matrices."""
     if settings.implementation == "xla":
         return _ordinary(settings, x, integers, scale)
+    if settings.group_size is None:
+        return _dequantized(settings, x, integers, scale)
     return _kernel_product(settings)(x, integers, scale)
 
 
@@ -128,7 +143,10 @@ def _kernel_product(settings: _Settings) -> Any:
     def kernel(x: jax.Array, integers: jax.Array, scale: jax.Array, interpret: bool) -> jax.Array:
         from nnx.nn.quantized.quantized_kernel import multiply  # Pallas takes long to import
 
-        tiling, transposed, dtype, _ = settings
+        group_size, transposed, dtype, _ = settings
+        (rows, inputs), outputs = x.shape, integers.shape[0 if transposed else 1]
+        tiling = _tiling(rows, inputs, outputs, group_size, integers, transposed)
+        assert tiling is not None  # the number of rows, which vmap may have changed, has no part in that
         return multiply(x, integers, scale, tiling, transposed=transposed, dtype=dtype, interpret=interpret)
 
     # A program can be compiled for another platform than the default one, by which the kernel was chosen.
@@ -149,6 +167,13 @@ def _kernel_product(settings: _Settings) -> Any:
         return jax.vmap(ordinary, in_axes=axes)(x, integers, scale), True
 
     return product
+
+
+def _dequantized(settings: _Settings, x: jax.Array, integers: jax.Array, scale: jax.Array) -> jax.Array:
+    summed = 1 if settings.transposed else 0
+    # The barrier keeps XLA from moving the conversion into the product.
+    weight = lax.optimization_barrier(to_weight(integers, scale, (summed,), x.dtype))
+    return lax.dot_general(x, weight, (((1,), (summed,)), ((), ())), preferred_element_type=settings.dtype)
 
 
 def _ordinary(settings: _Settings, x: jax.Array, integers: jax.Array, scale: jax.Array) -> jax.Array:
