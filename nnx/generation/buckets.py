@@ -7,6 +7,8 @@ compilations is the number of buckets, not of lengths.
 from typing import NamedTuple
 
 SMALLEST_PROMPT = 16
+LONG_PROMPT = 1024
+TOKENS_AT_ONCE = 8192  # of all prompts together; a GPU multiplies so many rows at its full speed
 SMALLEST_CACHE = 64
 ROWS_THAT_PAY = 8
 # Tokens per group. Both divide SMALLEST_CACHE, so that there is a column for each step. The longer group is for texts
@@ -18,18 +20,35 @@ LONG_TEXT = 256
 def prompt_bucket(length: int, chunk: int) -> int:
     """Returns the number of tokens to pad a prompt to; 0 stays 0.
 
-    Up to one chunk, this is a power of two. Longer prompts take a number of chunks that is a power of two, of which
-    only those with real tokens are computed.
+    Up to one chunk, this is a power of two, and for long prompts also three quarters of one. Longer prompts take a
+    number of chunks that is a power of two, of which only those with real tokens are computed.
 
     >>> from nnx.generation.buckets import prompt_bucket
     >>> [prompt_bucket(length, chunk=1000) for length in (0, 1, 17, 700, 1001, 2500)]
     [0, 16, 32, 1000, 2000, 4000]
+    >>> [prompt_bucket(length, chunk=8192) for length in (700, 1025, 2500, 4095)]
+    [1024, 1536, 3072, 4096]
     """
     if length == 0:
         return 0
     if length <= chunk:
-        return min(_power_of_two(max(length, SMALLEST_PROMPT)), chunk)
+        power = _power_of_two(max(length, SMALLEST_PROMPT))
+        fits = length > LONG_PROMPT and length <= power // 4 * 3
+        return min(power // 4 * 3 if fits else power, chunk)
     return chunk * _power_of_two(-(-length // chunk))
+
+
+def default_chunk(rows: int) -> int:
+    """Returns the number of tokens of each prompt to read at a time.
+
+    A chunk that comes first attends to its own tokens alone, and large products are faster than several smaller ones,
+    but the memory for what is computed grows with the tokens of all rows.
+
+    >>> from nnx.generation.buckets import default_chunk
+    >>> [default_chunk(rows) for rows in (1, 4, 64)]
+    [8192, 2048, 1024]
+    """
+    return max(TOKENS_AT_ONCE // _power_of_two(rows), LONG_PROMPT)
 
 
 def cache_bucket(length: int) -> int:

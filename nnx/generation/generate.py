@@ -1,5 +1,6 @@
 """`nnx.generate`: continues texts with a model that has a cache of keys and values."""
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +26,7 @@ from nnx.generation.arguments import (
     check_room,
     padded,
 )
-from nnx.generation.buckets import pace_of, rounded_lengths
+from nnx.generation.buckets import default_chunk, pace_of, rounded_lengths
 from nnx.generation.programs import Plan, Progress, Step, read, write
 from nnx.sharding.rules import get_logical_axis_rules
 from nnx.sharding.target import target
@@ -55,7 +56,7 @@ class Options(TypedDict, total=False):
     pad_token: int
     num_samples: int | None
     prefix: Tokens | None
-    prefill_chunk: int
+    prefill_chunk: int | None
     stream: Callable[[np.ndarray], Any] | None
     ctx: Context | None
 
@@ -94,7 +95,7 @@ def generate(
     pad_token: int = 0,
     num_samples: int | None = None,
     prefix: Tokens | None = None,
-    prefill_chunk: int = 1024,
+    prefill_chunk: int | None = None,
     return_logprobs: bool = False,
     stream: Callable[[np.ndarray], Any] | None = None,
     ctx: Context | None = None,
@@ -127,7 +128,8 @@ def generate(
         num_samples: the number of texts to write for each prompt, which is read only once. The result then has an axis
             for them.
         prefix: `[length]`, tokens before all prompts, read only once.
-        prefill_chunk: the number of prompt tokens to read at a time. Smaller chunks need less memory.
+        prefill_chunk: the number of tokens of each prompt to read at a time. Smaller chunks need less memory. By
+            default, 8,192 tokens of all prompts together, and at least 1,024 of each.
         return_logprobs: whether to return log-probabilities as well. They are those of the model itself, before any
             rule is applied.
         stream: a function that is called with the tokens of each step, a numpy array `[batch]` or `[batch,
@@ -158,7 +160,8 @@ def generate(
     prompt, prompt_length = as_prompt(prompts, lengths)
     shared, shared_length = (None, 0) if prefix is None else as_prefix(prefix)
     new = as_count("max_new_tokens", max_new_tokens)
-    chunk = as_count("prefill_chunk", prefill_chunk)
+    rows = prompt.tokens.shape[0]
+    chunk = default_chunk(rows) if prefill_chunk is None else as_count("prefill_chunk", prefill_chunk)
     samples = 1 if num_samples is None else as_count("num_samples", num_samples)
     sampling = as_sampling(temperature, top_k, top_p, min_p, repetition_penalty, ctx)
     stops = as_stop_tokens(stop_tokens)
@@ -194,8 +197,7 @@ def generate(
     def advance(progress: Progress, until: int) -> tuple[Progress, Step]:
         return write(pure, progress, np.int32(until), sampling, key, stops, pad, **options)
 
-    batch = prompt.tokens.shape[0]
-    wanted = _Wanted((batch,) if num_samples is None else (batch, samples), new)
+    wanted = _Wanted((rows,) if num_samples is None else (rows, samples), new)
     if stream is None:
         progress, _ = advance(progress, new)
     elif is_tracer(progress.step):
@@ -222,9 +224,16 @@ class _Wanted(NamedTuple):
         # On a GPU, even a slice of everything is an operation that takes as long as half a token.
         return array if array.shape == shape else array[: math.prod(self.shape)].reshape(shape)
 
-    def columns(self, array: Any) -> Any:
+    def columns(self, array: jax.Array) -> jax.Array:
         """Returns an array `[rows, width]` of the loop as `[*shape, new]`."""
-        return self.rows(array if array.shape[1] == self.new else array[:, : self.new])
+        shape = (*self.shape, self.new)
+        return array if array.shape == shape else _cut(array, shape)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cut(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    # Compiled, because slices and reshapes one by one take the host longer than the device.
+    return array[: math.prod(shape[:-1]), : shape[-1]].reshape(shape)
 
 
 def _streamed(

@@ -113,10 +113,10 @@ def read(
     batch = prompts.tokens.shape[0]
     cache = _rebuilt(pure).init_cache(batch if prefix is None else 1, plan.cache_length)
     if prefix is not None:
-        cache = _append(pure, prefix.tokens, prefix.lengths, cache, plan.chunk)
+        cache = _append(pure, prefix.tokens, prefix.lengths, cache, plan.chunk, first=True)
         cache = _take_rows(pure, cache, jnp.zeros(batch, jnp.int32), plan)
     if prompts.tokens.shape[1] > 1:
-        cache = _append(pure, prompts.tokens[:, :-1], prompts.lengths - 1, cache, plan.chunk)
+        cache = _append(pure, prompts.tokens[:, :-1], prompts.lengths - 1, cache, plan.chunk, first=prefix is None)
     newest = jnp.take_along_axis(prompts.tokens, prompts.lengths[:, None] - 1, axis=1)[:, 0]
     seen = _tokens_seen(pure, cache, prompts, prefix) if plan.penalty else None
 
@@ -130,7 +130,7 @@ def read(
         seen = None if seen is None else seen[source]
     progress = Progress(
         step=jnp.zeros((), jnp.int32),
-        cache=_aligned(cache) if plan.aligned else cache,
+        cache=_promised(cache, aligned=True) if plan.aligned else cache,
         newest=newest,
         finished=jnp.arange(rows) >= wanted,
         broken=jnp.zeros(rows, bool),
@@ -247,10 +247,11 @@ def _decoded(pure: Pure, tokens: jax.Array, cache: Any, lengths: jax.Array | Non
     return logits, cache
 
 
-def _append(pure: Pure, tokens: jax.Array, lengths: jax.Array, cache: Any, chunk: int) -> Any:
-    """Returns the cache after `lengths` of the tokens in each row, read in chunks."""
+def _append(pure: Pure, tokens: jax.Array, lengths: jax.Array, cache: Any, chunk: int, first: bool) -> Any:
+    """Returns the cache after `lengths` of the tokens in each row, read in chunks; `first` if it holds none yet."""
     if tokens.shape[1] <= chunk:
-        return _decoded(pure, tokens, cache, lengths)[1]
+        cache = _decoded(pure, tokens, _promised(cache, is_empty=first), lengths)[1]
+        return _promised(cache, is_empty=False)
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
 
     def read_chunk(index: jax.Array, cache: Any) -> Any:
@@ -261,14 +262,14 @@ def _append(pure: Pure, tokens: jax.Array, lengths: jax.Array, cache: Any, chunk
     return jax.lax.fori_loop(0, -(-jnp.max(lengths) // chunk), read_chunk, cache)
 
 
-def _aligned(cache: Any) -> Any:
-    """Returns a cache whose layers know that all rows hold equally many tokens."""
+def _promised(cache: Any, **promises: bool) -> Any:
+    """Returns a cache whose layers make these promises: `aligned`, `is_empty`."""
 
     def is_layer(node: Any) -> bool:
         return isinstance(node, LayerCache)
 
     return jax.tree.map(
-        lambda node: dataclasses.replace(node, aligned=True) if is_layer(node) else node, cache, is_leaf=is_layer
+        lambda node: dataclasses.replace(node, **promises) if is_layer(node) else node, cache, is_leaf=is_layer
     )
 
 
