@@ -151,9 +151,8 @@ def verdict(directory: pathlib.Path, expected: np.ndarray, tokens: np.ndarray) -
         return f"refused: {type(error).__name__}: {' '.join(lines[1:2] or lines[:1])[-110:]}"
     ours = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, tokens))
     error = float(np.abs(ours - expected).max() / np.abs(expected).max())
-    return (
-        "ok" if error <= TOLERANCES.get(model.config.model_type, TOLERANCE) else f"DIFFERS: relative error {error:.1e}"
-    )
+    tolerance = TOLERANCES.get(model.config.model_type, TOLERANCE)
+    return "ok" if error <= tolerance else f"DIFFERS: relative error {error:.1e}"
 
 
 def of_types(tokens: np.ndarray) -> Iterator[tuple[str, str]]:

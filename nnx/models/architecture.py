@@ -28,7 +28,7 @@ class Architecture:
         options_of: a function from a model to those options that decide its structure.
         located: a function `located(config, paths)` to the parameters of a model by the paths they have if no layers
             are stacked; needed only if layers can be.
-        completed: a function `completed(config, names)` from the config in the file to that of the model, for what only
+        completed: a function `completed(config, found)` from the config in the file to that of the model, for what only
             the tensors of a checkpoint decide.
         constants: a function `constants(config, links)` that returns tensors to write in addition, by name.
     """
@@ -42,7 +42,7 @@ class Architecture:
     located: Callable[[Any, Collection[str]], dict[str, Parameter]] = lambda config, paths: {
         path: Parameter(path) for path in paths
     }
-    completed: Callable[[Any, Collection[str]], Any] = lambda config, names: config
+    completed: Callable[[Any, Mapping[str, Any]], Any] = lambda config, found: config
     constants: Callable[[Any, list[Link]], Mapping[str, np.ndarray]] = lambda config, links: {}
 
     @property

@@ -24,6 +24,7 @@ WRONG_LAYER_TYPES = (
 NO_SUCH_LAYER = "DecoderConfig: expected {name} to list numbers of the {layers} layers, in order, got {got!r}."
 DENSE_AMONG_NO_EXPERTS = "DecoderConfig: dense_layers={got!r} is about models with experts; num_experts is None."
 INCOMPLETE = "DecoderConfig: {what} needs {name}, a positive integer, got {got!r}."
+LABELS_AND_HEAD = "DecoderConfig: labels={labels!r} are those of head='labels', and head={head!r} was given."
 NO_WINDOW = "DecoderConfig: layer_types has 'sliding' layers, which need a sliding_window >= 1, got {got!r}."
 WRONG_EXPERTS = (
     "DecoderConfig: expected num_experts and num_selected to be both None, or integers with 1 <= num_selected <= "
@@ -36,6 +37,7 @@ CHOICES = {
     "norm": ("rms", "layer"),
     "qk_norm": ("shared", "separate", "joint"),
     "router_scores": ("softmax", "sigmoid"),
+    "head": ("tokens", "labels", "none"),
 }
 
 SIZES = (
@@ -172,6 +174,8 @@ class DecoderConfig:
         embedding_scale, residual_scale, logits_scale: numbers that multiply embeddings, what attention and MLP add to
             their inputs, and logits.
         tie_embeddings: whether the output layer is the transposed embedding.
+        head: what the output layer tells apart: "tokens", or the "labels" of a classifier; "none" if there is none.
+        labels: the names of the classes.
         extra: the other entries of the `config.json` this was read from, as JSON by name. They are written back.
 
     >>> config = nnx.models.DecoderConfig(
@@ -246,6 +250,8 @@ class DecoderConfig:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     tie_embeddings: bool = False
+    head: Literal["tokens", "labels", "none"] = "tokens"
+    labels: tuple[str, ...] = ()
     extra: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -265,6 +271,8 @@ class DecoderConfig:
         if len(self.layer_types) != self.num_layers or not set(self.layer_types) <= {"full", "sliding", "linear"}:
             raise ValueError(WRONG_LAYER_TYPES.format(layers=self.num_layers, got=self.layer_types))
         self._check_mixers()
+        if (self.head == "labels") != bool(self.labels):
+            raise ValueError(LABELS_AND_HEAD.format(head=self.head, labels=self.labels))
         window = self.sliding_window
         if "sliding" in self.layer_types and not (isinstance(window, int) and window >= 1):
             raise ValueError(NO_WINDOW.format(got=window))

@@ -39,6 +39,11 @@ LAYERS_AXIS = "layers"
 """The logical name of the axis along which a scanned decoder stacks its layers."""
 
 NO_LAYER_CACHE = "Decoder.decode: expected a cache with {expected} layers (see init_cache), got one with {got}."
+NO_HEAD = (
+    "Decoder: this model has no output layer (config.head is 'none'), so it has no logits and writes no text. "
+    "`model.features(tokens)` are the hidden states of its tokens."
+)
+NO_LABELS = "Decoder.classify: this model has no labels (config.head is {head!r}); `model(tokens)` are its logits."
 ADAPTED_HEAD = (
     "Decoder.head_kernel: the output layer is a {got}, which is more than one matrix. Merge it first "
     "(`nnx.merge_lora`), or compute the loss from `model.logits(features)`."
@@ -66,7 +71,7 @@ class Decoder(Module):
         layers: a `Sequence` of `DecoderBlock`s; with `scan_layers`, the scanned stack of periods.
         lead, tail: the blocks before and after the scanned stack; empty without one.
         norm: the norm before the output layer.
-        head: the output layer, or None if it is the transposed embedding.
+        head: the output layer, or None if it is the transposed embedding, or if there is none.
 
     >>> config = nnx.models.DecoderConfig(
     ...     model_type="llama", vocab_size=64, features=16, hidden_features=32, num_layers=2, num_heads=4, max_length=9)
@@ -134,11 +139,12 @@ class Decoder(Module):
         else:
             self.lead, self.layers, self.tail = blocks(()), blocks(config.layers), blocks(())
         self.norm = make_norm(config, config.features, options)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else Linear(config.features, config.vocab_size, use_bias=config.use_head_bias, **options)
-        )
+        if config.head == "labels":
+            self.head = Linear(config.features, len(config.labels), use_bias=False, **options)
+        elif config.head == "none" or config.tie_embeddings:
+            self.head = None
+        else:
+            self.head = Linear(config.features, config.vocab_size, use_bias=config.use_head_bias, **options)
 
     def __call__(
         self, tokens: jax.Array, *, positions: jax.Array | None = None, mask: jax.Array | None = None
@@ -153,9 +159,29 @@ class Decoder(Module):
                 broadcasts to `[batch, heads, length, length]`.
 
         Returns:
-            Logits of shape `[batch, length, vocab_size]`.
+            Logits of shape `[batch, length, vocab_size]`. A model without an output layer returns its `features`, a
+            classifier the logits of its labels after each token; see `classify`.
         """
-        return self.logits(self.features(tokens, positions=positions, mask=mask))
+        features = self.features(tokens, positions=positions, mask=mask)
+        return features if self.config.head == "none" else self.logits(features)
+
+    def classify(self, tokens: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+        """Returns the logits of a classifier's labels for whole texts: those after the last token of each.
+
+        Args:
+            tokens: integers `[batch, length]`, padded on the right.
+            lengths: `[batch]`, the number of real tokens in each row; all of them by default.
+
+        Returns:
+            An array of shape `[batch, labels]`; the names of the labels are `config.labels`.
+        """
+        if self.config.head != "labels":
+            raise ValueError(NO_LABELS.format(head=self.config.head))
+        features = self.features(tokens)
+        if lengths is None:
+            return self.logits(features[:, -1])
+        last = jnp.asarray(lengths)[:, None, None] - 1
+        return self.logits(jnp.take_along_axis(features, last, axis=1)[:, 0])
 
     def features(
         self, tokens: jax.Array, *, positions: jax.Array | None = None, mask: jax.Array | None = None
@@ -189,6 +215,10 @@ class Decoder(Module):
 
     def logits(self, features: jax.Array) -> jax.Array:
         """Applies the output layer to `features`, `[batch, length, features]`."""
+        if self.config.head == "labels" and self.head is not None:
+            return self.head(features)
+        if self.config.head == "none":
+            raise ValueError(NO_HEAD)
         logits = self.embed.attend(features) if self.head is None else self.head(features)
         cap, scale = self.config.logits_soft_cap, self.config.logits_scale
         logits = logits if scale == 1.0 else logits * jnp.asarray(scale, logits.dtype)
@@ -201,6 +231,8 @@ class Decoder(Module):
         Logits are `features @ head_kernel`, plus `head.bias` if there is one, bounded by `config.logits_soft_cap` if
         the model has one. The matrix includes `config.logits_scale`.
         """
+        if self.config.head == "none":
+            raise ValueError(NO_HEAD)
         if self.head is None:
             table, scale, summed = self.embed.embedding, self.embed.embedding_scale, (1,)
         elif type(self.head) is Linear:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nnx.models.config import FILE_ENTRIES, DecoderConfig, frozen_extra
-from nnx.models.files.config_entries import NOT_SUPPORTED, Key, Part, checked
+from nnx.models.files.config_entries import NOT_SUPPORTED, Key, Labels, Part, checked
 from nnx.models.files.entry_kinds import check_understood
 from nnx.models.files.quantized_files import decoding
-from nnx.models.files.table import Table
+from nnx.models.files.table import Table, linear
 
 NO_KEY = "{where}: the entry {key!r}, which a {family} model needs, is missing."
 UNKNOWN_CLASS = "{where}: the architecture {got!r} is not among the known ones of {family}: {known}."
@@ -22,6 +22,8 @@ CANNOT_EXPRESS = (
     "model with nnx.save."
 )
 SET_TWICE = "Family({family!r}): the field {field!r} must be set by one key or one constant; defaults are for keys."
+
+_BY_TENSORS = ("head", "labels")  # fields of decoders that follow from the tensors in a file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +72,21 @@ class Family:
 
     def table_of(self, config: Any) -> Table:
         """Returns the table of the models with a config."""
-        return self.table if isinstance(self.table, Table) else self.table(config)
+        table = self.table if isinstance(self.table, Table) else self.table(config)
+        match getattr(config, "head", "tokens"):
+            case "labels":
+                return dataclasses.replace(table, head=linear("score", "head"))
+            case "none":  # published without the start of the names that those with a head share
+                return dataclasses.replace(table, head=(), prefix="", others=(table.prefix, *table.others))
+        return table
 
     def class_of(self, config: Any) -> str:
         """Returns the name of the class of the models with a config."""
-        return self.classes if isinstance(self.classes, str) else self.classes[getattr(config, "task", None)]
+        if not isinstance(self.classes, str):
+            return self.classes[getattr(config, "task", None)]
+        stem = self.classes.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        ends = {"labels": f"{stem}ForSequenceClassification", "none": f"{stem}Model"}
+        return ends.get(getattr(config, "head", "tokens"), self.classes)
 
     def known(self, entries: Mapping[str, Any]) -> set[str]:
         """Returns the names of entries that are understood; whatever else a file has is kept in the field `extra`."""
@@ -129,9 +141,11 @@ class Family:
             entries[name] = list(value) if isinstance(value, tuple) else value
         for part in self.parts:
             entries |= part.write(config)
+        if values.get("head") == "labels":
+            entries |= Labels().write(config)
         again = self.read(entries, type(config).__name__)
         for field, value in values.items():
-            if field != "extra" and getattr(again, field) != value:
+            if field not in ("extra", *_BY_TENSORS) and getattr(again, field) != value:
                 message = CANNOT_EXPRESS.format(
                     family=self.model_type,
                     field=field,

@@ -1,6 +1,7 @@
 """The architectures that `from_pretrained` and `save_pretrained` know. To add one, list it in `_ALL`."""
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from nnx.core.module.module import Module
@@ -45,6 +46,18 @@ def _layer_places(config: DecoderConfig, scanned: bool) -> list[tuple[str, tuple
     return [*((f"lead/{i}", ()) for i in range(stack.lead)), *stacked, *((f"tail/{i}", ()) for i in rest)]
 
 
+def _completed(config: DecoderConfig, found: Mapping[str, Any]) -> DecoderConfig:
+    """Returns the config with the output layer that the tensors of a checkpoint have, by name, with their shapes."""
+    if "score.weight" in found:
+        number, listed = found["score.weight"].shape[0], json.loads(dict(config.extra).get("id2label", "{}"))
+        labels = tuple(listed.get(str(i), f"LABEL_{i}") for i in range(number))
+        return config.replace(head="labels", labels=labels)
+    table = FAMILIES[config.model_type].table_of(config)
+    # A model saved without its head has other names; one that lacks it under the usual names is incomplete.
+    is_bare = table.body[0].name in found and not any(entry.name in found for entry in table.head)
+    return config.replace(head="none") if is_bare and not config.tie_embeddings else config
+
+
 DECODERS = Architecture(
     families=tuple(FAMILIES.values()),
     modules=(Decoder,),
@@ -53,6 +66,7 @@ DECODERS = Architecture(
     options=("scan_layers", "remat"),
     options_of=lambda model: {"scan_layers": isinstance(model.layers, Scan)},
     located=located,
+    completed=_completed,
 )
 
 _ALL = (DECODERS, BERT, VIT, CLIP_MODELS, RESNET, T5_MODELS, WHISPER)

@@ -157,7 +157,7 @@ class TestRotary:
             ),
             ({"rope_type": "linear"}, "'linear' needs the entry 'factor'"),
             ({"rope_type": "linear", "factor": "much"}, "'factor' in the rotary settings to be a number, got 'much'"),
-            ({"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}, "mscale=0.7 is not supported"),
+            ({"rope_type": "yarn", "factor": 2.0, "slope": 0.7}, "slope=0.7 is not supported"),
             (3, "'rope_scaling' in the rotary settings"),
         ],
     )

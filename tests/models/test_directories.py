@@ -95,3 +95,53 @@ def test_an_output_layer_in_the_file_wins_over_a_tie_that_it_contradicts(tmp_pat
         np.testing.assert_array_equal(model.head.kernel, embedding[::-1].T)
         nnx.models.save_pretrained(model, tmp_path / "again")
         assert nnx.models.from_pretrained(tmp_path / "again").get_state() == model.get_state()
+
+
+# Models that write no text
+
+
+def test_a_directory_without_a_head_opens_and_returns_hidden_states(tmp_path):
+    directory = shutil.copytree(golden_directory("llama"), tmp_path / "llama")
+    tensors = golden_files.weights(golden_files.read("llama"))
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    nnx.save_safetensors(directory / "model.safetensors", nnx.State(bare))
+    model, whole, tokens = nnx.models.from_pretrained(directory), golden_model("llama"), np.array([[5, 6, 7]])
+    assert model.config.head == "none"
+    np.testing.assert_array_equal(model(tokens), whole.features(tokens))
+    for logits in (lambda: model.logits(model(tokens)), lambda: model.head_kernel):
+        with pytest.raises(ValueError, match=r"no output layer.*model.features\(tokens\)"):
+            logits()
+    nnx.models.save_pretrained(model, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["architectures"] == ["LlamaModel"]
+    assert nnx.load_safetensors(tmp_path / "again" / "model.safetensors").keys() == bare.keys()
+    assert nnx.models.from_pretrained(tmp_path / "again").get_state() == model.get_state()
+
+
+def test_a_head_that_is_missing_under_the_usual_names_is_missing(llama):
+    tensors = golden_files.weights(golden_files.read("llama"))
+    nnx.save_safetensors(
+        llama / "model.safetensors", nnx.State({k: v for k, v in tensors.items() if k != "lm_head.weight"})
+    )
+    with pytest.raises(nnx.CheckpointError, match=r"missing: lm_head.weight \[96, 32\], for head/kernel"):
+        nnx.models.from_pretrained(llama)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_classifier_reads_the_last_token_of_each_text(llama, named, tmp_path):
+    tensors = dict(golden_files.weights(golden_files.read("llama")))
+    score = tensors.pop("lm_head.weight")[:3]
+    nnx.save_safetensors(llama / "model.safetensors", nnx.State({**tensors, "score.weight": score}))
+    names = {"0": "bad", "1": "fine", "2": "good"}
+    edited(llama, architectures=["LlamaForSequenceClassification"], id2label=names if named else ...)
+    model, tokens = nnx.models.from_pretrained(llama), np.array([[5, 6, 7, 8], [9, 10, 0, 0]])
+    assert model.config.labels == (("bad", "fine", "good") if named else ("LABEL_0", "LABEL_1", "LABEL_2"))
+    features = golden_model("llama").features(tokens)
+    expected = np.stack([features[0, 3], features[1, 1]]) @ score.T
+    np.testing.assert_allclose(model.classify(tokens, np.array([4, 2])), expected, atol=1e-4)
+    np.testing.assert_allclose(model.classify(tokens[:1]), expected[:1], atol=1e-4)
+    with pytest.raises(ValueError, match=r"no labels \(config.head is 'tokens'\)"):
+        golden_model("llama").classify(tokens)
+    nnx.models.save_pretrained(model, tmp_path / "again")
+    entries = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert entries["architectures"] == ["LlamaForSequenceClassification"] and len(entries["id2label"]) == 3
+    assert nnx.models.from_pretrained(tmp_path / "again").get_state() == model.get_state()

@@ -1,6 +1,7 @@
 """Published T5 models: the entries of `config.json` and the names of tensors, as the `Architecture` `T5_MODELS`."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
+from typing import Any
 
 from nnx.models.architecture import Architecture
 from nnx.models.architectures.t5 import T5, T5Config, T5Encoder
@@ -11,7 +12,7 @@ from nnx.models.files.table import Table, TableEntry, attention
 _HEAD = "lm_head.weight"
 
 
-def _completed(config: T5Config, names: Collection[str]) -> T5Config:
+def _completed(config: T5Config, names: Mapping[str, Any]) -> T5Config:
     """Returns the config for a checkpoint with these tensors.
 
     Newer versions of transformers write `"tie_word_embeddings": true` for every model; the output layer is the one in

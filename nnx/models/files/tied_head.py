@@ -22,7 +22,7 @@ def with_own_head(architecture: Any, config: Any, files: Mapping[str, AnyFile]) 
         config: the config, as the file says.
         files: the file of each tensor, by name.
     """
-    if not getattr(config, "tie_embeddings", False):
+    if not getattr(config, "tie_embeddings", False) or getattr(config, "head", "tokens") != "tokens":
         return config
     untied = config.replace(tie_embeddings=False)
     pair = {path: architecture.links(untied, [path], files) for path in ("head/kernel", "embed/embedding")}
