@@ -15,10 +15,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 FOR_WORK = {"all", "examples", "bench", "test", "lint", "docs", "dev", "parity"}  # what working on NNX needs
-COMPILERS = {"plan-tpu", "plan-gpu"}  # for users, but too large for `all`
-# Packages whose modules have another name, or that are there for what they bring along.
-MODULES = {"orbax-checkpoint": "orbax", "jax": "libtpu", "jax-cuda12-plugin": "jax_cuda12_plugin"}
-BROUGHT_ALONG = {"jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"}
+# For users, but too large for `all`: extras of JAX, and the module of the compiler that they bring along.
+COMPILERS = {"jax[tpu]": "libtpu", "jax[cuda13]": "jax_cuda13_plugin"}
+MODULES = {"orbax-checkpoint": "orbax"} | COMPILERS  # packages whose modules have another name
 
 
 def text_of(name: str) -> str:
@@ -83,8 +82,8 @@ def test_the_bounds_of_jax_are_those_of_the_tested_versions():
 
 def requirements(extra: str) -> set[str]:
     """The modules that an extra installs."""
-    names = {re.split(r"[\[<>=]", text)[0] for text in EXTRAS[extra]}
-    return {MODULES.get(name, name) for name in names - BROUGHT_ALONG}
+    names = {text if text in COMPILERS else re.split(r"[\[<>=]", text)[0] for text in EXTRAS[extra]}
+    return {MODULES.get(name, name) for name in names}
 
 
 def required() -> dict[tuple[str, str], list[str]]:
@@ -117,7 +116,7 @@ def test_every_extra_is_used():
 
 
 def test_the_extra_all_holds_every_extra_for_users():
-    assert EXTRAS["all"] == [f"nnx[{','.join(sorted(set(EXTRAS) - FOR_WORK - COMPILERS))}]"]
+    assert EXTRAS["all"] == [f"nnx[{','.join(sorted(set(EXTRAS) - FOR_WORK - {'plan-gpu', 'plan-tpu'}))}]"]
 
 
 # The files that are published

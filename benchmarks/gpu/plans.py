@@ -163,7 +163,7 @@ def measure(name: str, tiny: bool) -> dict[str, Any]:
     jax.block_until_ready(jax.tree.leaves(nnx.Module.get_state(model)))
     built = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     begin = time.perf_counter()
-    compiled = case.step.lower(model, *batch).compile()  # type: ignore[attr-defined]
+    compiled = case.step.lower(model, *batch).compile()
     compile_seconds = time.perf_counter() - begin
     memory = compiled.memory_analysis()
     for _ in range(2):

@@ -67,14 +67,17 @@ def abstract(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def place(arguments: Arguments, mesh: Mesh, rules: Rules) -> tuple[Arguments, tuple[str, ...]]:
-    """Places abstract arguments on a mesh, Modules in place; returns them, and what deserves a look."""
+    """Places abstract arguments on a mesh, Modules in place; returns them, and what deserves a look.
+
+    Modules that are on this mesh already stay as they were split.
+    """
     notes: list[str] = []
     paths = iter([path for path, _ in arguments.leaves()])
 
     def placed(leaf: Any) -> Any:
         path = next(paths)
         if isinstance(leaf, _NAMED):
-            return shard(leaf, mesh, rules)
+            return leaf if _is_placed(leaf, mesh) else shard(leaf, mesh, rules)
         return _put_batch(path, leaf, mesh, rules, notes) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
     with warnings.catch_warnings(record=True) as caught:
@@ -114,6 +117,13 @@ def bytes_on_one(leaf: Any) -> int:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return math.prod(shape) * 8
     return size_in_bytes(shape, leaf.dtype)
+
+
+def _is_placed(tree: Any, mesh: Mesh) -> bool:
+    """Whether somebody has placed the arrays of a Module or pytree on this very mesh."""
+    state = Module.get_state(tree) if isinstance(tree, Module) else tree
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
+    return any(isinstance(sharding, NamedSharding) and sharding.mesh == mesh for sharding in shardings)
 
 
 def _inside(leaf: Any) -> list[Any]:

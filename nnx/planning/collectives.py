@@ -63,8 +63,8 @@ def collective(instruction: Instruction, times: int) -> Collective | None:
     kind = next((kind for kind in COLLECTIVES if instruction.opcode in (kind, f"{kind}-start")), None)
     if kind is None:
         return None
-    # The result of a start is a tuple of operands and results: of the halves, the larger counts.
-    sizes = [shape.bytes for shape in instruction.shapes]
+    # The result of a start is a tuple of operands, results and numbers: of the first two, the larger counts.
+    sizes = [shape.bytes for shape in instruction.shapes if shape.dims]
     half = len(sizes) // 2
     is_start = instruction.opcode.endswith("-start") and kind != "all-reduce" and half
     size = max(sum(sizes[:half]), sum(sizes[half : 2 * half])) if is_start else sum(sizes)

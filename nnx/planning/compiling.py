@@ -135,7 +135,11 @@ def _explained() -> Any:
 
 
 def _memory_of_problem(problem: str, arguments: int) -> dict[str, int]:
-    """Returns what a program would need, from the message of a compiler that refused it."""
+    """Returns what a program would need, from the message of a compiler that refused it.
+
+    >>> _memory_of_problem("Ran out of memory in memory space hbm. Used 16.00G of 15.75G hbm.", 2**30)["temporary"]
+    16106127360
+    """
     used = re.search(r"Used ([\d.]+)([KMGT]?)i?B? of", problem) or re.search(r"\(([\d.]+)([KMGT]?)i?B?\)", problem)
     total = int(float(used[1]) * _UNITS[used[2]]) if used else arguments
     temporary = max(total - arguments, 0)

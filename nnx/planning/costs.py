@@ -6,6 +6,7 @@ expects into the program; those of kernels with products are right within some p
 (For other kernels they are far off, and those of collectives are 0.)
 """
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -18,10 +19,14 @@ from nnx.planning.hlo import Instruction, Program, Shape
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
     *("iota", "opt-barrier", "domain", "add-dependency", "custom-call-done", "while", "conditional", "call"),
-    *("async-done", "async-update", "async-start", "copy-done", "send", "recv", "send-done", "recv-done"),
+    *("async-start", "send", "recv"),
 }
 _SLICING = ("dynamic-slice", "slice", "gather")
 _LOOKED_THROUGH = ("bitcast", "reshape", "copy", "convert", "transpose")
+
+
+def _is_free(opcode: str) -> bool:
+    return opcode in _FREE or opcode.endswith(("-done", "-update")) or opcode.startswith(COLLECTIVES)
 
 
 class Kernel(NamedTuple):
@@ -105,8 +110,16 @@ class _Walk:
             elif instruction.opcode in ("call", "async-start"):
                 for called in instruction.called:
                     self.visit(called, times)
-            elif instruction.opcode not in _FREE and not instruction.opcode.startswith(COLLECTIVES):
-                self.kernels.append(self._kernel(instruction, instructions, times))
+            elif not _is_free(instruction.opcode):
+                self.kernels.append(self._kernel(self._started(instruction), instructions, times))
+
+    def _started(self, instruction: Instruction) -> Instruction:
+        """Returns the fusion that an instruction starts, with the result of the fusion; otherwise itself."""
+        if instruction.opcode != "fusion-start" or not instruction.called:
+            return instruction
+        inner = self.program.computations.get(instruction.called[0], {})
+        root = next((i for i in inner.values() if i.is_root), instruction)
+        return dataclasses.replace(instruction, opcode="fusion", shapes=root.shapes)
 
     def _collect(self, instruction: Instruction, times: int, channels: set[str]) -> None:
         """Notes the collectives of an instruction, also those inside of a fusion. Parts of one have one channel."""
@@ -161,8 +174,8 @@ class _Walk:
             return 2 * instruction.bytes, host
         if instruction.opcode == "dynamic-update-slice":
             return 2 * _in_memory(_shapes_of(instruction.operands[1:2], around)), host
-        if instruction.opcode == "copy-start":  # its result is a tuple of both sides
-            return 2 * _in_memory(instruction.shapes[:1]), host
+        if instruction.opcode.endswith("-start"):  # its result is a tuple of both sides
+            return 2 * min(map(_in_memory, (instruction.shapes[:1], instruction.shapes[1:2]))), host
         return instruction.bytes + _in_memory(_shapes_of(instruction.operands, around)), host
 
     def _bytes_of_fusion(self, fusion: Instruction, around: dict[str, Instruction]) -> int:

@@ -16,7 +16,7 @@ _SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([\d,<=]*)\](\{[^{}]*\})?")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?.*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPERAND = re.compile(r"%([\w.\-]+)")
-_CALLED = re.compile(r"(?:calls|to_apply|body|called_computations|branch_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)")
+_CALLED = re.compile(r"(?:calls|to_apply|body|called_computations|branch_computations)=(?:\{([^}]*)\}|(%?[\w.\-]+))")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -67,7 +67,9 @@ class Instruction:
     @functools.cached_property
     def called(self) -> tuple[str, ...]:
         """The names of the computations that this one calls."""
-        return tuple(name for text in _CALLED.findall(self.attributes) for name in re.findall(r"[\w.\-]+", text))
+        return tuple(
+            name for text in _CALLED.findall(self.attributes) for name in re.findall(r"[\w.\-]+", "".join(text))
+        )
 
     @functools.cached_property
     def source(self) -> str:

@@ -203,10 +203,11 @@ def _check_libtpu() -> None:
 
 def _gpus(machine: Machine) -> list[Any]:
     if jax.default_backend() != "gpu":
-        package = "jax_cuda13_plugin" if importlib.util.find_spec("jax_cuda13_plugin") else "jax_cuda12_plugin"
-        if package == "jax_cuda12_plugin":
-            require("jax_cuda12_plugin", "plan-gpu", f"A plan for {machine.name}")
-        _check_plugin(package.replace("_", "-"))
+        if importlib.util.find_spec("jax_cuda12_plugin"):  # which JAX 0.10 was the last to have
+            _check_plugin("jax-cuda12-plugin")
+        else:
+            require("jax_cuda13_plugin", "plan-gpu", f"A plan for {machine.name}")
+            _check_plugin("jax-cuda13-plugin")
     from jax.experimental import topologies
 
     description = pathlib.Path(__file__).with_name("gpus") / f"{machine.chip.name}.textproto"

@@ -7,7 +7,7 @@ import pathlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from jax.sharding import Mesh
 
@@ -150,6 +150,30 @@ class Plans(tuple[Plan, ...]):
         return html_of_plans(self)
 
 
+@overload
+def plan(
+    step: Callable[..., Any],
+    *args: Any,
+    on: list[str] | tuple[str, ...],
+    mesh: Mapping[str, int] | None = None,
+    rules: RulesLike = None,
+    search: bool = False,
+    quick: bool = False,
+    progress: bool = False,
+    **kwargs: Any,
+) -> Plans: ...
+@overload
+def plan(
+    step: Callable[..., Any],
+    *args: Any,
+    on: str | Mesh,
+    mesh: Mapping[str, int] | None = None,
+    rules: RulesLike = None,
+    search: bool = False,
+    quick: bool = False,
+    progress: bool = False,
+    **kwargs: Any,
+) -> Plan: ...
 def plan(
     step: Callable[..., Any],
     *args: Any,
@@ -170,7 +194,8 @@ def plan(
     Args:
         step: the function, or a function of `nnx.jit`, which keeps its options, such as what it donates.
         *args: its arguments. Modules may be abstract (`nnx.eval_shape`) or real; they do not change. Arrays outside of
-            Modules are the batch, which is split as the rules say for "batch".
+            Modules are the batch, which is split as the rules say for "batch". What is already placed on the mesh that
+            `on` is (`nnx.shard`) stays as it is.
         on: a machine, as chip and number of chips: `v4-N`, `v5e-N`, `v5p-N`, `v6e-N`, `a100-N`, `h100-N`, `h200-N`, or
             `cpu-N` for virtual devices; a list of them; or a mesh of devices. (Google's names count the cores of v4 and
             v5p, two for each chip.)

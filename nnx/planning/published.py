@@ -13,7 +13,7 @@ from nnx.generation.generate import generate
 from nnx.models.decoder import Decoder
 from nnx.models.pretrained import abstract_model
 from nnx.models.registry import architecture_named
-from nnx.nn.linear_cross_entropy import linear_cross_entropy
+from nnx.nn.cross_entropy import cross_entropy
 from nnx.training.optimizer import Optimizer
 from nnx.transforms.derivatives.grad import value_and_grad
 from nnx.transforms.jit.jit import jit
@@ -33,10 +33,7 @@ def training_step(path: pathlib.Path, batch: int, length: int) -> tuple[Callable
     @jit(donate_argnums=0)
     def train_step(optimizer: Any, tokens: jax.Array) -> jax.Array:
         def loss_fn(model: Any) -> jax.Array:
-            features = model.features(tokens[:, :-1])
-            return linear_cross_entropy(
-                features, model.head_kernel, tokens[:, 1:], soft_cap=model.config.logits_soft_cap
-            )
+            return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
 
         loss, grads = value_and_grad(loss_fn)(optimizer.model)
         optimizer.update(grads)

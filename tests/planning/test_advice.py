@@ -52,7 +52,7 @@ def small_chip(monkeypatch):
 def test_step_that_does_not_fit_comes_with_what_was_tried(small_chip):
     small_chip(2**17)
     optimizer = build()
-    plan = nnx.plan(nnx.jit(step, donate_argnums=0), optimizer, X, on="cpu-1", progress=False)
+    plan = nnx.plan(nnx.jit(step, donate_argnums=0), optimizer, X, on="cpu-1")
     assert optimizer.model.remat is False  # policies are tried on copies
     assert not plan.fits and "DOES NOT FIT" in str(plan)
     changes = {remedy.change: remedy for remedy in plan.advice}

@@ -107,8 +107,12 @@ def test_text_html_and_table_show_the_plan(plan, tmp_path):
     assert plans.plot(tmp_path / "plans.svg").stat().st_size > 1000
 
 
-def test_mesh_of_devices_is_a_machine():
+def test_mesh_of_devices_is_a_machine_on_which_placed_modules_stay():
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
+    placed = nnx.shard(nnx.eval_shape(build), mesh, nnx.fsdp_rules())
+    kernel = placed.model.up.kernel.sharding
+    assert nnx.plan(train_step, placed, X, on=mesh, rules=nnx.data_parallel_rules()).parts["parameters"] == PARAMETERS
+    assert placed.model.up.kernel.sharding == kernel
     assert nnx.plan(train_step, nnx.eval_shape(build), X, on=mesh).target.name == "cpu-1"
 
 
