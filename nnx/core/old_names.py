@@ -10,8 +10,8 @@ R = TypeVar("R")
 BOTH_NAMES = "{function} was given both {new!r} and {old!r}, an older name of the same argument."
 
 
-def former_names(**hints: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Adds a hint to the error of a call that does not fit a function's signature, by an argument that is gone."""
+def adds_hint(hint_for: Callable[[TypeError, Any], str | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Adds `hint_for(error, kwargs)`, if any, to the error of a call that does not fit a function's signature."""
 
     def decorate(fun: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(fun)
@@ -20,14 +20,19 @@ def former_names(**hints: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 return fun(*args, **kwargs)
             except TypeError as error:
                 misfit = error.__traceback__ is not None and error.__traceback__.tb_next is None  # not from inside
-                hint = next((hint for name, hint in hints.items() if name in kwargs), None)
-                if misfit and hint is not None:
+                hint = hint_for(error, kwargs) if misfit else None
+                if hint is not None:
                     error.args = (f"{error}. {hint}",)
                 raise
 
         return explained
 
     return decorate
+
+
+def former_names(**hints: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Adds a hint by an argument that is gone."""
+    return adds_hint(lambda error, kwargs: next((hint for name, hint in hints.items() if name in kwargs), None))
 
 
 def old_names(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

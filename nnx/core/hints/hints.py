@@ -18,6 +18,7 @@ import numpy as np
 
 from nnx.core.hints import pytorch
 from nnx.core.hints.table import CALL, CONSTRUCTOR, FILES, FUNCTIONS, LAYERS, MODELS, PACKAGE, READERS, Hints
+from nnx.core.old_names import adds_hint
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -204,19 +205,11 @@ def _is_key(value: Any) -> bool:
 def explain_keywords(fun: Callable[P, R]) -> Callable[P, R]:
     """Adds a hint to the error of a call with a keyword argument that has another name elsewhere."""
 
-    @functools.wraps(fun)
-    def explained(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return fun(*args, **kwargs)
-        except TypeError as error:
-            misfit = error.__traceback__ is not None and error.__traceback__.tb_next is None  # not from inside
-            found = _UNEXPECTED.search(str(error)) if misfit else None
-            hint = keyword_hint(found[1], FUNCTIONS[fun.__qualname__]) if found else None
-            if hint is not None:
-                error.args = (f"{error}. {hint}",)
-            raise
+    def hint_for(error: TypeError, _: Any) -> str | None:
+        found = _UNEXPECTED.search(str(error))
+        return keyword_hint(found[1], FUNCTIONS[fun.__qualname__]) if found else None
 
-    return explained
+    return adds_hint(hint_for)(fun)
 
 
 def call_hint(function: Callable[..., Any], text: str) -> str | None:
