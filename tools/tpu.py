@@ -26,9 +26,10 @@ def main() -> int:
     options = parser.parse_args()
     python = _environment(options.envs / f"jax{options.jax}", VERSIONS[options.jax])
     programs = ["tests/targets/test_tpu.py", "tests/targets/compile_everything.py"]
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *programs, "--durations=10"]
+    # The compiler takes minutes for some programs where other processes use the machine as well.
+    pytest = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=1200", "--durations=10"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.run([*command, *options.tests], cwd=ROOT, env=environment).returncode
+    return subprocess.run([*pytest, *programs, *options.tests], cwd=ROOT, env=environment).returncode
 
 
 def _environment(folder: Path, jax: str) -> Path:

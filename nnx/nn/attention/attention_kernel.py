@@ -5,7 +5,7 @@ on TPUs.
 """
 
 import math
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax.lax import PrecisionLike
@@ -33,6 +33,18 @@ class Shaped(Protocol):
     def dtype(self) -> Any:
         """The dtype."""
         ...
+
+
+class Features(NamedTuple):
+    """What a call asks for besides its arrays, as far as it matters for the choice; see `attention_implementation`."""
+
+    is_causal: bool
+    local_window_size: Window | None
+    dropout: bool
+    weights: bool
+    precision: PrecisionLike
+    logits_soft_cap: float | None
+    sinks: bool
 
 
 def attention_implementation(
@@ -72,21 +84,19 @@ def attention_implementation(
     'xla'
     """
     at = _target(platform, compute_capability, query, key, value)
-    options: dict[str, Any] = {
-        "is_causal": is_causal,
-        "local_window_size": local_window_size,
-        "dropout": dropout,
-        "weights": weights,
-        "precision": precision,
-        "logits_soft_cap": logits_soft_cap,
-        "sinks": sinks,
-        "at": at,
-    }
+    features = Features(is_causal, local_window_size, dropout, weights, precision, logits_soft_cap, sinks)
+    return best_implementation(features, at, query, key, value, bias, mask)
+
+
+def best_implementation(
+    features: Features, at: Target, query: Shaped, key: Shaped, value: Shaped, bias: Any, mask: Any
+) -> Implementation:
+    """Returns a fused kernel that can compute such a call on the target, else "xla"."""
     arrays = query, key, value, bias, mask
-    if at.platform == "gpu" and fusion_obstacle(*arrays, **options) is None:
+    if at.platform == "gpu" and fusion_obstacle(features, at, *arrays) is None:
         return "cudnn"
     long = isinstance(query.shape[-3], int) and query.shape[-3] >= SPLASH_FROM
-    if at.platform == "tpu" and long and splash_obstacle(*arrays, **options) is None:
+    if at.platform == "tpu" and long and splash_obstacle(features, at, *arrays) is None:
         return "splash"
     return "xla"
 
@@ -100,52 +110,23 @@ def _target(platform: str | None, compute_capability: str | None, *arrays: Any) 
 
 
 def fusion_obstacle(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any,
-    mask: Any,
-    *,
-    is_causal: bool,
-    local_window_size: Window | None,
-    dropout: bool,
-    weights: bool,
-    precision: PrecisionLike,
-    logits_soft_cap: float | None = None,
-    sinks: bool = False,
-    at: Target | None = None,
+    features: Features, at: Target, query: Any, key: Any, value: Any, bias: Any, mask: Any
 ) -> str | None:
     """Returns why cuDNN's kernel cannot compute this call, or `None` if it can."""
-    at = target(query, key, value) if at is None else at
     return (
         _device_obstacle(at)
         or _input_obstacle(query, key, value, at)
-        or _option_obstacle(dropout, weights, precision, sinks)
-        or _cap_obstacle(logits_soft_cap)
-        or _window_obstacle(query, key, is_causal, local_window_size)
+        or _option_obstacle(features)
+        or _cap_obstacle(features.logits_soft_cap)
+        or _window_obstacle(query, key, features.is_causal, features.local_window_size)
         or _bias_obstacle(query, key, bias, mask)
     )
 
 
 def splash_obstacle(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any,
-    mask: Any,
-    *,
-    is_causal: bool,
-    local_window_size: Window | None,
-    dropout: bool,
-    weights: bool,
-    precision: PrecisionLike,
-    logits_soft_cap: float | None = None,
-    sinks: bool = False,
-    at: Target | None = None,
+    features: Features, at: Target, query: Any, key: Any, value: Any, bias: Any, mask: Any
 ) -> str | None:
     """Returns why the splash kernel of TPUs cannot compute this call, or `None` if it can."""
-    del logits_soft_cap  # it caps them itself
-    at = target(query, key, value) if at is None else at
     if at.platform != "tpu" and not at.interpreted:
         return f"it needs a TPU, and the platform is {at.platform!r}"
     if not query.dtype == key.dtype == value.dtype == jnp.bfloat16:
@@ -157,11 +138,11 @@ def splash_obstacle(
         return f"it takes one head size, a multiple of 64, and these are {head_dim} and {value.shape[-1]}"
     if bias is not None or mask is not None:
         return f"it takes no {'mask' if bias is None else 'bias'}"
-    if local_window_size is not None and lengths[0] > lengths[1]:
+    if features.local_window_size is not None and lengths[0] > lengths[1]:
         return f"with a window it takes no more queries than keys, and there are {lengths[0]} and {lengths[1]}"
     if at.devices > 1 and splits_of_heads(query, key) is None:
         return "it needs to know how the mesh splits batch and heads: use logical_axis_rules or explicit axes"
-    return _option_obstacle(dropout, weights, precision, sinks)
+    return _option_obstacle(features)  # it caps the logits itself
 
 
 def _device_obstacle(at: Target) -> str | None:
@@ -186,14 +167,14 @@ def _input_obstacle(query: Any, key: Any, value: Any, at: Target) -> str | None:
     return None
 
 
-def _option_obstacle(dropout: bool, weights: bool, precision: PrecisionLike, sinks: bool) -> str | None:
-    if dropout:
+def _option_obstacle(features: Features) -> str | None:
+    if features.dropout:
         return "it is only used without dropout"
-    if weights:
+    if features.weights:
         return "it does not produce the attention weights"
-    if precision is not None:
-        return f"it takes no precision, and precision={precision!r} was given"
-    return "it has no attention sinks, and sinks were given" if sinks else None
+    if features.precision is not None:
+        return f"it takes no precision, and precision={features.precision!r} was given"
+    return "it has no attention sinks, and sinks were given" if features.sinks else None
 
 
 def _cap_obstacle(logits_soft_cap: float | None) -> str | None:

@@ -39,20 +39,18 @@ def attend_in_blocks(
 ) -> jax.Array:
     """Returns what `weights.attend` does, without the weights; the arguments cover all queries and keys."""
     queries, keys = query.shape[-3], key.shape[-3]
-    zero_unseen = not settings.assume_seen and may_see_nothing(
-        options, queries, keys, settings.is_causal, settings.window
-    )
+    some_unseeing = may_see_nothing(options, settings, queries, keys)
     # The gradients of keys and values are sums over all blocks, so they are added up in float32.
     wide = [cast(array, statistics_dtype(array.dtype)) for array in (key, value)]
     half = queries // 2 // SMALLEST * SMALLEST
     if not settings.is_causal or settings.window is not None or half >= keys:
-        return _attend_to(query, wide, value.dtype, options, settings, zero_unseen, 0)
+        return _attend_to(query, wide, value.dtype, options, settings, some_unseeing, 0)
     # No query of the first half sees a key past it, which saves a quarter of the work.
     first, second = query[..., :half, :, :], query[..., half:, :, :]
     near = [array[..., :half, :, :] for array in wide]
     outs = [
-        _attend_to(first, near, value.dtype, _part(options, 0, half, half), settings, zero_unseen, 0),
-        _attend_to(second, wide, value.dtype, _part(options, half, queries, keys), settings, zero_unseen, half),
+        _attend_to(first, near, value.dtype, _part(options, 0, half, half), settings, some_unseeing, 0),
+        _attend_to(second, wide, value.dtype, _part(options, half, queries, keys), settings, some_unseeing, half),
     ]
     return jnp.concatenate(outs, -3)
 
@@ -74,7 +72,7 @@ def _attend_to(
     dtype: Any,
     options: Options,
     settings: Settings,
-    zero_unseen: bool,
+    some_unseeing: bool,
     offset: int,
 ) -> jax.Array:
     """Attends from queries, the first of which is at the position `offset`, to keys and values in float32."""
@@ -97,7 +95,7 @@ def _attend_to(
         rng = None if rng is None else jax.random.fold_in(rng, offset + start)
         local = options._replace(bias=bias, mask=mask, dropout_rng=rng)
         positions, key_positions = offset + start + jnp.arange(count), first + jnp.arange(near.shape[-3])
-        return None, attend(query, near, of_near, local, settings, positions, key_positions, zero_unseen)[0]
+        return None, attend(query, near, of_near, local, settings, positions, key_positions, some_unseeing)[0]
 
     bias, of_keys = options.bias, None
     if bias is not None and (bias.ndim < 2 or bias.shape[-2] == 1):

@@ -19,7 +19,7 @@ alone, the kernels disagree on such a query (the average of all values, zeros or
 """
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +29,18 @@ from jax.typing import DTypeLike
 from nnx.core.module.module import Module
 from nnx.core.variables.variables import Intermediate
 from nnx.nn.attention.attention_kernel import (
+    Features,
     Implementation,
     Window,
-    attention_implementation,
+    best_implementation,
     fusion_obstacle,
     splash_obstacle,
 )
 from nnx.nn.attention.blocks import attend_in_blocks, is_long
-from nnx.nn.attention.weights import Options, Settings, attend, bounded, may_see_nothing, which_see
+from nnx.nn.attention.weights import Options, Settings, attend, bounded, may_see_nothing, zero_unseeing
 from nnx.nn.support.settings import PromoteDtype, compiled_body, default_promote_dtype
 from nnx.sharding.explicit import heads_like
-from nnx.sharding.target import lowered_on, target
+from nnx.sharding.target import Target, lowered_on, target
 
 WRONG_LENGTHS = "dot_product_attention: expected {name} of shape {expected}, one per row, got {got}."
 NO_DROPOUT_KEY = (
@@ -151,15 +152,9 @@ def dot_product_attention(
         raise ValueError(NO_DROPOUT_KEY.format(rate=dropout_rate))
 
     key, value = heads_like(query, key, value)
-    features: dict[str, Any] = {
-        "is_causal": is_causal,
-        "local_window_size": local_window_size,
-        "dropout": dropout,
-        "weights": module is not None,
-        "precision": precision,
-        "logits_soft_cap": logits_soft_cap,
-        "sinks": sinks is not None,
-    }
+    features = Features(
+        is_causal, local_window_size, dropout, module is not None, precision, logits_soft_cap, sinks is not None
+    )
     arrays = (query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths)
     window = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
     settings = Settings(
@@ -167,23 +162,24 @@ def dot_product_attention(
     )
     ordinary = functools.partial(_ordinary, settings, features, dropout_rng if dropout else None, sinks, module)
     wanted = implementation
-    implementation = _chosen(wanted, arrays[:5], features)
+    at = target(query, key, value)
+    implementation = _chosen(wanted, arrays[:5], features, at)
     if implementation == "xla":
         return ordinary(*arrays)
     fused = functools.partial(_fused, settings, implementation)
     if wanted is not None:
         return fused(*arrays)
-    return lowered_on(target(query, key, value), fused, ordinary, *arrays)
+    return lowered_on(at, fused, ordinary, *arrays)
 
 
-def _chosen(implementation: Any, arrays: tuple[Any, ...], features: dict[str, Any]) -> Implementation:
+def _chosen(implementation: Any, arrays: tuple[Any, ...], features: Features, at: Target) -> Implementation:
     """Returns the kernel to use: the one that was asked for, if it can compute the call, or the best one."""
     if implementation is None:
-        return attention_implementation(*arrays, **features)
+        return best_implementation(features, at, *arrays)
     if implementation not in ("cudnn", "splash", "xla"):
         raise ValueError(UNKNOWN_IMPLEMENTATION.format(got=implementation))
     obstacles = {"cudnn": fusion_obstacle, "splash": splash_obstacle}
-    obstacle = obstacles[implementation](*arrays, **features) if implementation in obstacles else None
+    obstacle = obstacles[implementation](features, at, *arrays) if implementation in obstacles else None
     if obstacle is not None:
         raise ValueError(CANNOT_FUSE.format(name=implementation, obstacle=obstacle))
     return implementation
@@ -202,7 +198,7 @@ def _fused(settings: Settings, implementation: Implementation, *arrays: Any) -> 
 
 def _ordinary(
     settings: Settings,
-    features: dict[str, Any],
+    features: Features,
     dropout_rng: jax.Array | None,
     sinks: jax.Array | None,
     module: Module | None,
@@ -221,11 +217,11 @@ def _ordinary(
     return out
 
 
-def _needs_weights(query: jax.Array, key: jax.Array, value: jax.Array, features: dict[str, Any]) -> bool:
+def _needs_weights(query: jax.Array, key: jax.Array, value: jax.Array, features: Features) -> bool:
     """Whether a call has to compute the attention weights, because `jax.nn.dot_product_attention` cannot do it."""
-    options = ("dropout", "weights", "precision", "logits_soft_cap", "sinks")
     return (
-        any(features[name] is not None and features[name] is not False for name in options)
+        (features.dropout or features.weights or features.sinks)
+        or (features.precision is not None or features.logits_soft_cap is not None)
         or value.shape[-1] != key.shape[-1]
         or key.shape[-3] == 0
         or query.dtype in (jnp.float16, jnp.float64)
@@ -286,11 +282,10 @@ def _delegated(
     """Attends with `jax.nn.dot_product_attention`, which takes exactly one batch axis."""
     batch = query.shape[:-3]
     lengths = (query.shape[-3], key.shape[-3])
-    is_causal, window = settings.is_causal, settings.window
-    seen = _seen(mask, bias, *lengths, key_lengths, settings)
+    given, given_settings = Options(bias, mask, None, key_lengths), settings
     # cuDNN's window is a causal one with a left bound; `fusion_obstacle` lets no other window through.
-    if implementation == "cudnn" and window is not None:
-        is_causal, window = True, (window[0], 0)
+    if implementation == "cudnn" and settings.window is not None:
+        settings = settings._replace(is_causal=True, window=(settings.window[0], 0))
     if mask is not None:
         mask = _one_batch_axis(mask.astype(bool), batch)
     if bias is not None:
@@ -300,12 +295,13 @@ def _delegated(
         mask = None if mask is None else jnp.broadcast_to(mask, (*mask.shape[:2], *lengths))
         bias = None if bias is None else bias.astype(query.dtype)
         # Not every version of cuDNN takes a row of length 0 (some return NaN, some fail), so such a row gets one key
-        # here; `seen` zeros its output below.
+        # here; its output is set to zero below.
         key_lengths = None if key_lengths is None else jnp.maximum(key_lengths, 1)
     # On the H200, with JAX 0.11, the gradient of cuDNN's kernel fails for odd lengths, with or without a mask.
     attend = _fused_unless_differentiated if implementation == "cudnn" and any(n % 2 for n in lengths) else _attend
     out = attend(
-        _Settings(settings.scale, is_causal, window, implementation),
+        settings,
+        implementation,
         _collapsed(query),
         _collapsed(key),
         _collapsed(value),
@@ -314,37 +310,12 @@ def _delegated(
         None if query_lengths is None else query_lengths.reshape(-1).astype(jnp.int32),
         None if key_lengths is None else key_lengths.reshape(-1).astype(jnp.int32),
     )
-    out = out.reshape(query.shape)
-    return out if seen is None else jnp.where(jnp.swapaxes(seen, -3, -2), out, 0)
-
-
-def _seen(
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-    query_length: int,
-    key_length: int,
-    key_lengths: jax.Array | None,
-    settings: Settings,
-) -> jax.Array | None:
-    """Returns which queries see at least one key; None if shapes and settings alone show that all of them do."""
-    options = Options(bias, mask, None, key_lengths, None, None)
-    visibility = settings.is_causal, settings.window
-    if settings.assume_seen or not may_see_nothing(options, query_length, key_length, *visibility):
-        return None
-    return which_see(mask, bias, jnp.arange(query_length), jnp.arange(key_length), key_lengths, *visibility)
-
-
-class _Settings(NamedTuple):
-    """The static arguments of `jax.nn.dot_product_attention`."""
-
-    scale: float | None
-    is_causal: bool
-    window: tuple[int, int] | None
-    implementation: Literal["cudnn", "xla"]
+    return zero_unseeing(out.reshape(query.shape), given, given_settings, lengths[1])
 
 
 def _attend(
-    settings: _Settings,
+    settings: Settings,
+    implementation: Literal["cudnn", "xla"],
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -364,28 +335,27 @@ def _attend(
         query_seq_lengths=query_lengths,
         key_value_seq_lengths=key_lengths,
         local_window_size=settings.window,
-        implementation=settings.implementation,
+        implementation=implementation,
     )
 
 
-_fused_unless_differentiated = jax.custom_jvp(_attend, nondiff_argnums=(0,))
+_fused_unless_differentiated = jax.custom_jvp(_attend, nondiff_argnums=(0, 1))
 
 
 @_fused_unless_differentiated.defjvp
-def _differentiate_without_fusion(settings: _Settings, primals: Any, tangents: Any) -> Any:
+def _differentiate_without_fusion(settings: Settings, implementation: Any, primals: Any, tangents: Any) -> Any:
     """Computes the output as well as its derivative with XLA."""
+    del implementation
     return jax.jvp(functools.partial(_attend_without_fusion, settings), primals, tangents)
 
 
 def _attend_without_fusion(
-    settings: _Settings, query: Any, key: Any, value: Any, bias: Any, mask: Any, query_lengths: Any, key_lengths: Any
+    settings: Settings, query: Any, key: Any, value: Any, bias: Any, mask: Any, query_lengths: Any, key_lengths: Any
 ) -> jax.Array:
     if not is_long(query.shape[-3], key.shape[-3]):
-        ordinary = settings._replace(implementation="xla")
-        return _attend(ordinary, query, key, value, bias, mask, query_lengths, key_lengths)
-    in_blocks = Settings(settings.is_causal, settings.scale, settings.window, True, 0.0, False, None, None)
-    options = Options(bias, mask, query_lengths, key_lengths, None, None)
-    return attend_in_blocks(query, key, value, options, settings=in_blocks)
+        return _attend(settings, "xla", query, key, value, bias, mask, query_lengths, key_lengths)
+    options = Options(bias, mask, query_lengths, key_lengths)
+    return attend_in_blocks(query, key, value, options, settings=settings._replace(assume_seen=True))
 
 
 @compiled_body
@@ -393,10 +363,9 @@ def _explicit(
     query: jax.Array, key: jax.Array, value: jax.Array, options: Options, *, settings: Settings
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output and the attention weights, `[batch..., heads, query_length, key_length]`."""
-    lengths = query.shape[-3], key.shape[-3]
-    unseen = not settings.assume_seen and may_see_nothing(options, *lengths, settings.is_causal, settings.window)
-    positions, key_positions = map(jnp.arange, lengths)
-    return attend(query, key, value, options, settings, positions, key_positions, unseen)
+    queries, keys = query.shape[-3], key.shape[-3]
+    some_unseeing = may_see_nothing(options, settings, queries, keys)
+    return attend(query, key, value, options, settings, jnp.arange(queries), jnp.arange(keys), some_unseeing)
 
 
 def _collapsed(array: jax.Array) -> jax.Array:

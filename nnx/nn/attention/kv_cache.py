@@ -425,10 +425,9 @@ def _append(
     at = target(keys)
     put = _written_together if aligned else _scattered
     on_tpu = functools.partial(_written_on_tpu, aligned=aligned, drops=seq_lengths is not None, devices=at.devices)
-    written = [
-        lowered_on(at, on_tpu, put, *arrays, platform="tpu") for arrays in ((keys, slots, key), (values, slots, value))
-    ]
-    return *written, new_index
+    keys = lowered_on(at, on_tpu, put, keys, slots, key, platform="tpu")
+    values = lowered_on(at, on_tpu, put, values, slots, value, platform="tpu")
+    return keys, values, new_index
 
 
 def _scattered(held: jax.Array, slots: jax.Array, given: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import PartitionSpec
 
 from nnx.nn.attention.splits import is_whole, splits_of_heads
-from nnx.nn.attention.weights import Options, Settings, may_see_nothing, which_see
+from nnx.nn.attention.weights import Options, Settings, zero_padding, zero_unseeing
 from nnx.sharding.meshes import current_mesh
 from nnx.sharding.target import target
 
@@ -49,15 +49,8 @@ def splash_attention(
         )
     out = run(scaled, key, value, key_lengths)
 
-    options = Options(None, None, query_lengths, key_lengths, None, None)
-    visibility = settings.is_causal, settings.window
-    if not settings.assume_seen and may_see_nothing(options, queries, keys, *visibility):
-        seen = which_see(None, None, jnp.arange(queries), jnp.arange(keys), key_lengths, *visibility)
-        out = jnp.where(jnp.swapaxes(seen, -3, -2), out, 0)
-    if query_lengths is not None:
-        real = jnp.arange(queries) < query_lengths[..., None]
-        out = jnp.where(real[..., None, None], out, 0)
-    return out
+    options = Options(query_lengths=query_lengths, key_lengths=key_lengths)
+    return zero_padding(zero_unseeing(out, options, settings, keys), options, jnp.arange(queries))
 
 
 def _on_device(

@@ -4,6 +4,7 @@
 arguments, so that `blocks` can call it for one block of queries after the other.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -36,12 +37,12 @@ class Options(NamedTuple):
     """The arrays of a call besides queries, keys and values, each None if it was not given; see
     `dot_product_attention`."""
 
-    bias: jax.Array | None
-    mask: jax.Array | None
-    query_lengths: jax.Array | None
-    key_lengths: jax.Array | None
-    dropout_rng: jax.Array | None
-    sinks: jax.Array | None
+    bias: jax.Array | None = None
+    mask: jax.Array | None = None
+    query_lengths: jax.Array | None = None
+    key_lengths: jax.Array | None = None
+    dropout_rng: jax.Array | None = None
+    sinks: jax.Array | None = None
 
 
 def attend(
@@ -52,7 +53,7 @@ def attend(
     settings: Settings,
     query_positions: jax.Array,
     key_positions: jax.Array,
-    zero_unseen: bool,
+    some_unseeing: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output and the attention weights, `[batch..., heads, queries, keys]`.
 
@@ -62,7 +63,7 @@ def attend(
         options: the other arrays; bias and mask cover these queries and keys.
         settings: the settings of the call.
         query_positions, key_positions: the positions of these queries and keys in their texts.
-        zero_unseen: whether a query may see no key, so that its output has to be set to zero.
+        some_unseeing: whether a query may see no key, so that its output has to be set to zero; see `may_see_nothing`.
     """
     *batch, queries, heads, head_dim = query.shape
     kv_heads = key.shape[-2]
@@ -73,27 +74,20 @@ def attend(
     if options.bias is not None:
         logits = logits + bounded(options.bias).astype(logits.dtype)
 
-    positions = query_positions, key_positions
-    visible = _visible(options.mask, *positions, options.key_lengths, settings.is_causal, settings.window)
+    visible = _visible(options, settings, query_positions, key_positions)
     if visible is not None:
         logits = jnp.where(visible, logits, MASKED)
     weights = jax.nn.softmax(logits, axis=-1) if options.sinks is None else _softmax_with_sinks(logits, options.sinks)
     weights = weights.astype(query.dtype)
-    if zero_unseen:
-        seen = which_see(
-            options.mask, options.bias, *positions, options.key_lengths, settings.is_causal, settings.window
-        )
-        weights = jnp.where(seen, weights, 0)
+    if some_unseeing:
+        weights = jnp.where(_which_see(options, settings, query_positions, key_positions), weights, 0)
     if options.dropout_rng is not None:
         weights = _dropped(weights, options.dropout_rng, settings.dropout_rate, settings.broadcast_dropout)
 
     grouped = weights.reshape(*batch, kv_heads, heads // kv_heads, queries, key.shape[-3])
     out = jnp.einsum("...kgts,...skh->...tkgh", grouped, value, precision=settings.precision)
     out = out.reshape(*batch, queries, heads, value.shape[-1])
-    if options.query_lengths is not None:
-        real = query_positions < options.query_lengths[..., None]
-        out = jnp.where(real[..., None, None], out, 0.0)
-    return out, weights
+    return zero_padding(out, options, query_positions), weights
 
 
 def _logits(query: jax.Array, key: jax.Array, precision: PrecisionLike) -> jax.Array:
@@ -125,28 +119,20 @@ def _softmax_with_sinks(logits: jax.Array, sinks: jax.Array) -> jax.Array:
     return exponentials / (exponentials.sum(-1, keepdims=True) + jnp.exp(sinks - top))
 
 
-def _visible(
-    mask: jax.Array | None,
-    queries: jax.Array,
-    keys: jax.Array,
-    key_lengths: jax.Array | None,
-    is_causal: bool,
-    window: tuple[int, int] | None,
-) -> jax.Array | None:
-    """Returns what mask, lengths, causality and window leave visible, or `None` for everything."""
-    visible = None if mask is None else mask.astype(bool)
+def _visible(options: Options, settings: Settings, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
+    """Returns what mask, lengths, causality and window leave visible at these positions, or `None` for everything."""
     parts = []
     distance = queries[:, None] - keys
-    if is_causal:
+    if options.mask is not None:
+        parts.append(options.mask.astype(bool))
+    if settings.is_causal:
         parts.append(distance >= 0)
-    if window is not None:
-        left, right = window
+    if settings.window is not None:
+        left, right = settings.window
         parts.append((distance <= left) & (-distance <= right))
-    if key_lengths is not None:
-        parts.append(keys < key_lengths[..., None, None, None])
-    for part in parts:
-        visible = part if visible is None else visible & part
-    return visible
+    if options.key_lengths is not None:
+        parts.append(keys < options.key_lengths[..., None, None, None])
+    return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
 def bounded(bias: jax.Array) -> jax.Array:
@@ -157,46 +143,55 @@ def bounded(bias: jax.Array) -> jax.Array:
     return jnp.maximum(bias, jnp.asarray(lowest, bias.dtype))
 
 
-def may_see_nothing(
-    options: Options, query_length: int, key_length: int, is_causal: bool, window: tuple[int, int] | None
-) -> bool:
+def may_see_nothing(options: Options, settings: Settings, query_length: int, key_length: int) -> bool:
     """Whether a query may see no key, as far as shapes and settings tell."""
+    if settings.assume_seen:
+        return False
     if options.mask is not None or options.bias is not None or options.key_lengths is not None:
         return True
-    left, right = (query_length, key_length) if window is None else window
-    right = min(right, 0) if is_causal else right
+    left, right = (query_length, key_length) if settings.window is None else settings.window
+    right = min(right, 0) if settings.is_causal else right
     # Query 0 is the first to look only before the first key, and the last query the first to look only past the last
     # key. If they and the window itself are fine, so is every query.
     return right < 0 or left + right < 0 or query_length - left > key_length or key_length == 0
 
 
-def which_see(
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-    queries: jax.Array,
-    keys: jax.Array,
-    key_lengths: jax.Array | None,
-    is_causal: bool,
-    window: tuple[int, int] | None,
-) -> jax.Array:
-    """Returns which queries see at least one key.
+def zero_unseeing(out: jax.Array, options: Options, settings: Settings, key_length: int) -> jax.Array:
+    """Returns the output `[batch..., queries, heads, features]` with zeros for queries that see no key."""
+    query_length = out.shape[-3]
+    if not may_see_nothing(options, settings, query_length, key_length):
+        return out
+    seen = _which_see(options, settings, jnp.arange(query_length), jnp.arange(key_length))
+    return jnp.where(jnp.swapaxes(seen, -3, -2), out, 0)
+
+
+def zero_padding(out: jax.Array, options: Options, positions: jax.Array) -> jax.Array:
+    """Returns the output of queries at these positions with zeros for those past the end of their texts."""
+    if options.query_lengths is None:
+        return out
+    real = positions < options.query_lengths[..., None]
+    return jnp.where(real[..., None, None], out, 0)
+
+
+def _which_see(options: Options, settings: Settings, queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """Returns which of the queries at these positions see at least one key.
 
     The result has at least three axes and broadcasts to `[batch..., heads, query_length, 1]`.
     """
-    if mask is not None or bias is not None:
-        visible: Any = _visible(mask, queries, keys, key_lengths, is_causal, window)
-        if bias is not None:
-            visible = bias > -jnp.inf if visible is None else visible & (bias > -jnp.inf)
+    if options.mask is not None or options.bias is not None:
+        visible: Any = _visible(options, settings, queries, keys)
+        if options.bias is not None:
+            visible = options.bias > -jnp.inf if visible is None else visible & (options.bias > -jnp.inf)
         seen = visible.any(-1, keepdims=True)
         return seen.reshape((1,) * (3 - seen.ndim) + seen.shape)
 
     # Without a mask, query `i` sees the keys from `max(i - left, 0)` to `min(i + right, key_length - 1)`. Whether there
     # are any takes one comparison per query, instead of one per query and key.
     end: Any = keys[-1] + 1 if keys.size else 0
-    if key_lengths is not None:
-        end = jnp.minimum(key_lengths, end)[..., None, None, None]
+    if options.key_lengths is not None:
+        end = jnp.minimum(options.key_lengths, end)[..., None, None, None]
     queries = queries[None, :, None]
     # Without a window, every key is to the right of its left end and to the left of its right one.
-    left, right = (queries, end) if window is None else window
-    right = jnp.minimum(right, 0) if is_causal else right
+    left, right = (queries, end) if settings.window is None else settings.window
+    right = jnp.minimum(right, 0) if settings.is_causal else right
     return jnp.maximum(queries - left, 0) < jnp.minimum(queries + right + 1, end)
