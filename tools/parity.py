@@ -8,16 +8,19 @@ For each configuration `transformers` saves a tiny random model, and
 - *read*: NNX loads it, and its logits agree. The relative error is the largest difference over the largest logit.
 - *greedy*: `nnx.generate` writes the same 32 tokens, with its cache, as `transformers` without one.
 - *write*: NNX saves it again, `transformers` loads that, and its logits are equal bit for bit.
+- *scanned*, *bfloat16*: NNX loads it with its layers stacked, and in bfloat16, and its logits agree.
 - *fresh*: NNX makes a new model from the fields of `DecoderConfig` alone and saves it; `transformers` loads that, and
   its logits agree with those of NNX.
 
 Encoders do not write text, so *greedy* does not apply to them; the others compare all their outputs, and *write* that
 every tensor is equal bit for bit. Encoder-decoders (t5, whisper) are compared like encoders, and write 24 tokens.
 
-Runs in its own environment, which has both packages.
+Runs in its own environment, which has both packages. What it finds about decoders is stored in `docs/parity.json`, from
+which `family_table` writes the table of the guide.
 """
 
 import argparse
+import functools
 import os
 import pathlib
 import subprocess
@@ -28,14 +31,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import encoder_parity
+import family_table
 import jax.numpy as jnp
 import numpy as np
 import reference
 import tokenizer_parity
+import variants
 
 import nnx
 
 TOLERANCE = 1e-4  # of the relative error
+HALF_TOLERANCE = 0.2  # of that in bfloat16
 LENGTH, NEW_TOKENS, MAX_LENGTH = 24, 32, 128
 SMALLEST_LEAD = 1e-3  # a continuation whose choices are closer than this may differ by rounding, and is not compared
 ROOT = pathlib.Path(__file__).parent.parent
@@ -330,6 +336,15 @@ def qwen3_next(draw: np.random.Generator) -> Fields:
     }
 
 
+def varied(family: str, draw: np.random.Generator) -> Fields:
+    """Two layers of a family in `variants`, with a random value for each of its entries."""
+    entries = {entry: values[draw.integers(len(values))] for entry, values in variants.VARIANTS[family].items()}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": int(draw.choice([1, 2, 4]))}
+    fixed = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    read = nnx.models.FAMILIES[family].known({})
+    return {entry: value for entry, value in {**sizes(draw), **heads, **fixed}.items() if entry in read} | entries
+
+
 FAMILIES: dict[str, Callable[[np.random.Generator], Fields]] = {
     family.__name__: family
     for family in (
@@ -337,6 +352,7 @@ FAMILIES: dict[str, Callable[[np.random.Generator], Fields]] = {
         *(deepseek_v2, deepseek_v3, glm4_moe_lite, qwen3_next, qwen3_5_text),
     )
 }
+FAMILIES |= {family: functools.partial(varied, family) for family in variants.VARIANTS}
 
 
 # The comparison
@@ -348,13 +364,16 @@ class Comparison(NamedTuple):
     read: float  # relative error of the logits of NNX
     write: float  # relative error of `transformers` on what NNX saved
     fresh: float  # relative error between both on a model that NNX made
+    scanned: float  # relative error of NNX with its layers stacked
+    bfloat16: float  # relative error of NNX in bfloat16: the root of the mean square, as routers may choose others
     greedy: bool | None  # whether the continuations agree; None if rounding could decide
 
     @property
     def agrees(self) -> bool:
         """Whether all of it is as it should be."""
         # One comparison each: `max` passes over NaN.
-        return self.read <= TOLERANCE and self.fresh <= TOLERANCE and self.write == 0 and self.greedy is not False
+        exact = self.read <= TOLERANCE and self.fresh <= TOLERANCE and self.scanned <= TOLERANCE and self.write == 0
+        return exact and self.bfloat16 <= HALF_TOLERANCE and self.greedy is not False
 
 
 def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
@@ -391,7 +410,7 @@ def compare(family: str, seed: int, folder: pathlib.Path) -> Comparison:
     model = nnx.models.from_pretrained(folder / "theirs")
     read = relative_error(forward(model, tokens), expected)
 
-    text, lead = reference.greedy(theirs, tokens, NEW_TOKENS)
+    text, lead = (tokens, 0.0) if family in reference.MASKED else reference.greedy(theirs, tokens, NEW_TOKENS)
     greedy = None
     if lead > SMALLEST_LEAD and is_compared_by_text(fields):
         ours = nnx.generate(model, jnp.asarray(tokens), max_new_tokens=NEW_TOKENS, temperature=0)
@@ -409,7 +428,17 @@ def compare(family: str, seed: int, folder: pathlib.Path) -> Comparison:
         loaded = reference.load(folder / "fresh")
         return relative_error(forward(made_here, tokens), reference.logits(loaded, tokens))
 
-    return Comparison(read, attempt(write), attempt(fresh), greedy)
+    def scanned() -> float:
+        return relative_error(
+            forward(nnx.models.from_pretrained(folder / "theirs", scan_layers=True), tokens), expected
+        )
+
+    def half() -> float:
+        model = nnx.models.from_pretrained(folder / "theirs", dtype=jnp.bfloat16)
+        difference = forward(model, tokens).astype(np.float32) - expected
+        return float(np.sqrt(np.mean(difference**2) / np.mean(expected**2)))
+
+    return Comparison(read, *map(attempt, (write, fresh, scanned, half)), greedy)
 
 
 def compare_family(family: str, cases: int) -> bool:
@@ -417,14 +446,21 @@ def compare_family(family: str, cases: int) -> bool:
     results = []
     for seed in range(cases):
         with tempfile.TemporaryDirectory() as folder:
-            results.append(compare(family, seed, pathlib.Path(folder)))
+            try:
+                results.append(compare(family, seed, pathlib.Path(folder)))
+            except Exception:  # the others are compared all the same
+                traceback.print_exc()
+                print(f"{family}, configuration {seed}: failed", flush=True)
+                return False
         if not results[-1].agrees:
             print(f"{family}, configuration {seed}: {results[-1]}", flush=True)
-    read, write, fresh = (np.max([getattr(result, way) for result in results]) for way in ("read", "write", "fresh"))
+    ways = ("read", "write", "fresh", "scanned", "bfloat16")
+    worst = {way: float(np.max([getattr(result, way) for result in results])) for way in ways}
     continuations = [result.greedy for result in results if result.greedy is not None]
     same = f"{sum(continuations)} of {len(continuations)}"
-    errors = f"read {read:.1e}   greedy {same:8}   write {write:.1e}   fresh {fresh:.1e}"
-    print(f"{family:12}  {cases} configurations   {errors}", flush=True)
+    errors = "   ".join(f"{way} {error:.1e}" for way, error in worst.items())
+    print(f"{family:16}  {cases} configurations   greedy {same:8}   {errors}", flush=True)
+    family_table.store(family, {"configurations": cases, "greedy": same, **worst})
     return all(result.agrees for result in results)
 
 
@@ -483,20 +519,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [*FAMILIES, *encoder_parity.FAMILIES]
     parser.add_argument(
-        "families", nargs="*", metavar="FAMILY", help=f"some of {', '.join(known)}, adapters; all by default"
+        "families", nargs="*", metavar="FAMILY", help=f"some of {', '.join(known)}, adapters, wrappers; all by default"
     )
     parser.add_argument("--cases", type=int, default=10, help="random configurations per family")
     args = parser.parse_args()
     agree = [
         (compare_family if family in FAMILIES else encoder_parity.compare_family)(family, args.cases)
         for family in args.families or known
-        if family != "adapters"
+        if family not in ("adapters", "wrappers")
     ]
     if "gpt_oss" in (args.families or known):
         with tempfile.TemporaryDirectory() as folder:
             error = compare_packed(pathlib.Path(folder))
             print(f"mxfp4         weights equal, read {error:.1e}")
             agree.append(error <= TOLERANCE)
+    if "wrappers" in (args.families or ["wrappers"]):
+        import wrapper_parity
+
+        agree.append(wrapper_parity.compare_wrappers() <= TOLERANCE)
     if "adapters" in (args.families or ["adapters"]):
         import adapter_parity  # `peft` takes long to import
 

@@ -21,6 +21,8 @@ import transformers
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # for models this small, threads mostly wait for each other
 
+MASKED = ("eurobert",)  # families that fill in masked tokens
+
 # Token ids that every vocabulary here has. Some families default to ids far beyond a tiny vocabulary.
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -43,7 +45,7 @@ def make(family: str, fields: dict[str, Any], seed: int) -> Any:
     fields = copy.deepcopy({**SPECIAL_TOKENS, **fields})  # `transformers` adds to dicts it is given
     config = transformers.AutoConfig.for_model(family, **fields)
     torch.manual_seed(seed)  # for the sinks of gpt_oss: random at first, unlike norms and biases
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = _class_of(config).from_config(config, attn_implementation="eager", dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     embedding = model.get_input_embeddings().weight
     # Gemma normalizes what a layer adds to the residual, so only its norms can make layers outweigh the embedding.
@@ -57,6 +59,12 @@ def make(family: str, fields: dict[str, Any], seed: int) -> Any:
                 gain = 1.0 if parameter is embedding else 2.0
                 parameter.copy_(noise * gain / min(parameter.shape[-2:]) ** 0.5)
     return model.eval()
+
+
+def _class_of(config: Any) -> Any:
+    """Returns the class of `transformers` that makes models of a config."""
+    masked = config.model_type in MASKED
+    return transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
 
 
 def publish_config(directory: pathlib.Path, fields: dict[str, Any]) -> None:
@@ -91,7 +99,8 @@ def pack_experts(directory: pathlib.Path, seed: int) -> None:
 
 def load(directory: pathlib.Path, **options: Any) -> Any:
     """Returns the model that `transformers` reads from a directory; every tensor must be given and used."""
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+    config = transformers.AutoConfig.from_pretrained(directory)
+    model, report = _class_of(config).from_pretrained(
         directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True, **options
     )
     problems = {name: found for name, found in report.items() if found}

@@ -49,6 +49,7 @@ VARIANTS: dict[str, dict[str, list[Any]]] = {
         **{"new_decoder_architecture": FLAGS, "multi_query": FLAGS, "parallel_attn": FLAGS, "bias": FLAGS},
         **{"num_kv_heads": [2], "ffn_hidden_size": [48], "tie_word_embeddings": FLAGS},
     },
+    "eurobert": {"tie_word_embeddings": [False], "attention_bias": FLAGS, "mlp_bias": FLAGS},
     "qwen2_moe": {**EXPERTS, **MOE, "shared_expert_intermediate_size": [24], "norm_topk_prob": FLAGS},
     "olmoe": {**EXPERTS, "norm_topk_prob": FLAGS},
     "flex_olmo": {**EXPERTS, "norm_topk_prob": FLAGS},

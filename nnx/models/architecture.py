@@ -77,5 +77,7 @@ class Architecture:
     def is_ignored(self, config: Any, name: str) -> bool:
         """Whether a tensor is allowed although no parameter needs it: a buffer, or a copy of a tied embedding."""
         table = self.family_of(config).table_of(config)
-        tied = getattr(config, "tie_embeddings", False) and name in {entry.name for entry in table.head}
+        tied = getattr(config, "tie_embeddings", False) and name.removeprefix("language_model.") in {
+            entry.name for entry in table.head
+        }
         return tied or table.ignores(name)

@@ -50,6 +50,7 @@ class DecoderBlock(Module):
     mlp_post_norm: RMSNorm | LayerNorm | None
     parallel: bool
     residual_scale: float
+    is_causal: bool
 
     def __init__(
         self,
@@ -75,14 +76,14 @@ class DecoderBlock(Module):
         self.mlp_norm = norm(config.pre_norms and not config.shared_norm)
         self.mlp = _mlp(config, spec, options)
         self.mlp_post_norm = norm(config.post_norms)
-        self.parallel, self.residual_scale = config.parallel, config.residual_scale
+        self.parallel, self.residual_scale, self.is_causal = config.parallel, config.residual_scale, config.causal
 
     def __call__(
         self, x: jax.Array, positions: jax.Array | None = None, mask: jax.Array | None = None
     ) -> jax.Array:  # [batch, length, features]
         """Applies the layer to whole texts, `[batch, length, features]`."""
         read = _normed(self.attention_norm, x)
-        attended = self.attention(read, is_causal=True, positions=positions, mask=mask)
+        attended = self.attention(read, is_causal=self.is_causal, positions=positions, mask=mask)
         return constrained(self._with_mlp(x, read, attended))
 
     def decode_step(

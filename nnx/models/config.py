@@ -162,6 +162,8 @@ class DecoderConfig:
         delta_heads, delta_key_heads: the numbers of heads of "linear" layers, which are `nnx.GatedDeltaNet`s.
         delta_key_dim, delta_value_dim: the numbers of features of their keys and values.
         delta_taps: the number of tokens that their convolutions see.
+        causal: whether a token sees only those before it. A model in which it sees all tokens fills in masked ones, and
+            cannot write with a cache.
         rotary: the rotary embedding; `None` means learned positions.
         local_rotary: the rotary embedding of "sliding" layers, where it differs.
         unrotated_layers: the numbers of the layers without a rotary embedding.
@@ -236,6 +238,7 @@ class DecoderConfig:
     delta_key_dim: int | None = None
     delta_value_dim: int | None = None
     delta_taps: int = 4
+    causal: bool = True
     rotary: RotaryConfig | None = RotaryConfig()
     local_rotary: RotaryConfig | None = None
     unrotated_layers: tuple[int, ...] = ()

@@ -48,6 +48,10 @@ ADAPTED_HEAD = (
     "Decoder.head_kernel: the output layer is a {got}, which is more than one matrix. Merge it first "
     "(`nnx.merge_lora`), or compute the loss from `model.logits(features)`."
 )
+NOT_CAUSAL = (
+    "Decoder.decode: in a {family} model every token sees all others, so there is nothing to keep for the next one. "
+    "Call the model with the whole text; it fills in masked tokens."
+)
 WRONG_ROWS = "Decoder.decode: expected a cache with {expected} rows, one per row of tokens, got {got}."
 
 
@@ -292,8 +296,10 @@ class Decoder(Module):
             Logits `[batch, length, vocab_size]`, and the cache with the tokens added.
 
         Raises:
-            ValueError: if a row would overflow. Inside a transform, its logits become NaN instead.
+            ValueError: the model is not causal, or a row would overflow. (In a transform, such a row gets NaN instead.)
         """
+        if not self.config.causal:
+            raise ValueError(NOT_CAUSAL.format(family=self.config.model_type))
         if isinstance(self.layers, Scan):
             return self.unscanned().decode(tokens, cache, lengths)
         check_tokens("Decoder", tokens, self.config.vocab_size)

@@ -11,6 +11,7 @@ from nnx.models.family import Family
 from nnx.models.files.config_entries import Key
 from nnx.models.files.directory import read_entries
 from nnx.models.files.entry_kinds import missing_feature
+from nnx.models.files.text_part import text_entries
 from nnx.models.registry import ARCHITECTURES
 from nnx.storage.files import local_path
 
@@ -84,7 +85,7 @@ def explain(config: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Explana
     >>> explanation.not_understood[0].meaning
     'positions as biases of attention (ALiBi)'
     """
-    entries = _entries(config)
+    entries = text_entries(_entries(config), "config.json")
     model_type = entries.get("model_type")
     architecture = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
     if architecture is None:

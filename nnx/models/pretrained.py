@@ -35,6 +35,7 @@ from nnx.models.files.quantized_files import AnyFile, decoding, reopened
 from nnx.models.files.reading import Location, Reader, Request
 from nnx.models.files.sending import placed
 from nnx.models.files.table import Link, Parameter
+from nnx.models.files.text_part import text_entries
 from nnx.models.files.tied_head import with_own_head
 from nnx.models.registry import architecture_named, architecture_of
 from nnx.nn.quantized.quantize import is_quantized
@@ -77,7 +78,7 @@ _SETTINGS = (
     *("activation", "gated_activation", "epsilon", "scale_offset", "sliding_window", "scale", "logits_soft_cap"),
     *("base", "rotary_dim", "interleaved", "scaling", "post_norm", "strides", "padding"),
     *("num_buckets", "max_distance", "bidirectional", "reduction_axes", "normalize_after_rotary"),
-    *("parallel", "residual_scale", "normalize", "scores", "weight_scale", "groups"),
+    *("parallel", "residual_scale", "is_causal", "normalize", "scores", "weight_scale", "groups"),
 )
 # What a directory holds besides config and weights: a tokenizer in any format, templates, and processors.
 _COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
@@ -141,6 +142,7 @@ def from_pretrained(
         refuse_pickles(path)
     fields, where = read_entries(path), str(path / "config.json")
     fields = {name: entry for name, entry in fields.items() if name not in ignore_entries}
+    fields = text_entries(fields, where)
     architecture = architecture_named(fields.get("model_type"), where)
     decoded = decoding(fields, where)
     with contextlib.ExitStack() as opened:

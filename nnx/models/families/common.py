@@ -12,6 +12,7 @@ from nnx.models.files.config_entries import Key, SpecialTokens
 from nnx.models.files.layouts import FROM_HEADS, LINEAR, SAME, TensorLayout
 from nnx.models.files.rope_entries import Rotary
 from nnx.models.files.table import Table, TableEntry, attention, linear, norm
+from nnx.models.files.text_part import OTHER_PARTS, PREFIXES
 
 COMMON: dict[str, str | Key] = {
     "vocab_size": "vocab_size",
@@ -136,7 +137,7 @@ def table(
         TableEntry(f"{layer}.{{}}.{name}", tuple(f"layers/{{}}/{path}" for path in paths), layout)
         for name, paths, layout in pieces
     )
-    return Table((*outer, *layers), head, prefix, ignored=ignored)
+    return Table((*outer, *layers), head, prefix, ignored=(*ignored, *OTHER_PARTS), others=PREFIXES)
 
 
 LLAMA = table(*ATTENTION, *MLP, *NORMS)

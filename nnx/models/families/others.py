@@ -1,5 +1,5 @@
 """Makers of one family: seed_oss, stablelm, nemotron, arcee, hunyuan_v1_dense, helium, gpt_neox,
-minimax_m2, hy_v3.
+minimax_m2, hy_v3, and eurobert, in which every token sees all others.
 """
 
 from nnx.models.families.common import (
@@ -151,5 +151,16 @@ OTHERS = (
         parts=(Rotary(11158840.0), SpecialTokens()),
         neutral=("enable_moe_fp32_combine",),
         aliases={"num_local_experts": "num_experts"},
+    ),
+    Family(
+        "eurobert",
+        "EuroBertForMaskedLM",
+        LLAMA,
+        {**without("tie_word_embeddings"), **BIASES, **MLP_BIAS},
+        constants={"causal": False, "use_head_bias": True},
+        defaults={"norm_epsilon": 1e-5},
+        only={"is_decoder": False, "tie_word_embeddings": False},
+        parts=(Rotary(250_000.0), SpecialTokens()),
+        neutral=("mask_token_id",),
     ),
 )

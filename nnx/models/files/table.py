@@ -84,6 +84,8 @@ class Table:
                 stacked = entry.name.count("{}") > len(numbers)
                 for expert in [(i,) for i in range(num_experts or 0)] if stacked else [()]:
                     name = self._spelling(entry.name.format(*numbers, *expert), names)
+                    if name not in names and f"language_model.{name}" in names:  # the head, beside other parts
+                        name = f"language_model.{name}"
                     indexed = tuple(Parameter(path, (*index, *expert)) for path, index in parts)
                     found.append((numbers[:1], Link(name, indexed, entry.layout)))
         # Layer by layer, as files are read.
