@@ -1,5 +1,7 @@
 """Decoding with a cache that the caller owns: it equals the full pass, and nothing on the layer changes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,18 @@ def test_decoding_equals_the_full_pass(options, chunks):
         pieces.append(out)
         lengths = lengths + length
     agree(np.concatenate(pieces, axis=1), layer(x, is_causal=True))
+
+
+@pytest.mark.parametrize("name", ["grouped and rotary", "window", "all"])
+def test_the_first_tokens_of_a_cache_that_is_promised_to_be_empty_attend_to_each_other(name):
+    layer, x = attention(**VARIANTS[name]), numpy_normal(2, 6, FEATURES)
+    cache, lengths, real = layer.make_cache(2, MAX_LENGTH), jnp.zeros(2, jnp.int32), jnp.array([6, 4])
+    promised = dataclasses.replace(cache, is_empty=True)
+    (out, kept), (expected, same) = (layer.decode_step(x, given, lengths, real) for given in (promised, cache))
+    agree(out[0], expected[0])
+    agree(out[1, :4], expected[1, :4])  # what padding attends to is nobody's concern
+    jax.tree.map(np.testing.assert_array_equal, kept, same)
+    assert not kept.is_empty
 
 
 @pytest.mark.parametrize("window", [None, 2])
