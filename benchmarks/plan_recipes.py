@@ -73,7 +73,7 @@ def make_plan(recipe: str, name: str, tiny: bool) -> nnx.Plan:
 def row(recipe: str, plan: nnx.Plan) -> str:
     state = plan.parts["parameters"] + plan.parts["optimizer state"]
     per_layer = ", ".join(f"{traffic.per_layer} {traffic.kind}" for traffic in plan.collectives if traffic.per_layer)
-    seconds = "–" if plan.seconds is None else f"{1e3 * plan.seconds:.0f} ms, {plan.bound_by}"
+    seconds = "–" if plan.seconds is None else f"{plan.seconds:.3f} s, {plan.bound_by}"
     fits = "" if plan.fits else " (does not fit)"
     return (
         f"| {recipe} | {plan.target.name} | {state / 2**30:.2f} | {plan.temporary / 2**30:.2f} "
