@@ -83,6 +83,7 @@ _ONLY: dict[str, Any] = {
     "moe_layer_freq": 1,
 }
 _SIZES = {"latent_rank": 512, "query_rank": 1536, "head_dim": 128, "rotary_dim": 64, "value_dim": 128}
+_NORMALIZE = "norm_topk_prob"  # in deepseek_v2 false in every published model; transformers passes over it
 _ALIASES = {"num_local_experts": "n_routed_experts"}
 
 DEEPSEEK = (
@@ -90,12 +91,13 @@ DEEPSEEK = (
         "deepseek_v2",
         "DeepseekV2ForCausalLM",
         _table,
-        {**_ENTRIES, "first_k_dense_replace": FIRST_DENSE},
+        {**{name: key for name, key in _ENTRIES.items() if name != _NORMALIZE}, "first_k_dense_replace": FIRST_DENSE},
+        constants={"normalize_experts": False},
         defaults={
-            **{**_SIZES, "num_experts": 64, "hidden_features": 1407, "normalize_experts": False},
+            **{**_SIZES, "num_experts": 64, "hidden_features": 1407},
             "shared_features": lambda values: 2 * values["hidden_features"],
         },
-        only={**_ONLY, "mlp_bias": False, "scoring_func": "softmax"},
+        only={**_ONLY, _NORMALIZE: False, "mlp_bias": False, "scoring_func": "softmax"},
         parts=(Rotary(interleaved=True), SpecialTokens(), _GroupsByMethod(best=1)),
         aliases=_ALIASES,
     ),
