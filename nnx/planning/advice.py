@@ -167,7 +167,7 @@ def _of_optimizers(request: Request, plan: Any) -> Iterator[tuple[str, Request]]
     )
     wrap = lambda step: jit(_with_small_moments(step), donate_argnums=at or None)  # noqa: E731
     yield "moments in bfloat16", request.replace(change=_small_moments, wrap=wrap)
-    if request.machine.chip.platform != "cpu":
+    if request.machine.chip.platform == "tpu":  # the devices of GPUs that are not here have no memory of a host
         yield "nnx.on_host(nnx.OptState)", request.replace(rules=(on_host(OptState), *request.rules))
 
 

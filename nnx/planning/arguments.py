@@ -23,12 +23,14 @@ from nnx.core.state.pure import Pure
 from nnx.core.state.state import State
 from nnx.core.variables.variables import Container, Param
 from nnx.sharding.placement import put_array, shard
-from nnx.sharding.rules import Rules, logical_to_mesh_axes
+from nnx.sharding.rules import MemoryRule, Rules, logical_to_mesh_axes
 from nnx.sharding.specs import map_named
 from nnx.training.optimizer_state import OptState
 from nnx.training.train_state import TrainState
 
 BATCH_IS_WHOLE = "{path}: the first axis, {size}, cannot be split over {parts} devices, so each has all of it"
+NO_HOST_MEMORY = """nnx.on_host: JAX knows no host memory of GPUs that are not here, so these arrays count as memory \
+of the device"""
 KINDS = ("parameters", "optimizer state", "other state", "batch")
 
 _NAMED = (Module, State, TrainState, Pure)
@@ -83,6 +85,8 @@ def place(arguments: Arguments, mesh: Mesh, rules: Rules) -> tuple[Arguments, tu
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = arguments.map(placed)
+    if any(isinstance(rule, MemoryRule) for rule in rules) and not mesh.devices.flat[0].addressable_memories():
+        notes.append(NO_HOST_MEMORY)
     notes += [str(warning.message).partition("\n")[0] for warning in caught]
     return result, tuple(notes)
 
