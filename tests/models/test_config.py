@@ -1,5 +1,6 @@
 """`config.json` and `DecoderConfig`: both styles of rotary settings, defaults, windows, and what is refused."""
 
+import dataclasses
 import json
 import re
 
@@ -140,6 +141,12 @@ class TestRotary:
         other = nnx.models.RotaryConfig(scaling=nnx.DynamicNTKScaling(2.0, 32))
         with pytest.raises(ValueError, match="rotary"):
             config_to_dict(config.replace(rotary=other))
+
+    def test_heads_that_rotate_whole_are_written_where_an_absent_entry_means_a_part(self):
+        for name in ("phi", "gpt_neox", "glm"):
+            config = golden_config(name)
+            whole = config.replace(rotary=dataclasses.replace(config.rotary, fraction=1.0))
+            assert config_from_dict(config_to_dict(whole)) == whole
 
     def test_a_part_of_a_head_can_rotate(self):
         phi = {**LLAMA, "model_type": "phi3", "partial_rotary_factor": 0.5}

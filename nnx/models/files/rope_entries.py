@@ -112,8 +112,10 @@ class Rotary:
         if rotary is None:
             return {}
         full = _written(rotary, config.max_length)
+        if self.fraction != 1.0:  # where an absent entry means another fraction, all of a head is written as well
+            full[_FRACTION] = rotary.fraction
         entries: dict[str, Any] = {"rope_theta": rotary.base, "rope_parameters": full}
-        if rotary.fraction != 1.0:
+        if _FRACTION in full:
             entries[_FRACTION] = rotary.fraction
         if rotary.scaling is not None:
             entries["rope_scaling"] = {
