@@ -21,6 +21,16 @@ def tiny_decoder():
     return nnx.models.Decoder(nnx.models.DecoderConfig(model_type="llama", **sizes, max_length=8), ctx=nnx.context(0))
 
 
+def adapted_decoder():
+    model = tiny_decoder()
+    nnx.add_lora(model, 1, where="layers/**", ctx=nnx.context(0))
+    return model
+
+
+def plan_of_a_step():
+    return nnx.plan(lambda x: x, jnp.ones(2), on="cpu-1")
+
+
 CALLS = {
     "nnx.CheckpointManager": lambda path: nnx.CheckpointManager(path),
     "nnx.TrainLog": lambda path: nnx.TrainLog(path=path, file=io.StringIO()),
@@ -32,8 +42,14 @@ CALLS = {
     "nnx.load_safetensors": lambda path: nnx.load_safetensors(path, MODEL),
     "nnx.models.ImageProcessor.from_pretrained": lambda path: nnx.models.ImageProcessor.from_pretrained(path),
     "nnx.models.Tokenizer.from_pretrained": lambda path: nnx.models.Tokenizer.from_pretrained(path),
+    "nnx.models.explain": lambda path: nnx.models.explain(path),
     "nnx.models.from_pretrained": lambda path: nnx.models.from_pretrained(path),
+    "nnx.models.generation_defaults": lambda path: nnx.models.generation_defaults(path),
+    "nnx.models.load_adapter": lambda path: nnx.models.load_adapter(tiny_decoder(), path),
+    "nnx.models.save_adapter": lambda path: nnx.models.save_adapter(adapted_decoder(), path),
     "nnx.models.save_pretrained": lambda path: nnx.models.save_pretrained(tiny_decoder(), path),
+    "nnx.Plan.plot": lambda path: plan_of_a_step().plot(path),
+    "nnx.Plans.plot": lambda path: nnx.plan(lambda x: x, jnp.ones(2), on=["cpu-1"]).plot(path),
     "nnx.ModelPicture.save": lambda path: nnx.plot_model(LINEAR, jnp.ones(2)).save(path),
     "nnx.plot_attention": lambda path: nnx.plot_attention(jnp.ones((1, 2, 2)), path),
     "nnx.plot_model": lambda path: nnx.plot_model(LINEAR, jnp.ones(2), path=path),
