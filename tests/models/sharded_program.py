@@ -15,7 +15,7 @@ from nnx.models.pretrained import abstract_model, pending_tensor, values_by_path
 from nnx.models.registry import DECODERS
 from nnx.storage.safetensors.header import NAMES
 from tests.models.published import (
-    GOLDENS,
+    DIFFERENT,
     encoder_outputs,
     golden_arrays,
     golden_directory,
@@ -59,13 +59,13 @@ def small_models() -> dict:
     """
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     found = {}
-    for name in GOLDENS:
+    for name in DIFFERENT:
         whole = nnx.models.from_pretrained(golden_directory(name))
         tokens = tokens_for(whole.config, 2, 9)
         expected = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(whole, tokens))
         for number, (setting, rules) in enumerate(RULES.items()):
-            scanned = (number + GOLDENS.index(name)) % 2 == 0
-            with sending_to_cpus() if (number + GOLDENS.index(name) // 2) % 2 == 0 else contextlib.nullcontext():
+            scanned = (number + DIFFERENT.index(name)) % 2 == 0
+            with sending_to_cpus() if (number + DIFFERENT.index(name) // 2) % 2 == 0 else contextlib.nullcontext():
                 model = nnx.models.from_pretrained(golden_directory(name), mesh=mesh, rules=rules, scan_layers=scanned)
             parts = {
                 path: [list(leaf.value.shape), list(leaf.value.addressable_shards[0].data.shape)]
@@ -74,7 +74,7 @@ def small_models() -> dict:
             listed = model.unscanned().get_state()
             same = all(np.array_equal(listed[path].value, leaf.value) for path, leaf in whole.get_state().items())
             found[f"{name} {setting}"] = {"parts": parts, "same": same, "scanned": scanned}
-            if number == GOLDENS.index(name) % len(RULES):
+            if number == DIFFERENT.index(name) % len(RULES):
                 out = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, tokens))
                 found[f"{name} {setting}"]["error"] = float(np.abs(out - expected).max() / np.abs(expected).max())
     return found

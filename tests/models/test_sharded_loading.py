@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.published import GOLDENS
+from tests.models.published import DIFFERENT
 from tests.sharding.programs import finish, start
 
 PROGRAM = Path(__file__).parent / "sharded_program.py"
@@ -25,12 +25,12 @@ def large():
 
 
 @pytest.mark.parametrize("setting", ["tensor", "fsdp", "both"])
-@pytest.mark.parametrize("name", GOLDENS)
+@pytest.mark.parametrize("name", DIFFERENT)
 def test_a_sharded_model_has_the_values_of_one_device(small, name, setting):
     assert small[f"{name} {setting}"]["same"]
 
 
-@pytest.mark.parametrize("name", GOLDENS)
+@pytest.mark.parametrize("name", DIFFERENT)
 def test_a_sharded_model_has_the_logits_of_one_device(small, name):
     found = [small[f"{name} {setting}"] for setting in ("tensor", "fsdp", "both")]
     (error,) = [one["error"] for one in found if "error" in one]
@@ -40,7 +40,7 @@ def test_a_sharded_model_has_the_logits_of_one_device(small, name):
 def test_logits_are_compared_for_every_way_to_split_a_model_in_a_list_and_scanned(small):
     compared = {
         (setting, found["scanned"])
-        for name in GOLDENS
+        for name in DIFFERENT
         for setting in ("tensor", "fsdp", "both")
         if "error" in (found := small[f"{name} {setting}"])
     }

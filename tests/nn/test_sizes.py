@@ -7,8 +7,14 @@ import pytest
 
 import nnx
 
-SIZES = (int, "int | collections.abc.Sequence[int]")
-OTHERS = {"kernel_size": (3,), "einsum_str": "ab,bc->ac", "kernel_shape": (4, 4), "batch_shape": 2}
+SIZES = (int, "int | collections.abc.Sequence[int]", "int | tuple[int, ...]")
+OTHERS = {
+    "rotary": nnx.RotaryEmbedding(4),
+    "kernel_size": (3,),
+    "einsum_str": "ab,bc->ac",
+    "kernel_shape": (4, 4),
+    "batch_shape": 2,
+}
 
 
 def required(layer):
@@ -17,7 +23,7 @@ def required(layer):
 
 
 def is_size(parameter):
-    return parameter.annotation is int or str(parameter.annotation) == SIZES[1]
+    return parameter.annotation is int or (str(parameter.annotation) in SIZES[1:] and parameter.name not in OTHERS)
 
 
 LAYERS = [

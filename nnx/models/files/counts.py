@@ -16,7 +16,7 @@ _LAYERS = {
     *("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "encoder_layers", "decoder_layers"),
     "depths",
 }
-_EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
+_EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 _AXES = {"head_dim", "d_kv", "hidden_size", "n_embd", "d_model", "max_source_positions", "num_labels", "_num_labels"}
 # As many experts of all layers together as there may be although no tensor is named after them: where they share one.
 _UNNAMED = 100_000
