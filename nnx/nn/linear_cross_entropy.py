@@ -15,8 +15,10 @@ import jax.numpy as jnp
 
 from nnx.nn.cross_entropy import check_targets, is_target, narrow, position_weights
 from nnx.nn.support.checks import shape_of
+from nnx.sharding.meshes import current_mesh
+from nnx.sharding.rules import get_logical_axis_rules, names_in_entry, resolve
 
-BLOCK_ENTRIES = 2**27  # logits per block, half a gigabyte in float32: large enough for efficient products
+BLOCK_ENTRIES = 2**27  # logits per block and device, half a gigabyte in float32: large enough for efficient products
 
 NAME = "nnx.linear_cross_entropy"
 WRONG_KERNEL = (
@@ -63,7 +65,8 @@ def linear_cross_entropy(
         soft_cap: the bound that `soft_cap * tanh(logits / soft_cap)` keeps the logits below, as Gemma 2 does.
         label_smoothing: the part of the probability that all classes share, instead of the right one alone.
         z_loss: the factor of the squared log-partition function, which keeps logits from drifting.
-        block_size: the number of positions whose logits exist at a time; by default, as many as 2²⁷ logits make up.
+        block_size: the number of positions whose logits exist at a time; by default, as many as 2²⁷ logits make up on
+            each of the devices that share the batch.
 
     Returns:
         A scalar in at least float32; 0 if no position counts.
@@ -99,8 +102,22 @@ def _blocks(features: jax.Array, classes: int, block_size: int | None) -> tuple[
     if not any(lengths):
         return 0, 1
     axis = lengths.index(max(lengths))
-    at_once = block_size or max(BLOCK_ENTRIES // classes, 1)
+    at_once = block_size or max(BLOCK_ENTRIES // classes, 1) * _devices(spec[: len(positions)])
     return axis, min(math.ceil(math.prod(positions) / at_once), lengths[axis])
+
+
+def _devices(spec: tuple[Any, ...]) -> int:
+    """Returns the number of devices that share the positions, as far as types and rules tell.
+
+    Every block gathers the kernel and sums up its gradient over the devices, so there should be few of them.
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        return 1
+    by_rules = resolve(("batch", "length"), get_logical_axis_rules()).spec
+    split = {axis for entry in (*spec, *by_rules) for axis in names_in_entry(entry)}
+    sizes = {name: size for name, size in mesh.shape.items() if name not in mesh.manual_axes}
+    return math.prod(size for name, size in sizes.items() if name in split)
 
 
 def _split(values: jax.Array, axis: int, blocks: int) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import sys
 import tempfile
 import types
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx
 from benchmarks.plan_sharded import make_plan
+from nnx.nn import linear_cross_entropy
 from nnx.storage.checkpoints import loading
 from tests.sharding.optimizer_checks import Layers
 from tests.sharding.programs import ROOT
@@ -129,6 +131,25 @@ def loss_in_blocks() -> list[float]:
     return found
 
 
+def blocks_of_the_loss() -> list[int]:
+    """How many blocks of positions there are on one device, on two that share the batch by type, and two by rules."""
+    features, kernel, targets = jnp.zeros((4, 8, 32)), jnp.zeros((32, 64)), jnp.zeros((4, 8), jnp.int32)
+
+    def count(*given: Any) -> int:
+        (scan,) = [eqn for eqn in jax.make_jaxpr(nnx.linear_cross_entropy)(*given).eqns if "vjp" in eqn.primitive.name]
+        (found,) = re.findall(r"length=(\d+)", str(scan))
+        return int(found)
+
+    with mock.patch.object(linear_cross_entropy, "BLOCK_ENTRIES", 8 * 64):
+        found = [count(features, kernel, targets)]
+        for kind in (AxisType.Explicit, AxisType.Auto):
+            mesh = mesh_of(("data", 2), ("model", 4), type=kind)
+            with jax.set_mesh(mesh), nnx.logical_axis_rules([("batch", "data")] if kind is AxisType.Auto else []):
+                rows = NamedSharding(mesh, P("data"))
+                found.append(count(jax.device_put(features, rows), kernel, jax.device_put(targets, rows)))
+    return found
+
+
 def eight_bits() -> list[float]:
     """The largest differences of an MLP with products in 8 bits and its gradients from the same on one device."""
     model, x = nnx.MLP(8, 16, 8, ctx=nnx.context(0)), np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
@@ -212,7 +233,7 @@ def restoring() -> dict[str, int]:
                 nnx.Dict(w=nnx.Param(jnp.ones((size, size)), ("embed", None))) for _ in range(count)
             )
 
-    make, peak = jax.make_array_from_callback, [0]
+    make, peak = jax.make_array_from_single_device_arrays, [0]
 
     def recording(*args: Any, **kwargs: Any) -> Any:
         array = make(*args, **kwargs)
@@ -226,7 +247,7 @@ def restoring() -> dict[str, int]:
             before, peak[0] = sum(x.nbytes for x in jax.live_arrays() if x.shape == (size, size)), 0
             target = nnx.shard(nnx.eval_shape(Stack) if name == "abstract" else Stack(), mesh, rules)
             small = mock.patch.object(loading, "SMALL", 1 << 20)  # otherwise a gigabyte is read at once
-            with small, mock.patch.object(jax, "make_array_from_callback", recording):
+            with small, mock.patch.object(jax, "make_array_from_single_device_arrays", recording):
                 nnx.load(Path(folder) / "saved", target)
             found[name] = peak[0]
             del target
@@ -308,6 +329,7 @@ if __name__ == "__main__":
         explicit_layers,
         split_logits,
         loss_in_blocks,
+        blocks_of_the_loss,
         eight_bits,
         muon,
         weighted_metrics,

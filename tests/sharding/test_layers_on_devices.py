@@ -48,6 +48,10 @@ def test_linear_cross_entropy_takes_a_batch_and_a_vocabulary_that_are_split(seen
     assert len(seen["loss_in_blocks"]) == 2 and max(seen["loss_in_blocks"]) < 1e-6
 
 
+def test_the_loss_has_fewer_blocks_where_devices_share_the_batch(seen):
+    assert seen["blocks_of_the_loss"] == [4, 2, 2]
+
+
 def test_products_in_8_bits_are_the_same_on_either_type_of_axis(seen):
     assert len(seen["eight_bits"]) == 2 and max(seen["eight_bits"]) < 1e-5
 
