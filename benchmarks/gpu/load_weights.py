@@ -8,6 +8,9 @@ The checkpoint has random bfloat16 weights in shards of about 5 GB. Every conten
 twice: the first load also compiles and sets up memory. NNX then compares some parameters with the files, bit for bit.
 """
 
+# PyTorch and transformers are not among the project's dependencies.
+# pyright: reportMissingImports=false
+
 import argparse
 import json
 import os
@@ -112,7 +115,7 @@ def by_nnx(directory: Path, options: argparse.Namespace) -> Callable[[], Any]:
         print(f", until ready {time.perf_counter() - begun:.2f} s", flush=True)
         return found
 
-    pretrained.placed = timed  # type: ignore[attr-defined]
+    pretrained.placed = timed
 
     def load() -> Any:
         model = nnx.models.from_pretrained(directory, scan_layers=options.way == "nnx scanned")

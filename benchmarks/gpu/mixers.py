@@ -10,6 +10,9 @@ many tokens. The others let a decoder write 128 tokens after a prompt of as many
 line come from one run.
 """
 
+# PyTorch and transformers are not among the project's dependencies.
+# pyright: reportMissingImports=false
+
 import argparse
 import os
 import time
@@ -24,26 +27,28 @@ import numpy as np
 
 import nnx
 
-LATENT = dict(query_rank=768, latent_rank=512, head_dim=128, rotary_dim=64, value_dim=128)
-DELTA = dict(delta_heads=32, delta_key_heads=16, delta_key_dim=128, delta_value_dim=128)
+LATENT: dict[str, Any] = dict(query_rank=768, latent_rank=512, head_dim=128, rotary_dim=64, value_dim=128)
+DELTA: dict[str, Any] = dict(delta_heads=32, delta_key_heads=16, delta_key_dim=128, delta_value_dim=128)
 
 
 def latent_config(tiny: bool) -> nnx.models.DecoderConfig:
     """Returns a dense model with the layers of DeepSeek-V3."""
-    sizes = dict(features=64, hidden_features=96, num_layers=2, num_heads=4, vocab_size=256)
+    sizes: dict[str, Any] = dict(features=64, hidden_features=96, num_layers=2, num_heads=4, vocab_size=256)
     if not tiny:
         sizes = dict(features=2048, hidden_features=8192, num_layers=16, num_heads=16, vocab_size=32000)
-    ranks = dict(query_rank=24, latent_rank=32, head_dim=16, rotary_dim=8, value_dim=16) if tiny else LATENT
+    ranks: dict[str, Any] = dict(query_rank=24, latent_rank=32, head_dim=16, rotary_dim=8, value_dim=16)
     rotary = nnx.models.RotaryConfig(interleaved=True)
-    return nnx.models.DecoderConfig(model_type="llama", max_length=4096, rotary=rotary, **sizes, **ranks)
+    return nnx.models.DecoderConfig(
+        model_type="llama", max_length=4096, rotary=rotary, **sizes, **(ranks if tiny else LATENT)
+    )
 
 
 def delta_config(tiny: bool) -> nnx.models.DecoderConfig:
     """Returns a dense model with the layers of Qwen3.5: three of four are gated delta networks."""
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         features=64, hidden_features=96, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=256
     )
-    delta = dict(delta_heads=4, delta_key_heads=2, delta_key_dim=16, delta_value_dim=16)
+    delta: dict[str, Any] = dict(delta_heads=4, delta_key_heads=2, delta_key_dim=16, delta_value_dim=16)
     if not tiny:
         sizes = dict(features=2048, hidden_features=6144, num_layers=16, num_heads=8, num_kv_heads=2)
         sizes |= dict(head_dim=256, vocab_size=32000)

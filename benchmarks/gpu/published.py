@@ -14,6 +14,9 @@ each row. "Bandwidth" is the fraction of the memory bandwidth (measured first) t
 stored, and the filled part of the cache once per token would take.
 """
 
+# PyTorch and transformers are not among the project's dependencies.
+# pyright: reportMissingImports=false
+
 import argparse
 import concurrent.futures
 import functools
@@ -22,7 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +131,8 @@ def generating(model: Any, tokens: np.ndarray, new: int, **rules: Any) -> Callab
 def models(sizes: Sizes) -> dict[str, Any]:
     """Returns the same model in bfloat16, int8 and int4."""
     made = {"bfloat16": make_model(sizes)}
-    for name, bits in (("int8", 8), ("int4", 4)):
+    forms: dict[str, Literal[8, 4]] = {"int8": 8, "int4": 4}
+    for name, bits in forms.items():
         made[name] = made["bfloat16"].clone()
         nnx.quantize(made[name], bits)
     return made

@@ -240,7 +240,7 @@ model = training.ema.averaged(training.optimizer.model)
 judge = trained_judge()
 read = nnx.jit(lambda judge, images: (judge.features(images), judge(images).argmax(-1)))
 real, real_read = map(np.asarray, read(judge, test_images))
-asked = np.resize(np.arange(LABELS), 40 if args.smoke else 1000)
+asked = jnp.resize(jnp.arange(LABELS), (40 if args.smoke else 1000,))
 draws = {
     name: draw(model, asked, jax.random.key(3), guidance=by) for name, by in (("plain", 1.0), ("guided", args.guidance))
 }
@@ -252,7 +252,7 @@ distances = {}
 for name, (features, found) in shown.items():
     distances[name] = frechet(np.asarray(features), real)
     wanted = train_labels if name == "training set" else asked
-    print(f"{name:<14} {distances[name]:>16.2f} {(np.asarray(found) == wanted).mean():>15.1%}")
+    print(f"{name:<14} {distances[name]:>16.2f} {float((found == wanted).mean()):>15.1%}")
 
 figure = Figure(figsize=(5, 5.2), layout="constrained")
 grid = np.asarray(draws["guided"])[: 10 * min(10, len(asked) // 10), ..., 0]

@@ -19,6 +19,7 @@ import math
 import pathlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -49,7 +50,7 @@ print(f"{nnx.count_params(model):,} parameters, {jax.devices()[0].device_kind}")
 
 
 @nnx.jit
-def losses(model: nnx.models.Decoder, tokens: jax.Array, counted: jax.Array) -> jax.Array:
+def losses(model: nnx.models.Decoder, tokens: Any, counted: Any) -> jax.Array:
     """Returns the sum of the losses of the counted tokens of each row; `[rows, length]` both."""
     features, kernel, cap = model.features(tokens[:, :-1]), model.head_kernel, model.config.logits_soft_cap
 

@@ -21,6 +21,7 @@ import pathlib
 import shutil
 import string
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -157,7 +158,7 @@ def loss_fn(model: nnx.models.Decoder, tokens: jax.Array, answers: jax.Array) ->
 
 
 @nnx.jit(donate_argnums=0)
-def train_step(optimizer: nnx.Optimizer, tokens: jax.Array, answers: jax.Array) -> jax.Array:
+def train_step(optimizer: nnx.Optimizer, tokens: Any, answers: Any) -> jax.Array:
     loss, grads = nnx.value_and_grad(loss_fn, wrt=optimizer.wrt)(optimizer.model, tokens, answers)
     optimizer.update(grads)
     return loss

@@ -141,7 +141,7 @@ def loss_fn(model: ActorCritic, batch: dict[str, jax.Array]) -> jax.Array:
     return policy + VALUE * value - ENTROPY * entropy
 
 
-def learn(optimizer: nnx.Optimizer, seen: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+def learn(optimizer: nnx.Optimizer, seen: dict[str, Any], key: jax.Array) -> jax.Array:
     """Improves the policy; returns the mean length of the episodes that ended."""
     seen["better"], seen["expected"] = advantages(optimizer.model, seen)
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), seen)
@@ -209,7 +209,7 @@ class PythonWorld:
 
 
 @nnx.jit
-def choose(model: ActorCritic, states: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+def choose(model: ActorCritic, states: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     log_probabilities = model(states)
     actions = jax.random.categorical(key, log_probabilities)
     return actions, chosen(log_probabilities, actions)

@@ -23,6 +23,7 @@ import shutil
 import sysconfig
 import time
 from pydoc_data.topics import topics
+from typing import Any
 
 import grain
 import jax
@@ -152,12 +153,14 @@ def schedule(peak: float) -> optax.Schedule:
 def build(ctx: nnx.Context) -> nnx.Optimizer:
     dtype = jnp.bfloat16 if on_gpu else None
     model = nnx.models.Decoder(config, dtype=dtype, scan_layers=True, ctx=ctx)
+    dimensions: Any = nnx.muon_dimensions(model)
     muon = optax.contrib.muon(
         schedule(args.rate),
         adam_learning_rate=schedule(args.rate / 10),
-        muon_weight_dimension_numbers=nnx.muon_dimensions(model),
+        muon_weight_dimension_numbers=dimensions,
     )
-    return nnx.Optimizer(model, optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), muon), args.accumulate))
+    steps = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), muon), args.accumulate)
+    return nnx.Optimizer(model, steps.gradient_transformation())
 
 
 def loss_fn(model: nnx.models.Decoder, batch: dict[str, jax.Array]) -> jax.Array:
