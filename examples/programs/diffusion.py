@@ -233,8 +233,9 @@ with manager, nnx.TrainLog(args.steps, output, name="diffusion", interval=5) as 
         manager.save(step + 1, training, force=step + 1 == args.steps)
 seconds = time.perf_counter() - began
 losses = [float(loss) for loss in losses]
-per_second = len(losses) * args.batch / seconds
-print(f"{len(losses)} steps in {seconds:.0f} s, {per_second:,.0f} images/s; the last loss is {losses[-1]:.6f}")
+if losses:
+    per_second = len(losses) * args.batch / seconds
+    print(f"{len(losses)} steps in {seconds:.0f} s, {per_second:,.0f} images/s; the last loss is {losses[-1]:.6f}")
 
 model = training.ema.averaged(training.optimizer.model)
 judge = trained_judge()
@@ -256,9 +257,9 @@ for name, (features, found) in shown.items():
 
 figure = Figure(figsize=(5, 5.2), layout="constrained")
 grid = np.asarray(draws["guided"])[: 10 * min(10, len(asked) // 10), ..., 0]
+grid = np.pad(grid, ((0, 0), (1, 1), (1, 1)), constant_values=-1)
 axes = figure.add_subplot(xticks=[], yticks=[])
-rows = len(grid) // 10
-axes.imshow(grid.reshape(rows, 10, SIZE, SIZE).swapaxes(1, 2).reshape(rows * SIZE, 10 * SIZE), cmap="gray_r")
+axes.imshow(np.concatenate(np.concatenate(grid.reshape(-1, 10, *grid.shape[1:]), axis=1), axis=1), cmap="gray_r")
 axes.set_title("drawn, 0 to 9", fontsize=9)
 figure.savefig(output / "samples.png", dpi=150)
 if first == 0 and args.steps >= 40:
