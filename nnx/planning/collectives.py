@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nnx.planning.hlo import Instruction
+from nnx.inspection.hlo import Instruction
 from nnx.planning.machines import Machine
 
 COLLECTIVES = (

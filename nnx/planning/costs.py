@@ -12,8 +12,8 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
+from nnx.inspection.hlo import Instruction, Program, Shape
 from nnx.planning.collectives import COLLECTIVES, Collective, collective
-from nnx.planning.hlo import Instruction, Program, Shape
 
 # Instructions that move nothing.
 _FREE = {

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, overload
 
 from jax.sharding import Mesh
 
+from nnx.inspection.hlo import read
 from nnx.planning.advice import Remedy, remedies, searched
-from nnx.planning.buffers import Buffer, largest_buffers
 from nnx.planning.compiling import Answer, Request, compile_request
 from nnx.planning.costs import Costs, costs_of
 from nnx.planning.estimate import Estimate, estimate
-from nnx.planning.hlo import read
+from nnx.planning.largest import LargeArray, largest_arrays
 from nnx.planning.machines import Machine, machine_named, machine_of
 from nnx.planning.picture import draw
 from nnx.planning.tables import html_of_plan, html_of_plans, text_of_plan, text_of_plans
@@ -82,7 +82,7 @@ class Plan:
     donated: int
     temporary: int
     host: int
-    largest: tuple[Buffer, ...]
+    largest: tuple[LargeArray, ...]
     collectives: tuple[Traffic, ...]
     flops: int
     estimate: Estimate | None
@@ -276,7 +276,7 @@ def _best(request: Request, search: bool, advise: bool, progress: bool) -> Plan:
 def plan_of(request: Request) -> Plan:
     """Compiles a request and reads the program."""
     answer = compile_request(request)
-    costs, buffers = _read(answer)
+    costs, largest = _read(answer)
     memory = answer.memory
     return Plan(
         step=getattr(request.step, "__name__", type(request.step).__name__),
@@ -289,7 +289,7 @@ def plan_of(request: Request) -> Plan:
         donated=memory["donated"],
         temporary=memory["temporary"],
         host=answer.host + memory["host"],
-        largest=buffers,
+        largest=largest,
         collectives=_traffic(costs),
         flops=costs.flops,
         estimate=estimate(costs, request.machine, request.quick) if answer.compiled is not None else None,
@@ -300,11 +300,11 @@ def plan_of(request: Request) -> Plan:
     )
 
 
-def _read(answer: Answer) -> tuple[Costs, tuple[Buffer, ...]]:
+def _read(answer: Answer) -> tuple[Costs, tuple[LargeArray, ...]]:
     if answer.compiled is None:
         return Costs((), (), 1), ()
     program = read(answer.text)
-    return costs_of(program), largest_buffers(program)
+    return costs_of(program), largest_arrays(program)
 
 
 def _traffic(costs: Costs) -> tuple[Traffic, ...]:

@@ -132,8 +132,8 @@ def _remedies(plan: Any) -> list[str]:
     return _aligned(rows, right=(2, 3))
 
 
-def _place(buffer: Any) -> str:
-    return f"  {buffer.path or '(the step itself)'}"
+def _place(array: Any) -> str:
+    return f"  {array.path or '(the step itself)'}"
 
 
 def _bar(share: float) -> str:

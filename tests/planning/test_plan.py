@@ -60,7 +60,7 @@ def test_donated_arguments_lend_their_memory_to_results(plan):
 
 
 def test_largest_arrays_have_the_path_of_their_submodule(plan):
-    assert {"up", "down"} <= {buffer.path for buffer in plan.largest}
+    assert {"up", "down"} <= {array.path for array in plan.largest}
     assert [b.bytes for b in plan.largest] == sorted((b.bytes for b in plan.largest), reverse=True)
 
 

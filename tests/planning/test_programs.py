@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from nnx.planning.buffers import path_of
+from nnx.inspection.hlo import read
 from nnx.planning.collectives import collective, group_of
 from nnx.planning.costs import costs_of
 from nnx.planning.estimate import estimate
-from nnx.planning.hlo import read
+from nnx.planning.largest import path_of
 from nnx.planning.machines import machine_named
 
 

@@ -16,7 +16,8 @@ _SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([\d,<=]*)\](\{[^{}]*\})?")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?.*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPERAND = re.compile(r"%([\w.\-]+)")
-_CALLED = re.compile(r"(?:calls|to_apply|body|called_computations|branch_computations)=(?:\{([^}]*)\}|(%?[\w.\-]+))")
+_CALLED = re.compile(r"(?:calls|to_apply|body|\w+_computations?)=(?:\{([^}]*)\}|(%?[\w.\-]+))")
+_LAYOUT = re.compile(r"\{(?P<order>[\d,]*)(?::T\((?P<tile>[\d,]+)\))?")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -27,16 +28,23 @@ class Shape(NamedTuple):
         dtype: the dtype, as HLO names it: "bf16", "f32".
         dims: the sizes of the axes.
         memory: where it is: "" for the memory of the device, "fast" for the one next to its cores, "host".
+        tiled: the sizes of the axes, padded to whole tiles where the layout has tiles.
     """
 
     dtype: str
     dims: tuple[int, ...]
     memory: str
+    tiled: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
         """The bytes of the array, without padding."""
         return -(-math.prod(self.dims) * _bits(self.dtype) // 8)
+
+    @property
+    def padded_bytes(self) -> int:
+        """The bytes of the array with the padding of its tiles."""
+        return -(-math.prod(self.tiled) * _bits(self.dtype) // 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +165,23 @@ def shapes_in(text: str) -> tuple[Shape, ...]:
     for dtype, dims, layout in _SHAPE.findall(text):
         memory = "host" if "S(5)" in layout else "fast" if "S(" in layout else ""
         sizes = tuple(int(size.lstrip("<=")) for size in dims.split(",") if size)
-        found.append(Shape(dtype, sizes, memory))
+        found.append(Shape(dtype, sizes, memory, _tiled(sizes, layout)))
     return tuple(found)
+
+
+def _tiled(dims: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """Returns the sizes of axes of which the fastest, those of a tile, are padded to whole tiles."""
+    found = _LAYOUT.match(layout)
+    if found is None or not found["tile"]:
+        return dims
+    padded = list(dims)
+    for axis, size in zip(_numbers(found["order"]), reversed(_numbers(found["tile"]))):
+        padded[axis] = -(-padded[axis] // size) * size
+    return tuple(padded)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
 
 
 def _closing(text: str, start: int) -> int:

@@ -1,4 +1,4 @@
-"""The largest buffers of a compiled program, by the submodule that makes them.
+"""The largest arrays of a compiled program, by the submodule that makes them.
 
 NNX runs every submodule in a named scope, so what JAX traced an instruction from has the path of the submodule in it:
 `jit(step)/transpose(jvp())/while/body/checkpoint/attention/query/dot_general` is `attention/query`, backward.
@@ -7,7 +7,7 @@ NNX runs every submodule in a named scope, so what JAX traced an instruction fro
 import re
 from typing import NamedTuple
 
-from nnx.planning.hlo import Instruction, Program, Shape
+from nnx.inspection.hlo import Instruction, Program, Shape
 
 # Names that JAX and its transforms add to a scope.
 _TRANSFORMS = re.compile(
@@ -17,7 +17,7 @@ _TRANSFORMS = re.compile(
 _SILENT = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "iota"}
 
 
-class Buffer(NamedTuple):
+class LargeArray(NamedTuple):
     """An array that a program keeps for a while.
 
     Attributes:
@@ -35,9 +35,9 @@ class Buffer(NamedTuple):
     shape: str
 
 
-def largest_buffers(program: Program, count: int = 8) -> tuple[Buffer, ...]:
+def largest_arrays(program: Program, count: int = 8) -> tuple[LargeArray, ...]:
     """Returns the largest arrays that a program makes besides its results, one for each path, shape and phase."""
-    found: dict[tuple[str, str, str], Buffer] = {}
+    found: dict[tuple[str, str, str], LargeArray] = {}
     for name in _running(program):
         instructions = program.computations[name]
         results = _results(instructions) if name == program.entry else set()
@@ -49,9 +49,9 @@ def largest_buffers(program: Program, count: int = 8) -> tuple[Buffer, ...]:
                 shapes = [max(shapes, key=lambda shape: shape[1].bytes)] if shapes else []
             for number, shape in shapes:
                 if not shape.memory and (instruction.name, number) not in results:
-                    buffer = _buffer(instruction, shape, instructions)
-                    found.setdefault((buffer.path, buffer.shape, buffer.phase), buffer)
-    return tuple(sorted(found.values(), key=lambda buffer: -buffer.bytes)[:count])
+                    array = _large_array(instruction, shape, instructions)
+                    found.setdefault((array.path, array.shape, array.phase), array)
+    return tuple(sorted(found.values(), key=lambda array: -array.bytes)[:count])
 
 
 def path_of(source: str) -> tuple[str, str, str]:
@@ -69,7 +69,7 @@ def path_of(source: str) -> tuple[str, str, str]:
     return "/".join(names[:-1]), phase, names[-1] if names else ""
 
 
-def _buffer(instruction: Instruction, shape: Shape, around: dict[str, Instruction]) -> Buffer:
+def _large_array(instruction: Instruction, shape: Shape, around: dict[str, Instruction]) -> LargeArray:
     path, phase, made_by = path_of(instruction.source)
     origin = instruction
     for _ in range(3):  # copies that the compiler adds say nothing; what is copied does
@@ -78,7 +78,7 @@ def _buffer(instruction: Instruction, shape: Shape, around: dict[str, Instructio
         origin = around[origin.operands[0]]
         path, phase, _ = path_of(origin.source)
     dims = ",".join(map(str, shape.dims))
-    return Buffer(shape.bytes, path, phase, made_by or instruction.opcode, f"{shape.dtype}[{dims}]")
+    return LargeArray(shape.bytes, path, phase, made_by or instruction.opcode, f"{shape.dtype}[{dims}]")
 
 
 def _running(program: Program) -> list[str]:
