@@ -6,7 +6,7 @@ another name. What takes several entries to describe (rotary embeddings, windows
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from nnx.models.config import FILE_ENTRIES, DecoderConfig, frozen_extra
@@ -92,6 +92,11 @@ class Family:
         """Returns the names of entries that are understood; whatever else a file has is kept in the field `extra`."""
         parts = (part.known(entries) for part in self.parts)
         return set().union(self.keys, self.only, self.aliases, FILE_ENTRIES, *parts)
+
+    def names_of(self, fields: Collection[str]) -> set[str]:
+        """Returns the names of the entries that set one of these fields."""
+        names = {name for name, key in self._keys.items() if key.field in fields}
+        return names | {alias for alias, name in self.aliases.items() if name in names}
 
     def read(self, entries: Mapping[str, Any], where: str = "config.json") -> Any:
         """Translates the entries of a `config.json`; `where` is the name of the file, for errors.

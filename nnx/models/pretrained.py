@@ -37,7 +37,7 @@ from nnx.models.files.sending import placed
 from nnx.models.files.table import Link, Parameter
 from nnx.models.files.text_part import text_entries
 from nnx.models.files.tied_head import with_own_head
-from nnx.models.registry import architecture_named, architecture_of
+from nnx.models.registry import architecture_named, architecture_of, entry_names
 from nnx.nn.quantized.quantize import is_quantized
 from nnx.nn.support.settings import as_dtype
 from nnx.sharding.placement import shard
@@ -148,7 +148,7 @@ def from_pretrained(
     with contextlib.ExitStack() as opened:
         files = decoded(open_weights(path, opened))
         found = {name: file.tensors[name] for name, file in files.items()}
-        check_counts(fields, found, where)
+        check_counts(fields, found, where, entry_names)
         config = architecture.read_config(fields, where)
         options = _options(path, architecture, config, {"scan_layers": scan_layers, "remat": remat})
         config = with_own_head(architecture, architecture.completed(config, found), files)

@@ -1,5 +1,6 @@
 """The architectures that `from_pretrained` and `save_pretrained` know. To add one, list it in `_ALL`."""
 
+import functools
 import json
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -73,6 +74,13 @@ _ALL = (DECODERS, BERT, VIT, CLIP_MODELS, RESNET, T5_MODELS, WHISPER)
 
 ARCHITECTURES = {model_type: architecture for architecture in _ALL for model_type in architecture.model_types}
 """The known architectures by the `model_type` of `config.json`."""
+
+
+@functools.cache
+def entry_names(*fields: str) -> frozenset[str]:
+    """Returns the names that entries for these fields have in the `config.json` of any family."""
+    families = (family for architecture in _ALL for family in architecture.families)
+    return frozenset().union(*(family.names_of(fields) for family in families))
 
 
 def architecture_named(model_type: Any, where: str) -> Architecture:
