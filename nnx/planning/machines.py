@@ -7,6 +7,7 @@ run on them. Those of `cpu-8` are the virtual devices of this process.
 
 import importlib.metadata
 import importlib.util
+import math
 import os
 import pathlib
 import re
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from nnx.core.extras import require
@@ -103,9 +105,7 @@ class Machine(NamedTuple):
     def mesh(self, axes: Mapping[str, int] | None = None) -> Mesh:
         """Returns a mesh of all chips; by default with one axis, "data"."""
         axes = {"data": self.count} if axes is None else dict(axes)
-        size = 1
-        for length in axes.values():
-            size *= length
+        size = math.prod(axes.values())
         if size != self.count:
             hint = "" if self.count % size else f" One that fits: { ({**axes, **_widened(axes, self.count // size)}) }."
             text = {"mesh": axes, "size": size, "name": self.name, "count": self.count, "hint": hint}
@@ -115,8 +115,6 @@ class Machine(NamedTuple):
         try:
             return jax.make_mesh(shape, names, axis_types=types, devices=devices)
         except NotImplementedError:  # the axes do not follow the sides of the torus
-            import numpy as np
-
             return Mesh(np.array(devices).reshape(shape), names, axis_types=types)
 
 

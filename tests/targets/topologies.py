@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import importlib.util
-import os
+import math
 import re
 from typing import Any
 
@@ -11,49 +11,33 @@ import jax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-V5E = "v5e:2x4"
-LARGER = "v5p:2x2x4"
+from nnx.planning.machines import machine_named
+
+V5E = "v5e-8"
+LARGER = "v5p-16"
 MISSING = "libtpu is not installed, the compiler for TPUs; `make tpu` installs it and runs these tests"
 # Takes half the time of the compiler, and leaves memory as it is. The option has another name from JAX 0.11 on.
 FAST = {"optimization_level": "O1"} if jax.__version_info__ >= (0, 11) else {"exec_time_optimization_effort": -1.0}
 
-# Without these, libtpu looks for a TPU and for the machine it belongs to, and allows one process at a time.
-_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_MIN_LOG_LEVEL": "3",
-    "TPU_STDERR_LOG_LEVEL": "3",
-}
-
 
 @functools.cache
-def devices(topology: str = V5E) -> Any:
-    """The devices of a topology, in order; skips the test if their compiler is not installed."""
+def devices(machine: str = V5E) -> Any:
+    """The devices of a machine, in order; skips the test if their compiler is not installed."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip(MISSING)
-    from jax.experimental import topologies
-
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    return topologies.get_topology_desc(topology, platform="tpu").devices
+    return machine_named(machine).devices()
 
 
-def mesh(topology: str = V5E, kind: AxisType = AxisType.Auto, **axes: int) -> Mesh:
-    """A mesh of some devices of a topology; without axes, of one device."""
+def mesh(machine: str = V5E, kind: AxisType = AxisType.Auto, **axes: int) -> Mesh:
+    """A mesh of some devices of a machine; without axes, of one device."""
     axes = axes or {"device": 1}
     return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes), devices=_first(topology, axes)
+        tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes), devices=_first(machine, axes)
     )
 
 
-def _first(topology: str, axes: dict[str, int]) -> Any:
-    count = 1
-    for size in axes.values():
-        count *= size
-    return devices(topology)[:count]
+def _first(machine: str, axes: dict[str, int]) -> Any:
+    return devices(machine)[: math.prod(axes.values())]
 
 
 def whole(tree: Any, on: Any) -> Any:
