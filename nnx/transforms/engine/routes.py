@@ -38,6 +38,9 @@ MAX_VISITED = 10_000  # objects; a trainer may hold a whole data set
 
 # Built-in types whose contents are the user's.
 _ALWAYS_ENTERED = (types.MethodType, functools.partial, dict, types.MappingProxyType, list, tuple, collections.deque)
+_METHODS = (types.FunctionType, property, functools.cached_property, classmethod, staticmethod)
+# What a class has for its methods and slots: the former are looked up once, the latter are found with the object.
+_LEAD_NOWHERE = (*_METHODS, types.MemberDescriptorType, types.GetSetDescriptorType)
 _LIBRARIES = {"builtins", "functools", "jax", "jaxlib", "nnx", "numpy", "optax", "typing"}
 
 
@@ -63,11 +66,14 @@ class Route(NamedTuple):
 Found = tuple[tuple[Step, ...], Any]
 """A value, with the steps to it."""
 
+_Members = dict[type, list[str]]  # the names of what the objects of a class have through it, without methods
+
 
 def reached(functions: Sequence[Any]) -> Iterator[tuple[Any, Route]]:
     """Yields the Modules and arrays that functions reach by name, a Module once for every route to it."""
     queue = collections.deque([(function, Route(i, ())) for i, function in enumerate(functions)])
     seen: set[int] = set()
+    members: _Members = {}
     while queue and len(seen) < MAX_VISITED:
         value, route = queue.popleft()
         if isinstance(value, jax.Array):
@@ -78,7 +84,7 @@ def reached(functions: Sequence[Any]) -> Iterator[tuple[Any, Route]]:
                 queue.append((cls, Route(route.start, (*route.steps, Step("class", weakref.ref(cls))))))
         elif id(value) not in seen:
             seen.add(id(value))
-            for steps, item in islice(_reached_from(value), MAX_VISITED):
+            for steps, item in islice(_reached_from(value, members), MAX_VISITED):
                 if type(item) not in HOLD_NOTHING:
                     queue.append((item, Route(route.start, (*route.steps, *steps))))
 
@@ -88,6 +94,7 @@ def named(functions: Sequence[Any]) -> Iterator[tuple[Any, Route]]:
     queue = collections.deque([(function, Route(i, ())) for i, function in enumerate(functions)])
     names: set[str] = set()
     seen: set[int] = set()
+    members: _Members = {}
     while queue and len(seen) < MAX_VISITED:
         value, route = queue.popleft()
         if isinstance(value, ModuleBase):
@@ -96,7 +103,7 @@ def named(functions: Sequence[Any]) -> Iterator[tuple[Any, Route]]:
             seen.add(id(value))
             if isinstance(value, types.FunctionType) and not is_of_library(value):
                 names.update(code_names(value.__code__))
-            for steps, item in islice(_reached_from(value), MAX_VISITED):
+            for steps, item in islice(_reached_from(value, members), MAX_VISITED):
                 step = steps[-1]
                 is_named = step.kind != "attribute" or step.name in names
                 is_helper = isinstance(item, types.FunctionType) and step.kind != "function"
@@ -110,7 +117,7 @@ def classes_of(flat: Flat | None) -> list[type]:
     return [cls for cls in dict.fromkeys(map(type, modules)) if not _is_library(cls)]
 
 
-def _reached_from(value: Any) -> Iterator[Found]:
+def _reached_from(value: Any, members: _Members) -> Iterator[Found]:
     """Yields what the user's code reaches directly from a value; from a library's object, only what that wraps."""
     if isinstance(value, types.FunctionType):
         yield from _wrapped_by(value) if is_of_library(value) else _reached_from_function(value)
@@ -124,16 +131,22 @@ def _reached_from(value: Any) -> Iterator[Found]:
         yield from _wrapped_by(value)
     else:
         yield from _held_by(value)
+        yield from _attributes(value, _names_to_look_up(cls, members))
+
+
+def _names_to_look_up(cls: type, members: _Members) -> Iterator[str]:
+    """Yields the names of what an object has through its class; those of methods only for the first of its objects."""
+    if cls not in members:
         own = [item for parent in cls.__mro__ if not _is_library(parent) for item in vars(parent).items()]
-        yield from _attributes(value, (name for name, member in own if not name.startswith("__") or _is_method(member)))
+        yield from (name for name, member in own if isinstance(member, _METHODS))
+        members[cls] = [
+            name for name, member in own if not (name.startswith("__") or isinstance(member, _LEAD_NOWHERE))
+        ]
+    yield from members[cls]
 
 
 def _is_library(cls: type) -> bool:
     return cls.__module__.partition(".")[0] in _LIBRARIES
-
-
-def _is_method(member: Any) -> bool:
-    return isinstance(member, types.FunctionType)
 
 
 def _held_by(value: Any) -> Iterator[Found]:
