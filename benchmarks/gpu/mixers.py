@@ -2,12 +2,12 @@
 
     python -m benchmarks.gpu.mixers                 models of about a billion parameters, on a GPU
     python -m benchmarks.gpu.mixers --tiny          the default without a GPU: tiny models, to see that it runs
-    python -m benchmarks.gpu.mixers --only train    one of train, latent, delta
+    python -m benchmarks.gpu.mixers --only train    one of latent, train, delta
+    python -m benchmarks.gpu.mixers --out FILE.json write a record (see benchmarks/record.py), again after every part
 
 *Train* runs forward and backward of one layer, as wide as those of the models, for two lengths of text with equally
 many tokens. The others let a decoder write 128 tokens after a prompt of as many, greedily, in bfloat16, next to
-`transformers` with a model of the same sizes, if it is installed. Times include reading the prompt. Numbers of the same
-line come from one run.
+`transformers` with a model of the same sizes, if it is installed. Times include reading the prompt.
 """
 
 # PyTorch and transformers are not among the project's dependencies.
@@ -15,6 +15,7 @@ line come from one run.
 
 import argparse
 import os
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import nnx
+from benchmarks import record
 
+PARTS = ("latent", "train", "delta")
 LATENT: dict[str, Any] = dict(query_rank=768, latent_rank=512, head_dim=128, rotary_dim=64, value_dim=128)
 DELTA: dict[str, Any] = dict(delta_heads=32, delta_key_heads=16, delta_key_dim=128, delta_value_dim=128)
 
@@ -107,10 +110,8 @@ def timed(run: Callable[[], Any], times: int) -> float:
     return min(seconds)
 
 
-def ours(
-    kind: str, config: nnx.models.DecoderConfig, prompts: dict[int, np.ndarray], new: int
-) -> dict[int, list[float]]:
-    """Returns the tokens per second of nnx for each number of rows, and prints them."""
+def ours(config: nnx.models.DecoderConfig, prompts: dict[int, np.ndarray], new: int) -> dict[int, float]:
+    """Returns the tokens per second of nnx for each number of rows."""
     model = nnx.jit(lambda: nnx.models.Decoder(config, param_dtype=jnp.bfloat16, ctx=nnx.context(0)))()
     found = {}
     for n, tokens in prompts.items():
@@ -121,45 +122,49 @@ def ours(
 
         write()
         compiled, size = time.perf_counter() - start, nnx.count_params(model) / 1e9
-        found[n] = [n * new / timed(write, 3)]
-        print(
-            f"{kind}: {size:.2f} B, {n} rows, nnx {found[n][0]:,.0f} tokens/s, compiled in {compiled:.1f} s", flush=True
-        )
+        found[n] = n * new / timed(write, 3)
+        print(f"  nnx: {size:.2f} B, {n} rows, {found[n]:,.0f} tokens/s, compiled in {compiled:.1f} s", flush=True)
     return found
 
 
-def compare_writing(kind: str, tiny: bool, rows: tuple[int, ...], new: int) -> None:
-    """Prints the tokens written per second by both libraries."""
-    config = (latent_config if kind == "latent" else delta_config)(tiny)
-    prompts = {n: np.random.default_rng(1).integers(0, config.vocab_size, (n, new)) for n in rows}
-    found = ours(kind, config, prompts, new)
+def theirs(
+    kind: str, config: nnx.models.DecoderConfig, prompts: dict[int, np.ndarray], new: int
+) -> dict[int, float | None]:
+    """Returns the tokens per second of transformers for each number of rows; None if it is not installed."""
     try:
         import torch
         import transformers  # noqa: F401
     except ImportError:
-        return
-    theirs = reference(kind, config)
-    for n in rows:
-        tokens = torch.tensor(prompts[n], device=next(theirs.parameters()).device)
+        return dict.fromkeys(prompts)
+    model, found = reference(kind, config), {}
+    for n, prompt in prompts.items():
+        tokens = torch.tensor(prompt, device=next(model.parameters()).device)
 
-        def write_theirs(new: int, tokens: Any = tokens) -> None:
+        def write(new: int, tokens: Any = tokens) -> None:
             options = dict(max_new_tokens=new, min_new_tokens=new, do_sample=False)
-            theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **options).cpu()
+            model.generate(tokens, attention_mask=torch.ones_like(tokens), **options).cpu()
 
-        write_theirs(4)
+        write(4)
         start = time.perf_counter()
-        write_theirs(new)
-        found[n].append(n * new / (time.perf_counter() - start))
-        count = sum(parameter.numel() for parameter in theirs.parameters())
-        print(
-            f"{kind}: {count / 1e9:.2f} B, {n} rows, transformers {found[n][1]:,.0f} tokens/s, "
-            f"ratio {found[n][0] / found[n][1]:.1f}",
-            flush=True,
-        )
+        write(new)
+        found[n] = n * new / (time.perf_counter() - start)
+        size = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+        print(f"  transformers: {size:.2f} B, {n} rows, {found[n]:,.0f} tokens/s", flush=True)
+    return found
 
 
-def compare_training(tiny: bool) -> None:
-    """Prints the time of a forward and backward pass of one layer, for texts of two lengths."""
+def writing(kind: str, tiny: bool, rows: tuple[int, ...]) -> record.Figures:
+    """Measures the tokens written per second by both libraries."""
+    config, new = (latent_config if kind == "latent" else delta_config)(tiny), 16 if tiny else 128
+    prompts = {n: np.random.default_rng(1).integers(0, config.vocab_size, (n, new)) for n in rows}
+    speeds = ours(config, prompts, new), theirs(kind, config, prompts, new)
+    return {
+        f"{kind}, rows: {n}": record.row("tokens/s", {"nnx": speeds[0][n], "transformers": speeds[1][n]}) for n in rows
+    }
+
+
+def training(tiny: bool) -> record.Figures:
+    """Measures a forward and backward pass of one layer, for texts of two lengths."""
     features, dtype = (64, jnp.float32) if tiny else (2048, jnp.bfloat16)
     tokens, lengths = (512, (128, 512)) if tiny else (32768, (2048, 16384))
     options: dict[str, Any] = {"param_dtype": dtype, "ctx": nnx.context(0)}
@@ -173,30 +178,35 @@ def compare_training(tiny: bool) -> None:
     def step(layer: Any, x: jax.Array) -> Any:
         return nnx.grad(lambda layer, x: layer(x, is_causal=True).astype(jnp.float32).sum())(layer, x)
 
+    figures: record.Figures = {}
     for length in lengths:
-        x = jax.random.normal(jax.random.key(0), (tokens // length, length, features), dtype)
+        x, times = jax.random.normal(jax.random.key(0), (tokens // length, length, features), dtype), {}
         for name, layer in layers.items():
-            seconds = timed(lambda layer=layer, x=x: jax.block_until_ready(step(layer, x)), 5)
-            count = nnx.count_params(layer) / 1e6
-            print(f"train: {tokens // length} x {length}, {name} ({count:.1f} M): {1e3 * seconds:.2f} ms", flush=True)
+            times[name] = 1e3 * timed(lambda layer=layer, x=x: jax.block_until_ready(step(layer, x)), 5)
+            size = nnx.count_params(layer) / 1e6
+            print(f"  {tokens // length} x {length}, {name} ({size:.1f} M): {times[name]:.2f} ms", flush=True)
+        figures[f"train, {tokens // length} x {length} tokens"] = record.row("ms", times)
+    return figures
 
 
 def main() -> None:
     """Runs the parts asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny models; the default without a GPU")
-    parser.add_argument("--only", choices=("train", "latent", "delta"), help="one part")
-    parser.add_argument("--rows", type=int, nargs="*", default=(1, 8), help="how many texts are written at once")
+    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--rows", type=int, nargs="*", default=(1,), help="how many texts are written at once")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a record of the run")
     args = parser.parse_args()
     tiny = args.tiny or jax.default_backend() != "gpu"
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
-    for kind in ("latent", "train", "delta"):
-        if args.only not in (None, kind):
-            continue
-        if kind == "train":
-            compare_training(tiny)
-        else:
-            compare_writing(kind, tiny, tuple(args.rows), 16 if tiny else 128)
+    figures: record.Figures = {}
+    for part in PARTS if args.only is None else (args.only,):
+        print(f"{part}:", flush=True)
+        figures |= training(tiny) if part == "train" else writing(part, tiny, tuple(args.rows))
+        if args.out:
+            whole = not tiny and part == PARTS[-1] and args.only is None
+            command = "python -m benchmarks.gpu.mixers"
+            record.write(args.out, record.make_record("gpu_mixers", command, figures, whole=whole))
 
 
 if __name__ == "__main__":
