@@ -1,5 +1,6 @@
 """Sending metrics to TensorBoard, Weights & Biases and other functions."""
 
+import importlib.util
 import io
 import math
 import struct
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 import nnx
+
+WRITES_EVENTS = pytest.mark.skipif(not importlib.util.find_spec("tensorboardX"), reason="needs tensorboardX")
 
 
 def quiet(**options):
@@ -100,6 +103,7 @@ def events_in(directory):
             data = data[16 + length :]
 
 
+@WRITES_EVENTS
 def test_tensorboard_finds_the_values_in_its_event_files(tmp_path):
     sink = nnx.tensorboard_sink(tmp_path / "board")
     assert not (tmp_path / "board").exists()  # only the process that logs makes one
@@ -136,6 +140,7 @@ def event_kinds(directory):
     return kinds
 
 
+@WRITES_EVENTS
 def test_tensorboard_receives_images_and_histograms(tmp_path):
     with quiet(tensorboard=tmp_path) as log:
         log(0, loss=0.5)
