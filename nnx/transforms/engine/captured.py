@@ -17,6 +17,7 @@ another transform needs a new trace if any weight of the Modules that the functi
 """
 
 import gc
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,12 +27,13 @@ from typing import Any, NamedTuple
 import jax
 
 from nnx.core.module.info import ModuleBase
+from nnx.core.statics.reach import HOLD_NOTHING, held_by
 from nnx.core.structure.flat import flat_of
 from nnx.core.structure.structure import GraphKey
 from nnx.core.trace import is_eager, is_tracer
 from nnx.transforms.engine.inner_traces import outdate_traces
 from nnx.transforms.engine.programs import constants_of, equations, identity, is_inlined, is_rule, programs_in
-from nnx.transforms.engine.routes import Route, named, reached
+from nnx.transforms.engine.routes import Reach, Route
 
 _JAX = os.path.dirname(jax.__file__)
 _DEPTH = 3  # containers between a Module and an array that is found by who holds it
@@ -43,36 +45,21 @@ class Root:
     Args:
         module: the Module.
         route: how the function reaches it; None if that is unknown.
-        functions: the functions that routes start at.
         cells: the dicts that hold the captured cells, by the number of the cell in the Module's flat form.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        route: Route | None,
-        functions: Sequence[Any],
-        cells: dict[int, Any],
-        when_gone: Callable[[], Any],
-    ):
+    def __init__(self, module: Any, route: Route | None, cells: dict[int, Any], when_gone: Callable[[], Any]):
         flat = flat_of(module)
         self.module = weakref.ref(module, lambda _: when_gone())
         self.route = route
-        containers = [] if route is None else route.follow(functions)[1]
-        self._sizes = [*map(len, containers)]
-        self._counts = [*map(_module_count, containers)]
         self.structure: GraphKey = flat.key
         self._cells = cells
         self._flat = weakref.ref(flat)
 
     def is_current(self, functions: Sequence[Any]) -> bool:
         module = self.module()
-        if module is None:
+        if module is None or (self.route is not None and self.route.follow(functions) is not module):
             return False
-        if self.route is not None:
-            found, containers = self.route.follow(functions)
-            if found is not module or (containers and not self._have_as_many(containers)):
-                return False
         flat = flat_of(module)
         if flat is not self._flat():  # something changed, but maybe nothing that matters
             if flat.key is not self.structure or any(flat.dicts[i] is not values for i, values in self._cells.items()):
@@ -80,14 +67,30 @@ class Root:
             self._flat = weakref.ref(flat)
         return True
 
-    def _have_as_many(self, containers: Sequence[Any]) -> bool:
-        """Whether the lists and dicts on the route have as many Modules as before: a loop over them sees them all."""
-        sizes = [*map(len, containers)]
-        if sizes != self._sizes:
-            if [*map(_module_count, containers)] != self._counts:
-                return False
-            self._sizes = sizes
-        return True
+
+class Roster:
+    """The Modules in a list or dict that a function reads: a loop over it sees those that come later, too.
+
+    Args:
+        container: the list or dict.
+        route: how the function reaches it.
+    """
+
+    def __init__(self, container: Any, route: Route):
+        self._route = route
+        self._modules = [*map(weakref.ref, _modules_in(container))]
+        self._is_done = False  # once something else fills a list that was empty
+
+    def is_current(self, functions: Sequence[Any]) -> bool:
+        if self._is_done:
+            return True
+        container = self._route.follow(functions)
+        if type(container) not in (list, dict):
+            return False
+        modules = _modules_in(container)
+        if not modules and not self._modules:
+            self._is_done = not _is_vacant(container)
+        return len(modules) == len(self._modules) and all([m is was() for m, was in zip(modules, self._modules)])
 
 
 class Place(NamedTuple):
@@ -126,12 +129,14 @@ class Captured:
         self.names: list[str] = []
         self._numbers: dict[tuple[int, str], int] = {}
         self._roots: list[Root] = []
+        self._rosters: list[Roster] = []
+        self._ways: list[tuple[Route, Route]] = []  # two that lead to one object, on the way to a Module
         self._watched: list[tuple[Place, Any]] = []  # with a weak reference to the array, a constant of the program
         self._rules_read: list[tuple[Any, list[Any]]] = []  # Modules and their arrays, weakly
         self._when_gone = when_gone
 
     def __bool__(self) -> bool:
-        return bool(self._roots or self._watched)
+        return bool(self._roots or self._rosters or self._watched)
 
     def values(self) -> list[Any]:
         """Returns the hidden arguments."""
@@ -139,7 +144,9 @@ class Captured:
 
     def is_current(self, functions: Sequence[Any]) -> bool:
         """Whether the program still reads what it read when it was traced, given its functions."""
-        if not all([root.is_current(functions) for root in self._roots]) or self.changed():
+        if not all([watch.is_current(functions) for watch in (*self._roots, *self._rosters)]) or self.changed():
+            return False
+        if not all([one.follow(functions) is other.follow(functions) for one, other in self._ways]):
             return False
         return not self._rules_read or is_eager() or all([_holds(*noted) for noted in self._rules_read])
 
@@ -155,30 +162,36 @@ class Captured:
         """Notes which constants of a program are held by cells; returns whether there are new hidden arguments."""
         outer, inner = _constants(closed)
         wanted = {**outer, **inner}
-        before, cells = len(self.names), {}
-        for key, places, has_name in _places_of(wanted, functions) if wanted else ():
-            first = places[0]
+        read, reach = Reach(functions, only_read=True), Reach(functions)
+        before, held = len(self.names), dict[int, tuple[Any, Route | None, dict[int, Any]]]()
+        for key, places, has_name in _places_of(wanted, read, reach) if wanted else ():
+            first = places[0][0]
             is_hidden = key in outer and len(places) == 1 and first.route is not None and not has_name
             if is_hidden:
                 self._hide(first)
             if (key in inner or not is_hidden) and not is_tracer(
                 wanted[key]
             ):  # both, if it is read on the outside and inside a program
-                self._watched += [(place, _reference(wanted[key])) for place in places]
-            for place in places:
+                self._watched += [(ways[0], _reference(wanted[key])) for ways in places]
+            for place in itertools.chain(*places):
                 if place.route is not None or len(places) == 1:
                     module = place.module()
-                    _, _, held = cells.setdefault(id(module), (module, place.route, {}))
-                    held[place.cell] = flat_of(module).dicts[place.cell]
-        if cells:
+                    _, _, cells = held.setdefault(id(module), (module, place.route, {}))
+                    cells[place.cell] = flat_of(module).dicts[place.cell]
+        if held:
             outdate_traces()
-        if cells and _has_own_rules(closed):
-            modules = {id(value): value for value, _ in reached(functions) if isinstance(value, ModuleBase)}
-            self._rules_read = [(weakref.ref(m), [*map(weakref.ref, _arrays(m))]) for m in modules.values()]
-        for module, route in named(functions):  # of which the function may have read static attributes
-            cells.setdefault(id(module), (module, route, {}))
-        for module, route, held in cells.values():
-            self._roots.append(Root(module, route, functions, held, self._when_gone))
+        if held and _has_own_rules(closed):
+            self._rules_read = [(weakref.ref(m), [*map(weakref.ref, _arrays(m))]) for m, _ in reach.modules]
+        for module, route in read.modules:  # of which the function may have read static attributes
+            held.setdefault(id(module), (module, route, {}))
+        self._roots += [Root(*values, self._when_gone) for values in held.values()]
+        leading = read.leading_to([module for module, _, _ in held.values()])
+        self._ways += read.other_ways(leading)
+        self._rosters += [
+            Roster(container, route)
+            for container, route in read.containers
+            if (_modules_in(container) if id(container) in leading else _is_vacant(container))
+        ]
         return len(self.names) > before
 
     def inputs(self, hidden: Sequence[Any]) -> dict[Any, Any]:
@@ -223,9 +236,20 @@ def _file_of(program: Any) -> str:
     return getattr(getattr(opened, "debug_info", None), "func_filename", None) or ""
 
 
-def _module_count(container: Any) -> int:
-    values = container.values() if type(container) is dict else container
-    return sum([isinstance(value, ModuleBase) for value in values])
+def _modules_in(container: Any) -> list[Any]:
+    """Returns the Modules in a list or dict, and those in the tuples, containers and objects that it holds."""
+    found = []
+    for value in container.values() if type(container) is dict else container:
+        if isinstance(value, ModuleBase):
+            found.append(value)
+        elif type(value) not in HOLD_NOTHING:
+            found += [held for _, held in held_by(value) if isinstance(held, ModuleBase)]
+    return found
+
+
+def _is_vacant(container: Any) -> bool:
+    """Whether a list or dict has nothing in it yet."""
+    return all(value is None for value in (container.values() if type(container) is dict else container))
 
 
 def _arrays(module: Any) -> list[Any]:
@@ -248,31 +272,40 @@ def _reference(array: Any) -> Any:
     return weakref.ref(array) if isinstance(array, jax.Array) else lambda: array
 
 
-def _places_of(wanted: Mapping[Any, Any], functions: Sequence[Any]) -> Iterator[tuple[Any, list[Place], bool]]:
-    """Yields the wanted arrays that cells hold: the key, the places, and whether a name leads to the array as well."""
-    places: dict[Any, dict[Any, Place]] = {}
-    named: set[Any] = set()
-    for value, route in reached(functions):
-        if isinstance(value, ModuleBase):
-            _note_places(places, wanted, value, route)
-        else:
-            named.add(identity(value))
-    missing = [array for key, array in wanted.items() if key not in places and key not in named and _is_array(array)]
-    for module in _holders(missing):
-        _note_places(places, {identity(array): array for array in missing}, module, None)
-    for key, found in places.items():
-        yield key, list(found.values()), key in named
+def _places_of(wanted: Mapping[Any, Any], read: Reach, reach: Reach) -> Iterator[tuple[Any, list[list[Place]], bool]]:
+    """Yields the wanted arrays that cells hold, and where.
+
+    Args:
+        wanted: the arrays, by key.
+        read: what the function probably reads.
+        reach: all that it reaches.
+
+    Yields:
+        The key; for each cell, its places in the Modules that lead to it; whether a name leads to the array as well.
+    """
+    found: dict[Any, dict[Any, list[Place]]] = {}
+    for cell, key, place in _cells_with(wanted, read.modules):
+        found.setdefault(key, {}).setdefault(cell, []).append(place)
+    for cell, key, place in _cells_with(wanted, reach.modules):
+        found.setdefault(key, {}).setdefault(cell, [place])
+    named = {identity(array) for array, _ in reach.arrays}
+    missing = {
+        key: array for key, array in wanted.items() if key not in found and key not in named and _is_array(array)
+    }
+    for cell, key, place in _cells_with(missing, [(module, None) for module in _holders([*missing.values()])]):
+        found.setdefault(key, {}).setdefault(cell, [place])
+    for key, cells in found.items():
+        yield key, list(cells.values()), key in named
 
 
-def _note_places(places: dict[Any, Any], wanted: Mapping[Any, Any], module: Any, route: Route | None) -> None:
-    flat = flat_of(module)
-    for i, value in enumerate(flat.values()):
-        for leaf, array in enumerate(jax.tree.leaves(value)):
-            key = identity(array)
-            if key in wanted:
-                # A cell that several Modules lead to is one place.
-                cell = id(flat.dicts[i]), flat.names[i], leaf
-                places.setdefault(key, {}).setdefault(cell, Place(weakref.ref(module), i, leaf, route))
+def _cells_with(wanted: Mapping[Any, Any], modules: Iterable[tuple[Any, Route | None]]) -> Iterator[Any]:
+    """Yields what identifies a cell of a Module that holds a wanted array, the array's key, and its place."""
+    for module, route in modules:
+        flat = flat_of(module)
+        for i, value in enumerate(flat.values()):
+            for leaf, array in enumerate(jax.tree.leaves(value)):
+                if (key := identity(array)) in wanted:
+                    yield (id(flat.dicts[i]), flat.names[i], leaf), key, Place(weakref.ref(module), i, leaf, route)
 
 
 def _holders(arrays: list[Any]) -> Iterable[Any]:
