@@ -1,16 +1,17 @@
 """Plans next to measurements: what `nnx.plan` says about a step for an H200, and what the H200 says.
 
-    python -m benchmarks.gpu.plans --plan FILE.json            plan all programs; needs no GPU, only its compiler
-    python -m benchmarks.gpu.plans --measure NAME FILE.json    run one program on the GPU of this machine
-    python -m benchmarks.gpu.plans --table PLANS MEASURED ...  the table of docs/guide/planning.md
-    ... --tiny                                                 tiny models on a CPU, to see that it runs
+    python -m benchmarks.gpu.plans --plan FILE.json         plan all programs; needs no GPU, only its compiler
+    python -m benchmarks.gpu.plans --measure FILE.json      run them on the GPU of this machine
+    python -m benchmarks.gpu.plans --join PLANS MEASURED FILE.json   write a record (see benchmarks/record.py)
+    ... --tiny                                              tiny models on a CPU, to see that it runs
 
-Each measurement is a process of its own, because the peak of the memory in use is that of the process. Models are built
-on the device by a compiled constructor, which needs less than a step does.
+Programs that need more memory are measured later, because JAX keeps the highest use of a process. Models are built on
+the device by a compiled constructor, which needs less than a step does.
 """
 
 import argparse
 import dataclasses
+import gc
 import json
 import pathlib
 import sys
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import optax
 
 import nnx
+from benchmarks import record
 from benchmarks.gpu import models, train
 
 STEPS, TURNS = 8, 3
@@ -36,7 +38,6 @@ class Case:
     step: Callable[..., Any]
     build: Callable[[], Any]
     batch: tuple[jax.ShapeDtypeStruct, ...]
-    per_step: int = 1  # repetitions within a call: tokens that are written
 
 
 def train_lm(setting: train.Setting) -> Case:
@@ -93,7 +94,7 @@ def decode(tiny: bool, rows: int) -> Case:
     def build() -> Any:
         return billion(tiny, param_dtype=jnp.bfloat16)
 
-    return Case(write, build, (jax.ShapeDtypeStruct((rows, 8 if tiny else 64), jnp.int32),), new)
+    return Case(write, build, (jax.ShapeDtypeStruct((rows, 8 if tiny else 64), jnp.int32),))
 
 
 def train_resnet(tiny: bool) -> Case:
@@ -123,15 +124,16 @@ def logits_of(model: Any, images: jax.Array) -> jax.Array:
 
 
 def cases(tiny: bool) -> dict[str, Callable[[], Case]]:
+    """Returns the programs, those that need least memory first."""
     settings = train.TINY_SETTINGS if tiny else train.SETTINGS
     return {
-        "GPT-2 124 M, training": lambda: train_lm(settings["gpt2"]),
-        "Llama 341 M, training": lambda: train_lm(settings["llama"]),
-        "Llama 1.2 B, training": lambda: train_billion(tiny, False),
-        "Llama 1.2 B, training, recomputed": lambda: train_billion(tiny, True),
-        "Llama 1.2 B, decoding, 1 row": lambda: decode(tiny, 1),
-        "Llama 1.2 B, decoding, 64 rows": lambda: decode(tiny, 64),
-        "ResNet-50, training": lambda: train_resnet(tiny),
+        "Llama 1.2 B, writing 128 tokens, 1 row": lambda: decode(tiny, 1),
+        "Llama 1.2 B, writing 128 tokens, 64 rows": lambda: decode(tiny, 64),
+        "ResNet-50, training, 256 images": lambda: train_resnet(tiny),
+        "GPT-2 124 M, training, 32 × 1,024": lambda: train_lm(settings["gpt2"]),
+        "Llama 1.2 B, training, recomputed, 8 × 2,048": lambda: train_billion(tiny, True),
+        "Llama 341 M, training, 16 × 1,024": lambda: train_lm(settings["llama"]),
+        "Llama 1.2 B, training, 4 × 2,048": lambda: train_billion(tiny, False),
     }
 
 
@@ -155,19 +157,19 @@ def plan_all(tiny: bool, on: str) -> dict[str, Any]:
     return found
 
 
-def measure(name: str, tiny: bool) -> dict[str, Any]:
-    case = cases(tiny)[name]()
+def measure(case: Case) -> dict[str, Any]:
+    """Runs a program: what its compiler says here, what it takes, and the highest use of memory so far."""
     device = jax.devices()[0]
     model = nnx.jit(case.build)()
     batch = [jnp.zeros(shape.shape, shape.dtype) for shape in case.batch]
     jax.block_until_ready(jax.tree.leaves(nnx.Module.get_state(model)))
-    built = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     begin = time.perf_counter()
     compiled = case.step.lower(model, *batch).compile()
     compile_seconds = time.perf_counter() - begin
     memory = compiled.memory_analysis()
+    out = None
     for _ in range(2):
-        jax.block_until_ready(compiled(model, *batch))
+        out = jax.block_until_ready(compiled(model, *batch))
     turns = []
     for _ in range(TURNS):
         begin = time.perf_counter()
@@ -175,69 +177,62 @@ def measure(name: str, tiny: bool) -> dict[str, Any]:
             out = compiled(model, *batch)
         jax.block_until_ready(out)
         turns.append((time.perf_counter() - begin) / STEPS)
-    stats = device.memory_stats() or {}
     return {
-        "arguments": memory.argument_size_in_bytes,
-        "temporary": memory.temp_size_in_bytes,
         "bytes": memory.argument_size_in_bytes
         + max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
         + memory.temp_size_in_bytes,
-        "built": built,
-        "peak": stats.get("peak_bytes_in_use", 0),
+        "peak": (device.memory_stats() or {}).get("peak_bytes_in_use", 0),
         "seconds": sorted(turns)[len(turns) // 2],
         "turns": turns,
         "compile_seconds": compile_seconds,
-        "device": device.device_kind,
-        "jax": jax.__version__,
     }
 
 
-def table(plans: dict[str, Any], measured: dict[str, Any]) -> list[str]:
-    lines = [
-        "| step | memory: plan | as compiled there | peak in use | error | time: plan | measured | error | bound by |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, plan in plans.items():
-        if name not in measured:
-            continue
-        real = measured[name]
-        memory = plan["bytes"] / real["bytes"] - 1
-        clock = plan["seconds"] / real["seconds"] - 1 if plan["seconds"] else 0.0
-        planned = 1e3 * (plan["seconds"] or 0.0)
-        lines.append(
-            f"| {name} | {gib(plan['bytes'])} | {gib(real['bytes'])} | {gib(real['peak'])} "
-            f"| {memory:+.0%} | {planned:.1f} ms | {1e3 * real['seconds']:.1f} ms | {clock:+.0%} | {plan['bound_by']} |"
-        )
-    return lines
+def measure_all(tiny: bool, file: pathlib.Path) -> None:
+    """Runs all programs, and writes what was measured so far after each."""
+    found: dict[str, Any] = {"machine": record.machine(), "versions": record.versions(), "programs": {}}
+    highest = 0
+    for name, make in cases(tiny).items():
+        measured = measure(make())
+        gc.collect()
+        if measured["peak"] <= highest:  # of an earlier program
+            measured["peak"] = None
+        highest = max(highest, measured["peak"] or 0)
+        found["programs"][name] = measured
+        print(json.dumps({name: measured}), flush=True)
+        file.write_text(json.dumps(found, indent=1))
 
 
-def gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def joined(plans: dict[str, Any], measured: dict[str, Any], tiny: bool) -> dict[str, Any]:
+    """Returns the record of plans and measurements."""
+    figures: record.Figures = {}
+    for name, real in measured["programs"].items():
+        plan = plans[name]
+        in_use = {"plan": plan["bytes"], "compiled there": real["bytes"], "peak in use": real["peak"]}
+        figures[f"{name}, memory"] = record.row("bytes", in_use)
+        times = {"plan": plan["seconds"], "measured": real["seconds"]}
+        figures[f"{name}, time"] = record.row("s", times, bound_by=plan["bound_by"])
+    whole = not tiny and set(measured["programs"]) == set(cases(tiny))
+    made = record.make_record("gpu_plans", "python -m benchmarks.gpu.plans", figures, whole=whole)
+    return {**made, "machine": measured["machine"], "versions": {**made["versions"], **measured["versions"]}}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", type=pathlib.Path, metavar="FILE", help="plan all programs, and write them")
-    parser.add_argument(
-        "--measure", nargs=2, metavar=("NAME", "FILE"), help="run a program, and write what was measured"
-    )
-    parser.add_argument("--table", nargs="+", type=pathlib.Path, metavar="FILE", help="the plans, then measurements")
+    parser.add_argument("--plan", type=pathlib.Path, metavar="FILE", help="plan all programs, and write the plans")
+    parser.add_argument("--measure", type=pathlib.Path, metavar="FILE", help="run them, and write what was measured")
+    parser.add_argument("--join", nargs=3, type=pathlib.Path, metavar=("PLANS", "MEASURED", "FILE"), help="the record")
     parser.add_argument("--on", default="h200-1", help="the machine to plan for")
-    parser.add_argument("--names", action="store_true", help="list the programs")
     parser.add_argument("--tiny", action="store_true", help="tiny models")
     arguments = parser.parse_args()
-    if arguments.names:
-        print("\n".join(cases(True)))
     if arguments.plan:
         arguments.plan.write_text(json.dumps(plan_all(arguments.tiny, arguments.on), indent=1))
     if arguments.measure:
-        name, file = arguments.measure
-        found = {name: measure(name, arguments.tiny)}
-        print(json.dumps(found), flush=True)
-        pathlib.Path(file).write_text(json.dumps(found, indent=1))
-    if arguments.table:
-        plans, *others = (json.loads(file.read_text()) for file in arguments.table)
-        print("\n".join(table(plans, {name: entry for other in others for name, entry in other.items()})))
+        measure_all(arguments.tiny, arguments.measure)
+    if arguments.join:
+        *files, out = arguments.join
+        plans, measured = (json.loads(file.read_text()) for file in files)
+        record.write(out, joined(plans, measured, arguments.tiny))
     return 0
 
 
