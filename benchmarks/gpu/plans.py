@@ -131,8 +131,8 @@ def cases(tiny: bool) -> dict[str, Callable[[], Case]]:
         "Llama 1.2 B, writing 128 tokens, 64 rows": lambda: decode(tiny, 64),
         "ResNet-50, training, 256 images": lambda: train_resnet(tiny),
         "GPT-2 124 M, training, 32 × 1,024": lambda: train_lm(settings["gpt2"]),
-        "Llama 1.2 B, training, recomputed, 8 × 2,048": lambda: train_billion(tiny, True),
         "Llama 341 M, training, 16 × 1,024": lambda: train_lm(settings["llama"]),
+        "Llama 1.2 B, training, recomputed, 8 × 2,048": lambda: train_billion(tiny, True),
         "Llama 1.2 B, training, 4 × 2,048": lambda: train_billion(tiny, False),
     }
 

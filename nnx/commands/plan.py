@@ -18,6 +18,7 @@ import jax
 import nnx
 from nnx.commands.command import Command
 
+NO_SCRIPT = "There is no script {script}. Paths are relative to {here}."
 NO_FUNCTION = "{script} has no function {name!r}. It has: {known}."
 NO_STEP = """{name}() must return a step and its arguments, e.g. `return train_step, optimizer, batch`; it returned \
 {got}."""
@@ -74,7 +75,7 @@ def _from_script(script: pathlib.Path, name: str) -> tuple[Any, ...]:
     """Returns what a function of a script returns: a step and its arguments, without values."""
     spec = importlib.util.spec_from_file_location(script.stem, script)
     if not script.is_file() or spec is None or spec.loader is None:
-        raise FileNotFoundError(f"There is no file {script}.")
+        raise FileNotFoundError(NO_SCRIPT.format(script=script, here=pathlib.Path.cwd()))
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(script.parent.resolve()))
     sys.modules[script.stem] = module

@@ -61,7 +61,7 @@ def test_published_config_is_planned_without_weights(tmp_path, capsys):
         ("{script}:plan", ["--mesh", "data"], "--mesh takes axes and sizes"),
         ("{script}:plan", ["--batch", "8"], "a script decides about its batch itself"),
         ("{script}", [], "neither a config.json nor a directory with one"),
-        ("missing.py:plan", [], "There is no file missing.py"),
+        ("missing.py:plan", [], "There is no script missing.py. Paths are relative to /"),
     ],
 )
 def test_mistake_is_one_line_that_says_what_to_write(script, what, options, text, capsys):
