@@ -6,6 +6,7 @@ model has a head.
 """
 
 import copy
+import functools
 import pathlib
 from typing import Any, NamedTuple
 
@@ -44,6 +45,9 @@ GOLDENS = {
     "bert_classifier": Case("BertForSequenceClassification", dict(**_BERT, num_labels=3)),
     "bert_tokens": Case("BertForTokenClassification", dict(**_BERT, num_labels=5)),
     "bert_answers": Case("BertForQuestionAnswering", dict(**_BERT, type_vocab_size=3)),
+    "roberta": Case("RobertaForMaskedLM", dict(**_BERT, hidden_act="relu")),
+    "roberta_classifier": Case("RobertaForSequenceClassification", dict(**_BERT, num_labels=3)),
+    "xlm_roberta": Case("XLMRobertaModel", dict(**_BERT, type_vocab_size=1, pad_token_id=3)),
     "vit": Case("ViTModel", dict(**_SMALL, image_size=12, patch_size=4, qkv_bias=False)),
     "vit_classifier": Case("ViTForImageClassification", dict(**_SMALL, image_size=12, patch_size=3, num_labels=7)),
     "clip": Case(
@@ -106,6 +110,14 @@ def bert(draw: np.random.Generator) -> Case:
         num_labels=2 if task == "ForQuestionAnswering" else int(draw.integers(1, 6)),
     )
     return Case(f"Bert{task}", fields)
+
+
+def roberta(draw: np.random.Generator, stem: str = "Roberta") -> Case:
+    """As bert, with any padding token, and positions that begin after its number."""
+    cls, fields = bert(draw)
+    padding = int(draw.integers(0, 5))
+    length = fields["max_position_embeddings"] + padding + 1
+    return Case(cls.replace("Bert", stem), {**fields, "max_position_embeddings": length, "pad_token_id": padding})
 
 
 def vit(draw: np.random.Generator) -> Case:
@@ -192,7 +204,8 @@ def whisper(draw: np.random.Generator) -> Case:
     return Case("WhisperForConditionalGeneration", {**_WHISPER, **sizes})
 
 
-RANDOM = {"bert": bert, "vit": vit, "clip": clip, "resnet": resnet, "t5": t5, "whisper": whisper}
+RANDOM = {"bert": bert, "roberta": roberta, "xlm-roberta": functools.partial(roberta, stem="XLMRoberta")}
+RANDOM |= {"vit": vit, "clip": clip, "resnet": resnet, "t5": t5, "whisper": whisper}
 
 
 def make(case: Case, seed: int, gain: float = 1.5) -> Any:
@@ -253,10 +266,12 @@ def inputs(config: Any, seed: int) -> Arrays:
     if config.model_type == "whisper":
         sound = draw.standard_normal((BATCH, 2 * config.max_source_positions, config.num_mel_bins), np.float32)
         return {"sound": sound, "decoder_tokens": beginnings(config, draw)}
-    if config.model_type not in ("bert", "t5"):
+    if "bert" not in config.model_type and config.model_type != "t5":
         return {"images": images(config, draw, BATCH)}
     lengths = np.array([LENGTH, LENGTH - 4])
     tokens = draw.integers(1, config.vocab_size, (BATCH, LENGTH), np.int32)
+    if "roberta" in config.model_type:
+        tokens[0, [1, 5]] = config.pad_token_id  # in the middle of a text
     if config.model_type == "t5":
         given = {"tokens": tokens, "mask": np.arange(LENGTH) < lengths[:, None]}
         if config.is_encoder_decoder:

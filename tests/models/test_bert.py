@@ -1,4 +1,4 @@
-"""BERT: padding, segments, tokens outside the vocabulary, older checkpoints, and a head on a trained encoder."""
+"""BERT and RoBERTa: padding, segments, tokens outside the vocabulary, older checkpoints, heads on trained encoders."""
 
 import shutil
 
@@ -26,6 +26,22 @@ def test_padding_by_length_by_mask_and_none_at_all_agree():
     by_mask = encode(model, texts, mask=(jnp.arange(9) < lengths[:, None])).last_hidden_state
     agree(by_length, by_mask)
     agree(by_length[1, :5], encode(model, texts[1:, :5]).last_hidden_state[0])
+
+
+def test_positions_of_roberta_begin_after_the_padding_token_and_do_not_count_it():
+    model, texts = golden_model("roberta"), tokens(1, 4) + 1  # without the padding token 1
+    encode = nnx.jit(lambda model, texts, **options: model(texts, **options))
+    expected = encode(model, texts)
+    agree(encode(model, texts, positions=jnp.arange(4)), expected)
+    real = jnp.array([1, 3, 4])
+    spread, mask = (
+        jnp.ones((1, 5), jnp.int32).at[0, real].set(texts[0, :3]),
+        jnp.zeros((1, 5), bool).at[0, real].set(True),
+    )
+    three = encode(model, texts[:, :3])
+    agree(encode(model, spread, mask=mask)[0, real], three[0])
+    with pytest.raises(ValueError, match="max_length=14 tokens, and the text has 15"):
+        model(tokens(1, 15))
 
 
 def test_packed_texts_equal_single_ones():

@@ -1,4 +1,4 @@
-"""BERT: an encoder of text, plain (`Bert`) or with a head for a task (`BertWithHead`)."""
+"""BERT and RoBERTa: encoders of text, plain (`Bert`) or with a head for a task (`BertWithHead`)."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal
@@ -35,14 +35,18 @@ class BertConfig:
     """The architecture of a BERT; the defaults are those of the base model.
 
     Args:
+        model_type: the family: "bert", "roberta" or "xlm-roberta".
         vocab_size: the number of tokens.
         features: the number of features of a token between layers.
         hidden_features: the number of hidden features of the MLPs.
         num_layers: the number of layers.
         num_heads: the number of heads.
-        max_length: the number of positions.
+        max_length: the number of positions, including those that are never used.
+        padding_token: the token of padding, if texts begin at the position after its number, and only other tokens are
+            counted, as in roberta; by default, positions are 0, 1, 2 ….
         num_segments: the number of segments that a token can belong to.
         activation: the name of the activation; one of `nnx.models.ACTIVATIONS`.
+        head_activation: the activation of the head that fills in masked tokens; `activation` by default.
         norm_epsilon: the epsilon of every norm.
         task: the task of the head: "masked_lm", "sequence_classification", "token_classification" or
             "question_answering"; None for the plain model.
@@ -53,16 +57,17 @@ class BertConfig:
     'sequence_classification'
     """
 
-    model_type: ClassVar[str] = "bert"
-
+    model_type: str = "bert"
     vocab_size: int = 30522
     features: int = 768
     hidden_features: int = 3072
     num_layers: int = 12
     num_heads: int = 12
     max_length: int = 512
+    padding_token: int | None = None
     num_segments: int = 2
     activation: str = "gelu"
+    head_activation: str | None = None
     norm_epsilon: float = 1e-12
     task: BertTask | None = None
     labels: tuple[str, ...] = TWO_LABELS
@@ -162,10 +167,16 @@ class Bert(Module):
             lengths: `[batch]`, the number of tokens in each row, if padding comes last; faster than a mask on GPUs.
             positions: the position of each token, `[batch, length]` or `[length]`; 0, 1, 2 … by default.
         """
-        size, length = self.config.vocab_size, tokens.shape[-1]
+        size, length, padding = self.config.vocab_size, tokens.shape[-1], self.config.padding_token
         check_tokens("Bert", tokens, size)
-        if positions is None and length > self.config.max_length:
-            raise too_long("Bert", self.config.max_length, length)
+        first = 0 if padding is None else padding + 1
+        if positions is not None:
+            positions = positions + first
+        elif first + length > self.config.max_length:
+            raise too_long("Bert", self.config.max_length - first, length)
+        elif padding is not None:
+            real = tokens != padding
+            positions = jnp.where(real, jnp.cumsum(real, axis=-1), 0) + padding
         mask = None if mask is None else key_mask("Bert", mask, tokens)
         x = self.embed(without_negatives(tokens, size))
         x = x + self.segments(jnp.zeros_like(tokens) if segments is None else segments)
@@ -202,7 +213,8 @@ class MaskedLMHead(Module):
 
     def __call__(self, x: jax.Array, embed: Embed) -> jax.Array:
         """Returns logits `[batch, length, vocab_size]`."""
-        x = self.norm(activation_of(self.config.activation)(self.dense(x)))
+        activation = self.config.head_activation or self.config.activation
+        x = self.norm(activation_of(activation)(self.dense(x)))
         logits = embed.attend(x)
         return logits + self.bias.astype(logits.dtype)
 
