@@ -188,11 +188,12 @@ def test_the_class_of_a_class_method_is_static_and_does_not_count(around):
     assert model.count == 6
 
 
-def test_a_class_method_is_made_of_what_is_lifted():
-    with pytest.raises(TypeError, match="write @classmethod above @nnx.remat"):
+@pytest.mark.parametrize("lift", [nnx.jit, nnx.grad, nnx.vmap, nnx.remat], ids=lambda lift: lift.__name__)
+def test_a_class_method_is_lifted_once_a_class_has_it(lift):
+    with pytest.raises(TypeError, match=rf"call nnx.{lift.__name__}\(Class.make\)"):
 
         class Model(nnx.Module):
-            @nnx.remat
+            @lift
             @classmethod
             def make(cls, x):
                 return x

@@ -33,6 +33,9 @@ DATA_MARK = -1
 
 NOT_CALLABLE_MODULE = "{transform} was given a {name}, a Module without `__call__`."
 
+CLASS_METHOD = """{transform} takes a function, a Module or a method; got a classmethod, which is neither before a \
+class has it. Write @classmethod alone, and call {transform}(Class.{name})."""
+
 NOT_CALLABLE = "{transform} takes a function, a Module or a method; got {value}."
 
 REF_AS_ARGUMENT = """A transform of NNX (nnx.jit, nnx.grad, ...) was given {value}. A Ref ties attributes of Modules \
@@ -223,6 +226,7 @@ def callee_of(fun: Any, transform: str) -> Callee:
         TypeError: it is not callable.
     """
     refuse_foreign_model(fun, transform)
+    refuse_class_method(fun, transform)
     check_runs_now(fun, transform)
     if isinstance(fun, ModuleBase):
         if not callable(fun):
@@ -234,6 +238,12 @@ def callee_of(fun: Any, transform: str) -> Callee:
     if not callable(fun):
         raise TypeError(NOT_CALLABLE.format(transform=transform, value=short(fun)))
     return Callee(fun, (), fun.name if isinstance(fun, CallAt) else getattr(fun, "__name__", type(fun).__name__))
+
+
+def refuse_class_method(fun: Any, transform: str) -> None:
+    """Raises TypeError for what stands under `@classmethod` in the body of a class."""
+    if isinstance(fun, classmethod):
+        raise TypeError(CLASS_METHOD.format(transform=transform, name=fun.__name__))
 
 
 def check_runs_now(fun: Any, transform: str) -> None:

@@ -7,13 +7,11 @@ from typing import Any
 
 from nnx.core.module.info import ModuleBase
 from nnx.transforms.engine.bad_arguments import explains_self
+from nnx.transforms.engine.call import refuse_class_method
 from nnx.transforms.engine.tracebacks import boundary
 
 MODULE_CLASS = """nnx.{transform} takes a function, a Module or a method; got the Module class {name}. Make a Module \
 first, nnx.{transform}({name}(...)), or lift a function that does."""
-
-CLASS_METHOD = """nnx.{transform} takes a function, a Module or a method; got a classmethod, which is neither before a \
-class has it. Lift the function in it: write @classmethod above @nnx.{transform}."""
 
 class_forms: dict[str, Callable[..., Any]] = {}
 """What `scan`, `vmap` and `remat` mean for a Module class, by name; filled by class_forms."""
@@ -40,8 +38,8 @@ def decorator(transform: Callable[..., Any]) -> Callable[..., Any]:
             return class_forms[transform.__name__](*args, **options)
         if args and isinstance(args[0], type) and issubclass(args[0], ModuleBase):
             raise TypeError(MODULE_CLASS.format(transform=transform.__name__, name=args[0].__name__))
-        if args and isinstance(args[0], classmethod):
-            raise TypeError(CLASS_METHOD.format(transform=transform.__name__))
+        if args:
+            refuse_class_method(args[0], f"nnx.{transform.__name__}")
         # Any other class is a filter here (`@nnx.grad(nnx.Param)`), although it could be called.
         if args and callable(args[0]) and not isinstance(args[0], type):
             lifted = transform(*args, **options)
