@@ -403,7 +403,7 @@ else:  # a checker would take `__getattr__` to mean that the package has every n
             return getattr(initializers, name)
         from nnx.core.hints.hints import package_error
 
-        raise package_error(name)
+        raise package_error(name, hasattr(models, name))
 
     from nnx.core.old_modules import answer_for_old_modules
 

@@ -25,7 +25,7 @@ CANNOT_GENERATE = (
 )
 WRONG_PROMPTS = (
     "nnx.generate: expected prompts of shape [batch, length] with whole numbers, got {got}. Pad rows of different "
-    "lengths on the right, and pass their real lengths as `lengths`; write `prompts[None]` for a single text."
+    "lengths on the right, and pass their real lengths as `lengths`; write `np.array([prompt])` for a single one."
 )
 TEXT_PROMPTS = (
     "nnx.generate: prompts are token ids, not text; got {got}. Encode the text with the tokenizer of the model first: "

@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from nnx.core.context import Context
+from nnx.core.hints.hints import explain_keywords
 from nnx.core.module.module import Module
 from nnx.core.statics.statics import Keyed
 from nnx.core.trace import is_tracer
@@ -79,6 +80,7 @@ def generate(
     return_logprobs: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...
+@explain_keywords
 def generate(
     model: Module,
     prompts: Tokens,

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TextIO, cast
 from nnx.inspection.metrics_file import Record
 
 WINDOW = 50  # the number of calls over which the rate is measured
+SHORTEST = 0.2
+"""The seconds below which there is no rate yet: JAX returns from the first calls before their steps have run."""
 
 
 THROUGHPUT = ("tokens_per_second", "flops_per_second", "mfu")
@@ -46,11 +48,11 @@ class Progress:
 
     @property
     def rate(self) -> float | None:
-        """The steps per second over the last calls; None if there were too few."""
+        """The steps per second over the last calls; None if there were too few, or all in a moment."""
         if len(self._times) < 2:
             return None
         (start, first), (end, last) = self._times[0], self._times[-1]
-        return (last - first) / (end - start) if end > start else None
+        return (last - first) / (end - start) if end - start >= SHORTEST else None
 
     @property
     def seconds_left(self) -> float | None:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import eval_jaxpr
 
 from nnx.core.context import Context, PureContext
+from nnx.core.module.modes import evaluate_where_unset
 from nnx.core.module.module import Module
 from nnx.core.state.pure import Pure
 from nnx.core.state.state import State
@@ -125,8 +126,10 @@ def record(
 
     def trace(state: Any, traced: dict[int, Any]) -> Any:
         module = moduledef.merge(state)
-        recorder = run.observe(module)
         inner = [_merge(traced[i]) if i in traced else leaf for i, leaf in enumerate(leaves)]
+        # Shapes are the same in both modes, so nobody has to choose one to see them.
+        evaluate_where_unset(module, [value for value in inner if isinstance(value, Context)])
+        recorder = run.observe(module)
         inner_args, inner_kwargs = jax.tree.unflatten(treedef, inner)
         out = recorder.run(module, 0, _method(module, method), *inner_args, **inner_kwargs)
         return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)], Module.get_state(module)

@@ -107,8 +107,8 @@ class TrainLog:
     ...     for step in range(3):
     ...         log(step, loss=1 / (step + 1))
     train 1/3  loss 1.0000
-    train 2/3  loss 0.5000 ... steps/s ... left
-    train 3/3  loss 0.3333 ... steps/s
+    train 2/3  loss 0.5000
+    train 3/3  loss 0.3333
     """
 
     def __init__(

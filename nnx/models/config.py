@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from nnx.core.hints.hints import add_hints
+from nnx.core.hints.table import CONFIG
 from nnx.nn.attention.rotary_scaling import RotaryScaling
 from nnx.nn.moe.moe import ExpertGroups
 
@@ -373,3 +375,6 @@ FILE_ENTRIES = {
 def frozen_extra(fields: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Returns entries of a `config.json` as a hashable value."""
     return tuple((name, json.dumps(value)) for name, value in sorted(fields.items()))
+
+
+add_hints(DecoderConfig, CONFIG)

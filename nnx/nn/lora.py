@@ -14,6 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from nnx.core.context import Context
+from nnx.core.hints.hints import explain_keywords
 from nnx.core.module.module import Module
 from nnx.core.state.filters import Filter, PathMatches, to_predicate
 from nnx.core.state.paths import path_order
@@ -42,8 +43,12 @@ from nnx.sharding.explicit import result_sharding
 from nnx.transforms.control.vmap import vmap
 
 NOTHING_MATCHES = (
-    "add_lora: `where` matches no linear layer, so nothing would be trained. "
-    "The linear layers of this {model} are: {paths}."
+    "add_lora: `where` matches no linear layer, so nothing would be trained. It takes paths of this model, such as "
+    '`where="**/{name}"`. The linear layers of this {model} are: {paths}.'
+)
+ALL_ADAPTED = (
+    "add_lora: `where` matches linear layers that have an adaptation already, such as {path!r}, and no others. Call "
+    "nnx.merge_lora(model) first to add another one."
 )
 QUANTIZED_KERNEL = (
     "merge_lora: the kernel at {path!r} is quantized, and rounding it again would lose most of the adaptation. Call "
@@ -271,6 +276,7 @@ _ADAPTED: dict[type[Module], type[Module]] = {Linear: LoRALinear, LinearGeneral:
 _PLAIN = {adapted: plain for plain, adapted in _ADAPTED.items()}
 
 
+@explain_keywords
 def add_lora(
     model: Module,
     rank: int,
@@ -344,8 +350,11 @@ def _linear_layers(model: Module, where: Filter) -> dict[str, Any]:
     linear = {path: module for path, module in modules if type(module) in _ADAPTED}
     chosen = {path: module for path, module in linear.items() if matches(path, module)}
     if not chosen:
-        paths = ", ".join(map(repr, linear)) or "(none)"
-        raise ValueError(NOTHING_MATCHES.format(model=type(model).__name__, paths=paths))
+        adapted = next((p for p, module in modules if type(module) in _PLAIN and matches(p, module)), None)
+        if adapted is not None:
+            raise ValueError(ALL_ADAPTED.format(path=adapted))
+        paths, name = ", ".join(map(repr, linear)) or "(none)", next(iter(linear), "head").rpartition("/")[2]
+        raise ValueError(NOTHING_MATCHES.format(model=type(model).__name__, paths=paths, name=name))
     for path, module in chosen.items():
         if isinstance(module, LinearGeneral) and module.batch_sizes:
             raise ValueError(BATCHED_KERNEL.format(path=path))

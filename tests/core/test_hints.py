@@ -34,6 +34,11 @@ class Outer(nnx.Module):
         self.inner = nnx.Linear(2, 3, ctx=ctx)
 
 
+class NeedsContext(nnx.Module):
+    def __call__(self, x, *, ctx):
+        return x
+
+
 class KeepsContext(nnx.Module):
     def __init__(self, *, ctx):
         self.ctx = ctx
@@ -117,6 +122,17 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "nnx.to_pure_dict(state)": (lambda: N.to_pure_dict(1), "state.to_nested()"),
     "nnx.view(model, ...)": (lambda: N.view(linear()), "model.view(deterministic=True)"),
     "nnx.pmap(f)": (lambda: N.pmap(len), "nnx.shard_map"),
+    "nnx.Dense(4)": (lambda: N.Dense(4), "nnx.Linear(in_features, out_features, ctx=ctx)"),
+    "nnx.SelfAttention(4)": (lambda: N.SelfAttention(4), "nnx.MultiHeadAttention(num_heads, in_features, ctx=ctx)"),
+    # names of nnx.models
+    "nnx.Tokenizer": (lambda: N.Tokenizer, "nnx.models.Tokenizer"),
+    "nnx.from_pretrained(directory)": (lambda: N.from_pretrained("qwen"), "nnx.models.from_pretrained"),
+    # a Context for a layer without parameters, and none for a call that needs one
+    "Dropout(0.5, ctx=ctx)": (lambda: N.Dropout(0.5, ctx=nnx.context(0)), "`layer(x, ctx=ctx)`"),
+    "Dropout(0.5, rngs=rngs)": (lambda: N.Dropout(0.5, rngs=0), "takes neither `ctx` nor `rngs`"),
+    "MaxPool((2, 2), ctx=ctx)": (lambda: N.MaxPool((2, 2), ctx=nnx.context(0)), "MaxPool initializes no parameters"),
+    "MaxPool((2, 2), stride=2)": (lambda: N.MaxPool((2, 2), stride=2), "MaxPool.__init__() got an unexpected"),
+    "model(x), without ctx": (lambda: NeedsContext()(1), "`ctx=nnx.context(dropout=1)`"),
     # Flax: arguments and objects
     "Linear(2, 3, rngs=0)": (lambda: nnx.Linear(2, 3, rngs=0), "`ctx=nnx.context(0)` instead of `rngs=`"),
     "Linear(2, 3, ctx=7)": (lambda: linear(ctx=7), "`ctx=nnx.context(7)`"),
@@ -246,6 +262,11 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "model.device": (lambda: linear().device, "model.kernel.device"),
     "model.dtype": (lambda: Forward().dtype, "nnx.set_dtypes(model"),
     "model.compile()": (lambda: linear().compile(), "nnx.jit(model)"),
+    "generate(..., do_sample=True)": (
+        lambda: N.generate(linear(), [[1]], max_new_tokens=1, do_sample=True),
+        "`temperature=0`",
+    ),
+    "add_lora(model, r=8)": (lambda: N.add_lora(linear(), r=8, ctx=nnx.context(0)), "`rank`"),
     "model.generate(tokens)": (lambda: linear().generate(1), "nnx.generate(model, prompts"),
     "model.save_pretrained(d)": (lambda: linear().save_pretrained("d"), "nnx.models.save_pretrained(model, directory)"),
     "model.requires_grad = False": (lambda: setattr(linear(), "requires_grad", False), "model.freeze(where)"),
@@ -364,6 +385,8 @@ TABLES = {
     "MODELS": table.MODELS,
     "TRAIN_STATE": table.TRAIN_STATE,
     "SCAN_MODULE": table.SCAN_MODULE,
+    "TOKENIZER": table.TOKENIZER,
+    "CONFIG": table.CONFIG,
 }
 CLASSES = {
     "MODULE": nnx.Module,
@@ -373,6 +396,17 @@ CLASSES = {
     "OPTIMIZER": nnx.Optimizer,
     "TRAIN_STATE": nnx.TrainState,
     "SCAN_MODULE": type(two_layers()),
+    "TOKENIZER": nnx.models.Tokenizer,
+    "CONFIG": nnx.models.DecoderConfig,
+}
+SIZES: Any = {
+    "model_type": "llama",
+    "vocab_size": 8,
+    "features": 4,
+    "hidden_features": 8,
+    "num_layers": 1,
+    "num_heads": 2,
+    "max_length": 8,
 }
 OWNERS = {
     "model": nnx.Module,
@@ -382,10 +416,11 @@ OWNERS = {
     "pure": nnx.Pure,
     "optimizer": nnx.Optimizer,
     "train_state": nnx.TrainState,
+    "config": nnx.models.DecoderConfig(**SIZES),
 }
 
 
-ATTRIBUTES = {"kernel", "out"}  # of the model in hints
+ATTRIBUTES = {"kernel", "out", "json"}  # of the model in hints, and of config.json
 
 
 def entries(table: str) -> dict[str, str]:

@@ -104,6 +104,15 @@ def test_without_inputs_there_are_no_outputs_and_no_flops():
     assert str(summary).splitlines()[0].split() == ["path", "layer", "parameters", "bytes"]
 
 
+def test_a_model_whose_mode_nobody_has_set_can_be_looked_at():
+    model = nnx.Sequence([nnx.Linear(4, 4, ctx=nnx.context(0)), nnx.BatchNorm(4), nnx.Dropout(0.5)])
+    assert "Dropout" in str(nnx.summary(model, jnp.ones((2, 4))))
+    assert model[2].deterministic is None
+    flagged = nnx.context(0, flags={"deterministic": False, "use_running_average": False, "update_stats": True})
+    with pytest.raises(ValueError, match="dropout"):  # whoever chooses training has to bring a key
+        nnx.summary(model, jnp.ones((2, 4)), ctx=flagged)
+
+
 def test_a_shared_module_is_counted_once_and_works_as_often_as_it_is_called():
     class Tied(nnx.Module):
         def __init__(self):

@@ -1,6 +1,7 @@
 """nnx.TrainLog: progress for the person watching, metrics and a plot on disk."""
 
 import io
+import itertools
 import json
 import math
 import sys
@@ -118,7 +119,13 @@ def test_a_file_without_metrics_is_an_error(tmp_path):
 # Showing progress
 
 
-def test_elsewhere_than_on_a_terminal_there_are_plain_lines():
+def two_steps_per_second(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: next(ticks) / 2)
+
+
+def test_elsewhere_than_on_a_terminal_there_are_plain_lines(monkeypatch):
+    two_steps_per_second(monkeypatch)
     stream = io.StringIO()
     with nnx.TrainLog(total=20, file=stream, interval=0, name="gpt") as log:
         for step in range(2):
@@ -126,6 +133,14 @@ def test_elsewhere_than_on_a_terminal_there_are_plain_lines():
     first, second = stream.getvalue().splitlines()
     assert first == "gpt 1/20  loss 0.5000  lr 1.000e-05"
     assert second.startswith("gpt 2/20") and "steps/s" in second and second.endswith("left")
+
+
+def test_calls_that_return_before_their_steps_have_run_are_no_rate():
+    stream = io.StringIO()
+    with nnx.TrainLog(total=9, file=stream, interval=0) as log:
+        log(0, loss=0.5)
+        log(1, loss=0.5)
+    assert stream.getvalue().splitlines()[-1] == "train 2/9  loss 0.5000"
 
 
 def test_lines_come_now_and_then_and_at_the_end():
@@ -139,6 +154,7 @@ def test_lines_come_now_and_then_and_at_the_end():
 def test_on_a_terminal_there_is_a_bar_with_metrics_and_time_left(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
+    two_steps_per_second(monkeypatch)
     terminal = Terminal()
     with nnx.TrainLog(total=4, file=terminal) as log:
         for step in range(3):

@@ -84,6 +84,13 @@ def test_add_lora_by_type():
     assert nnx.add_lora(adapted, 2, where=nnx.LinearGeneral, ctx=nnx.context(1)) == ["heads"]
 
 
+def test_adding_lora_a_second_time_says_that_it_is_there():
+    adapted = model()
+    nnx.add_lora(adapted, 2, ctx=nnx.context(1))
+    with pytest.raises(ValueError, match="have an adaptation already, such as .*merge_lora"):
+        nnx.add_lora(adapted, 2, ctx=nnx.context(1))
+
+
 def test_add_lora_that_matches_nothing_lists_the_linear_layers():
     with pytest.raises(ValueError, match="matches no linear layer.*'heads'"):
         nnx.add_lora(model(), 2, where="decoder/**", ctx=nnx.context(1))

@@ -384,6 +384,13 @@ def test_a_damaged_or_foreign_manifest_is_noticed(tmp_path):
     check_refused(tmp_path / "c", target, "not a finished checkpoint: it has no manifest.json.*interrupted")
 
 
+def test_the_directory_of_a_published_model_says_who_opens_it(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(nnx.CheckpointError, match="published model: nnx.models.from_pretrained"):
+        nnx.load(tmp_path)
+
+
 @pytest.fixture
 def public_directory():
     """A directory that other users can reach."""

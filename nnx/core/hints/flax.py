@@ -8,6 +8,7 @@ _AXES = "pass variable_axes={nnx.Param: 0} to nnx.scan, nnx.vmap, nnx.Scan or nn
 _CONTEXTS = "Modules can appear anywhere in the arguments of nnx.jit and the other transforms, which keep them in sync"
 _DATA = "a plain list, dict or other pytree of arrays is data by itself; nnx.Node(value) turns anything else into data"
 _CONSTRUCTED = "a Module has its parameters once it is constructed: `Model(ctx=nnx.context(0))`"
+_ATTENTION = "nnx.MultiHeadAttention(num_heads, in_features, ctx=ctx)"
 _GRADS = "nnx.capture(loss, where=..., grads=True)(model, x) returns the gradients of activations"
 _MODES = "model.train() and model.eval() set the mode of every layer, in place; nothing is passed to the call"
 
@@ -27,7 +28,6 @@ PACKAGE = {
     "pop": "model.pop_state(nnx.Intermediate)",
     "call": "pure.call(x) on the result of model.partition()",
     "List": "assign a plain list of Modules; it becomes an nnx.Sequence",
-    "Sequential": "nnx.Sequence([layer1, nnx.relu, layer2]), with the layers in a list",
     "Carry": "nnx.scan carries what variable_axes does not name; the carry of a function comes after the Module",
     "StateAxes": _AXES,
     "StateSharding": "pass in_shardings={nnx.Param: sharding, ...: other} to nnx.jit",
@@ -71,6 +71,18 @@ PACKAGE = {
     "with_rngs": _STREAMS,
     "view": "model.view(deterministic=True); or in place, model.train() and model.eval()",
     "compact": "make submodules in __init__, as attributes",
+    "Dense": "nnx.Linear(in_features, out_features, ctx=ctx): the size of the input is written, too",
+    "DenseGeneral": "nnx.LinearGeneral(in_features, out_features, ctx=ctx)",
+    "SelfAttention": _ATTENTION,
+    "MultiHeadDotProductAttention": _ATTENTION,
+    "ToNNX": "nnx.bridge.from_linen(module, x)",
+    "with_sharding_constraint": "jax.lax.with_sharding_constraint; with names of axes, nnx.with_logical_constraint",
+    "set_attributes": "model.train() and model.eval(); for anything else, model.for_each(nnx.Dropout, fn)",
+    "recursive_map": "model.for_each(nnx.Linear, fn), and model.named_modules()",
+}
+
+PYTORCH_TOO = {
+    "Sequential": "nnx.Sequence([layer1, nnx.relu, layer2]), with the layers in a list",
 }
 
 MODULE = {

@@ -30,6 +30,9 @@ NOT_ASSIGNED = "Cannot assign attribute {name!r} of {owner}, where nothing would
 WRONG_CTX = "`ctx` must be a Context, got {got}: write `ctx=nnx.context({seed})`."
 MISSING_CTX = "Pass a Context, which initializes the parameters: `ctx=nnx.context(0)`."
 KEY_AS_ARGUMENT = "Random keys are passed as a Context, by keyword: `ctx=nnx.context(key)`."
+NO_CTX = """{owner} initializes no parameters, so its constructor takes neither `ctx` nor `rngs`{call}."""
+CTX_OF_A_CALL = ": pass the Context to the call, `layer(x, ctx=ctx)`"
+MISSING_CTX_OF_A_CALL = "Pass a Context to the call, such as `ctx=nnx.context(dropout=1)`."
 KEYWORD = "The argument {name!r} is from {origin}. Here: {hint}."
 SWAPPED = "Mind the order of the arguments: {hint}, in PyTorch it is the other way around."
 FORWARD_ONLY = """{owner} cannot be called: it defines `forward`, as in PyTorch, but no `__call__`. Rename the method \
@@ -139,8 +142,10 @@ def refuse_name(cls: type, name: str) -> None:
                 raise AttributeError(NOT_ASSIGNED.format(name=name, owner=cls.__name__, hint=hint.text), name=name)
 
 
-def package_error(name: str) -> AttributeError:
-    """Returns the error for a name that the package does not have."""
+def package_error(name: str, in_models: bool) -> AttributeError:
+    """Returns the error for a name that the package does not have; `in_models` if `nnx.models` has it."""
+    if in_models:
+        return AttributeError(NO_SUCH_NAME.format(module="nnx", name=name) + f" Here: nnx.models.{name}.", name=name)
     return AttributeError(NO_SUCH_NAME.format(module="nnx", name=name) + called(name, PACKAGE), name=name)
 
 
@@ -171,6 +176,10 @@ def explain_constructor(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
     ):  # others may have several arguments
         return
     text = str(error)
+    owner = text.partition(".__init__()")[0]  # Python names the class that defines it, which may be a private base
+    if owner.startswith("_") and owner in (base.__qualname__ for base in cls.__mro__):
+        text = cls.__qualname__ + text.removeprefix(owner)
+        error.args = (text,)
     hint = _constructor_hint(cls, args, kwargs, text)
     if hint is not None and hint not in text:  # an outer constructor sees the error of an inner one
         error.args = (f"{text.removesuffix('.')}. {hint}",)
@@ -181,6 +190,9 @@ def _constructor_hint(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], 
     name = unexpected[1] if unexpected else None
     ctx = kwargs.get("ctx")
     is_ours = cls.__module__.startswith("nnx.")
+    if name in ("ctx", "rngs") and is_ours and not _takes(cls.__init__, "ctx"):
+        call = CTX_OF_A_CALL if _takes(cls.__call__, "ctx") else ""
+        return NO_CTX.format(owner=cls.__name__, call=call) if text.startswith(f"{cls.__qualname__}.") else None
     if name == "rngs" or (name is not None and is_ours):
         return keyword_hint(name, CONSTRUCTOR)
     if ctx is not None and not hasattr(type(ctx), "make_rng"):
@@ -198,6 +210,10 @@ def _constructor_hint(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return None
 
 
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(function).parameters
+
+
 def _is_key(value: Any) -> bool:
     return "key<" in str(getattr(value, "dtype", ""))
 
@@ -213,11 +229,14 @@ def explain_keywords(fun: Callable[P, R]) -> Callable[P, R]:
 
 
 def call_hint(function: Callable[..., Any], text: str) -> str | None:
-    """Returns a hint for an error whose text says that the call of a Module does not take a keyword argument."""
+    """Returns a hint for an error whose text says that the call of a Module takes other arguments."""
+    name = getattr(function, "__qualname__", None)
     unexpected = _UNEXPECTED.search(text)
-    if unexpected is None or not text.startswith(f"{getattr(function, '__qualname__', None)}() got"):
-        return None
-    return keyword_hint(unexpected[1], CALL)
+    if unexpected is not None and text.startswith(f"{name}() got"):
+        return keyword_hint(unexpected[1], CALL)
+    if text.startswith(f"{name}() missing") and text.endswith("required keyword-only argument: 'ctx'"):
+        return MISSING_CTX_OF_A_CALL
+    return None
 
 
 def explain_order(error: Exception, has_module: bool) -> None:

@@ -4,14 +4,18 @@ _CONV = "nnx.Conv(3, 16, kernel_size=(3, 3), ctx=ctx); channels come last"
 _HOOKS = "nnx.capture(f, where=...) shows outputs, nnx.intercept(f, hook, where=...) changes them"
 _GRADS = "nnx.capture(loss, where=..., grads=True)(model, x) returns the gradients of activations"
 _SQUARED = "jnp.mean((prediction - target) ** 2), or optax.squared_error(prediction, target).mean()"
+_BINARY = "optax.sigmoid_binary_cross_entropy(logits, labels).mean()"
 _DROPOUT_ND = "nnx.Dropout(0.5, broadcast_dims=(1, 2)), which drops whole channels; channels come last"
 _OPTIM = "nnx.Optimizer(model, optax.adam(1e-3)); transformations come from optax"
 _KERNEL = "the attribute `kernel`, with the axes (in, out): layer.kernel = weight.T"
+_PARALLEL = "the same program under a mesh, with nnx.data_parallel_rules() or nnx.fsdp_rules()"
 _CONV_KERNEL = "the attribute `kernel`, with the axes (height, width, in, out): weight.transpose(2, 3, 1, 0)"
 
 PACKAGE = {
     "Parameter": "nnx.Param(array)",
     "ModuleList": "assign a plain list of Modules; it becomes an nnx.Sequence",
+    "ParameterList": "assign a plain list of nnx.Param(array)",
+    "Buffer": "assign an array (self.table = array), or a Variable of another type, such as nnx.BatchStat",
     "ModuleDict": "assign a plain dict of Modules; it becomes an nnx.Dict",
     "Conv1d": "nnx.Conv(3, 16, kernel_size=(3,), ctx=ctx); channels come last",
     "Conv2d": _CONV,
@@ -19,6 +23,9 @@ PACKAGE = {
     "ConvTranspose2d": "nnx.ConvTranspose(3, 16, kernel_size=(3, 3), ctx=ctx); channels come last",
     "BatchNorm1d": "nnx.BatchNorm(features)",
     "BatchNorm2d": "nnx.BatchNorm(features); channels come last",
+    "BatchNorm3d": "nnx.BatchNorm(features); channels come last",
+    "InstanceNorm2d": "nnx.InstanceNorm(features); channels come last",
+    "MaxPool1d": "nnx.MaxPool or nnx.max_pool; channels come last",
     "MaxPool2d": "nnx.MaxPool or nnx.max_pool; channels come last",
     "AvgPool2d": "nnx.AvgPool or nnx.avg_pool; channels come last",
     "AdaptiveAvgPool2d": "nnx.AdaptiveAvgPool",
@@ -27,6 +34,9 @@ PACKAGE = {
     "LSTM": "nnx.RNN(nnx.OptimizedLSTMCell(in_features, hidden_features, ctx=ctx))",
     "GRU": "nnx.RNN(nnx.GRUCell(in_features, hidden_features, ctx=ctx))",
     "ReLU": "the function nnx.relu",
+    "LeakyReLU": "the function nnx.leaky_relu",
+    "Tanh": "the function nnx.tanh",
+    "Sigmoid": "the function nnx.sigmoid",
     "GELU": "the function nnx.gelu",
     "SiLU": "the function nnx.silu",
     "Softmax": "the function nnx.softmax",
@@ -35,13 +45,15 @@ PACKAGE = {
     "MSELoss": _SQUARED,
     "mse_loss": _SQUARED,
     "L1Loss": "jnp.abs(prediction - target).mean()",
-    "BCEWithLogitsLoss": "optax.sigmoid_binary_cross_entropy(logits, labels).mean()",
+    "BCEWithLogitsLoss": _BINARY,
+    "BCELoss": _BINARY,
     "Dropout1d": _DROPOUT_ND,
     "Dropout2d": _DROPOUT_ND,
     "Dropout3d": _DROPOUT_ND,
     "PixelShuffle": 'einops.rearrange(x, "b h w (c r s) -> b (h r) (w s) c", r=2, s=2); channels come last',
     "TransformerEncoderLayer": "nnx.models.EncoderBlock, or your own Module of nnx.MultiHeadAttention and nnx.MLP",
     "TransformerEncoder": "a list of nnx.models.EncoderBlock, or nnx.Scan of a block of your own",
+    "TransformerDecoderLayer": "nnx.models.DecoderBlock, or your own Module of nnx.MultiHeadAttention and nnx.MLP",
     "Transformer": "your own Module of nnx.MultiHeadAttention and nnx.MLP; published ones are in nnx.models",
     "optim": _OPTIM,
     "Adam": _OPTIM,
@@ -50,6 +62,15 @@ PACKAGE = {
     "utils": "clipping is optax.clip_by_global_norm, parametrizations are nnx.WeightNorm and nnx.SpectralNorm, and "
     "batches come from any loader, with nnx.prefetch(batches)",
     "DataLoader": "any iterable of NumPy arrays, such as grain or PyTorch's own loader; nnx.prefetch(batches) feeds it",
+    "DataParallel": _PARALLEL,
+    "DistributedDataParallel": _PARALLEL,
+    "lr_scheduler": "schedules of optax, such as optax.warmup_cosine_decay_schedule, in place of the rate",
+    "clip_grad_norm_": "optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), for nnx.Optimizer",
+    "scaled_dot_product_attention": "nnx.dot_product_attention(query, key, value); heads come before the last axis",
+    "interpolate": "nnx.Upsample((2, 2)), or jax.image.resize",
+    "checkpoint": "nnx.remat(f)",
+    "cuda": "nothing: JAX puts arrays on the default device; nnx.shard(model, mesh, rules) distributes a model",
+    "from_numpy": "jnp.asarray(x), of jax.numpy",
     "manual_seed": "ctx = nnx.context(0), passed on as `ctx=ctx`: there is no global seed",
     "device": "nothing: JAX puts arrays on the default device; see jax.default_device and nnx.shard",
     "compile": "nnx.jit(f), around the whole training step",

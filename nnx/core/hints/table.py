@@ -14,6 +14,7 @@ Hints: TypeAlias = Mapping[str, Mapping[str, str]]
 PACKAGE: Hints = {
     "Flax": flax.PACKAGE,
     "PyTorch": pytorch.PACKAGE,
+    "PyTorch and Flax": flax.PYTORCH_TOO,
     "Equinox": equinox.PACKAGE,
     "transformers": transformers.PACKAGE,
     **earlier.PACKAGE,
@@ -59,8 +60,16 @@ CONSTRUCTOR: Hints = {"PyTorch": pytorch.CONSTRUCTOR, "Flax": flax.CONSTRUCTOR, 
 CALL: Hints = {"Flax": flax.CALL, "Equinox": equinox.CALL}
 """What keyword arguments of the call of a Module are called here."""
 
+TOKENIZER: Hints = {"transformers": transformers.TOKENIZER}
+"""What to write instead of `tokenizer.<name>`."""
+
+CONFIG: Hints = {"transformers": transformers.CONFIG}
+"""What to write instead of `model.config.<name>`."""
+
 FUNCTIONS: Mapping[str, Hints] = {
     "from_pretrained": {"transformers": transformers.FROM_PRETRAINED},
+    "generate": {"transformers": transformers.GENERATE},
+    "add_lora": {"PEFT": transformers.ADD_LORA},
     "CheckpointManager.__init__": {"Orbax": flax.CHECKPOINT_MANAGER},
 }
 """What keyword arguments of a function are called here, by its qualified name."""

@@ -4,8 +4,10 @@ A layer takes its mode from the call, else from its own attribute, else from the
 attribute, so a call can still override it, and `None` leaves the decision to the Context.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
+from nnx.core.context import Context
 from nnx.core.module.info import ModuleBase, info_of, values_of
 from nnx.core.module.kinds import STATIC
 from nnx.core.state.updates import check_levels
@@ -37,6 +39,15 @@ def set_mode(model: Any, training: bool | None) -> None:
     for layer in layers:
         for name in _modes_of(layer):
             setattr(layer, name, None if training is None else MODES[name] is training)
+
+
+def evaluate_where_unset(model: Any, contexts: Iterable[Context]) -> None:
+    """Sets every mode that neither its layer nor a flag of one of the Contexts decides to that of evaluation."""
+    unset = [name for name in MODES if all(ctx.get_flag(name) is None for ctx in contexts)]
+    for layer in number_modules((model,)).modules:
+        for name in _modes_of(layer):
+            if name in unset and values_of(layer)[name] is None:
+                setattr(layer, name, not MODES[name])
 
 
 def _modes_of(module: Any) -> list[str]:

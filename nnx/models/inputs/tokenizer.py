@@ -13,7 +13,9 @@ import jax
 import numpy as np
 
 from nnx.core.extras import require
-from nnx.core.hints.transformers import TOKENIZER
+from nnx.core.hints import transformers
+from nnx.core.hints.hints import add_hints
+from nnx.core.hints.table import TOKENIZER
 from nnx.models.files.directory import read_json
 from nnx.models.files.generation_defaults import generation_defaults
 from nnx.models.inputs.chat_template import ChatTemplate
@@ -183,8 +185,8 @@ class Tokenizer:
             source=str(folder),
         )
 
-    def __call__(self, *args: Never) -> NoReturn:
-        raise TypeError(NOT_CALLED.format(hint=TOKENIZER))
+    def __call__(self, *args: Never, **kwargs: Never) -> NoReturn:
+        raise TypeError(NOT_CALLED.format(hint=transformers.NOT_CALLED))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the tokens of a text.
@@ -265,3 +267,6 @@ class Tokenizer:
         if name not in self._compiled:
             self._compiled[name] = ChatTemplate(self._templates[name], self._source)
         return self._compiled[name]
+
+
+add_hints(Tokenizer, TOKENIZER)

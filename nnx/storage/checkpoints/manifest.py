@@ -39,6 +39,7 @@ DATA_PREFIX = "nnx-data-"
 NO_CHECKPOINT = "There is no checkpoint at {path}: {reason}."
 UNFINISHED = """{path} is not a finished checkpoint: it has no {file}, which is written last, so the save was \
 interrupted. Load an earlier one."""
+PUBLISHED = "it is the directory of a published model: nnx.models.from_pretrained({path!r})"
 DAMAGED = "The checkpoint at {path} is damaged: {reason}. Nothing was loaded. Load an earlier one."
 OTHER_FORMAT = "{path} is not an NNX checkpoint: the format in its {file} is {found!r}, expected {expected!r}."
 NEWER = "The checkpoint at {path} has format version {found}; this version of NNX reads up to version {known}."
@@ -212,6 +213,8 @@ def _absent(place: Location) -> OSError:
     if any(are_finished(place, names)):
         reason = "it holds checkpoints by step; use nnx.CheckpointManager, or the path of one step"
         return CheckpointError(NO_CHECKPOINT.format(path=place, reason=reason))
+    if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+        return CheckpointError(NO_CHECKPOINT.format(path=place, reason=PUBLISHED.format(path=str(place))))
     return DamagedError(UNFINISHED.format(path=place, file=FILE_NAME))
 
 
