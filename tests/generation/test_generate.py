@@ -215,7 +215,8 @@ def test_several_samples_per_prompt_have_an_axis():
 def test_prompts_are_read_once_for_all_samples():
     Table.traces.clear()
     nnx.generate(counting(70), [[5, 6], [7, 8]], max_new_tokens=2, num_samples=3, temperature=0)
-    assert Table.traces == [(2, 16), (6, 1)]
+    (prompts, length), (rows, tokens) = Table.traces
+    assert (prompts, length, tokens) == (2, 16, 1) and rows >= 6  # on a GPU, rows are filled up to eight
 
 
 def test_a_context_draws_other_tokens_on_each_call_and_the_same_for_the_same_seed():
