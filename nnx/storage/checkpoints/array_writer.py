@@ -23,8 +23,8 @@ from nnx.storage.transfer_bar import moved
 
 IN_FLIGHT = 256 << 20
 """The maximum number of bytes waiting to be written, so that transfers do not fill the memory of the host."""
-PACK_FILE = 64 << 20
-"""The maximum size of a file of a pack in bytes."""
+PACK_FILE = 16 << 20
+"""The maximum size of a file of a pack in bytes. Batches of that size are copied in memory that is used again."""
 
 
 class Piece(NamedTuple):
@@ -89,7 +89,7 @@ def write_pieces(
     Raises:
         OSError: the data could not be written.
     """
-    writes, files = _Writes(), {}
+    writes, files = _Writes(folder), {}
     opened: dict[str, Any] = {}
     try:
         if process == 0:  # also of arrays that this process has no part of
@@ -102,17 +102,17 @@ def write_pieces(
                 if piece.path not in opened:
                     opened[piece.path] = open_array(folder / str(number), grid, data.dtype)
                 for stored, inside in grid.places(Box(piece.start, data.shape)):
-                    for first in grid.files(stored):
-                        files[f"{number}/{file_of(grid, first)}"] = grid, data.dtype
-                    writes.add(folder / str(number), opened[piece.path].result()[stored], data[inside])
+                    names = [f"{number}/{file_of(grid, first)}" for first in grid.files(stored)]
+                    files |= dict.fromkeys(names, (grid, data.dtype))
+                    writes.add(names, opened[piece.path].result()[stored], data[inside])
         grid, parts, data = _pack([piece for piece in pieces if piece.path not in arrays], process)
         if grid is not None:
-            place = folder / pack_name(process)
-            pack = open_array(place, grid, np.uint8, {"of process": str(process)}).result()
+            name = pack_name(process)
+            pack = open_array(folder / name, grid, np.uint8, {"of process": str(process)}).result()
             for start, size, batch in _batches(data, grid.file[0]):
-                files[f"{pack_name(process)}/{file_of(grid, (start,))}"] = grid, np.uint8
-                memory = writes.memory(size)
-                writes.add(place, pack[start : start + size], np.concatenate(batch, out=memory), memory)
+                file, memory = f"{name}/{file_of(grid, (start,))}", writes.memory(size)
+                files[file] = grid, np.uint8
+                writes.add([file], pack[start : start + size], np.concatenate(batch, out=memory), memory)
         writes.finish()
     except ValueError as error:  # what TensorStore raises, whatever happened
         writes.abandon()
@@ -120,8 +120,6 @@ def write_pieces(
     except BaseException:
         writes.abandon()
         raise
-    if folder.local is not None:
-        sync_directory(folder.local)
     return grid, parts, fingerprints(folder, files)
 
 
@@ -154,35 +152,43 @@ def _batches(data: Iterable[np.ndarray], size: int) -> Iterator[tuple[int, int, 
 
 
 class _Write(NamedTuple):
-    """A write in progress: where, how many bytes, the future of TensorStore, and memory to use again, if any."""
+    """A write in progress: its files, how many bytes, the future of TensorStore, and memory to use again, if any."""
 
-    folder: Location
+    files: list[str]
     size: int
     done: Any
     memory: np.ndarray | None
 
 
 class _Writes:
-    """The writes in progress, of a limited number of bytes; one that is larger than the limit goes alone."""
+    """The writes in progress, of a limited number of bytes; one that is larger than the limit goes alone.
 
-    def __init__(self) -> None:
+    A file on a local disk is synced once, as soon as it is complete, while TensorStore writes later ones. There are no
+    threads for it, because a program that ends still finishes its save, and can start none by then.
+
+    Args:
+        folder: the data folder.
+    """
+
+    def __init__(self, folder: Location) -> None:
+        self._folder = folder.local
         self._pending: collections.deque[_Write] = collections.deque()
         self._size = 0
         self._spare: list[np.ndarray] = []
 
     def memory(self, size: int) -> np.ndarray:
         """Returns memory for a batch; that of an earlier one, if possible, since fresh memory costs time."""
-        while not self._spare and self._size + size > 2 * PACK_FILE:
+        while not self._spare and self._size + size > 4 * PACK_FILE:
             self._await_first()
         memory = self._spare.pop() if self._spare else np.empty(size, np.uint8)
         return memory[:size] if len(memory) >= size else np.empty(size, np.uint8)
 
-    def add(self, folder: Location, target: Any, data: np.ndarray, memory: np.ndarray | None = None) -> None:
+    def add(self, files: list[str], target: Any, data: np.ndarray, memory: np.ndarray | None = None) -> None:
         while self._pending and self._size + data.nbytes > IN_FLIGHT:
             self._await_first()
         # The data do not change until then: they are immutable, or have been copied for this save.
         done = target.write(data.view(stored_dtype(data.dtype)), can_reference_source_data_indefinitely=True)
-        self._pending.append(_Write(folder, data.nbytes, done, memory))
+        self._pending.append(_Write(files, data.nbytes, done, memory))
         self._size += data.nbytes
 
     def _await_first(self) -> None:
@@ -191,13 +197,19 @@ class _Writes:
         first.done.result()
         if first.memory is not None:
             self._spare.append(first.memory)
-        if first.folder.local is not None:
-            _sync_folder(first.folder.local)  # while later arrays are being written
+        if self._folder is not None:
+            for name in first.files:
+                _sync(self._folder / name)
         moved(first.size)
 
     def finish(self) -> None:
+        """Waits until everything is written, and on the disk if it is a local one."""
         while self._pending:
             self._await_first()
+        if self._folder is not None:
+            for folder in [*self._folder.iterdir(), self._folder]:
+                if folder.is_dir():
+                    sync_directory(folder)
 
     def abandon(self) -> None:
         """Waits without looking at the results, so that nothing is written any more when the caller cleans up."""
@@ -205,16 +217,9 @@ class _Writes:
             write.done.exception()
 
 
-def _sync_folder(folder: Path) -> None:
-    """Flushes the files of an array to the disk, but for the metadata, which no load reads."""
-    for name in os.listdir(folder):
-        if name.startswith("c"):
-            try:
-                handle = os.open(folder / name, os.O_RDONLY)
-            except FileNotFoundError:  # the temporary file of another part, which is synced when that is complete
-                continue
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-    sync_directory(folder)
+def _sync(file: Path) -> None:
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
