@@ -3,6 +3,7 @@
     python -m benchmarks.gpu.load_weights                     a Llama of 8 billion parameters, from the page cache
     python -m benchmarks.gpu.load_weights --cold              also with files that are not in the page cache
     python -m benchmarks.gpu.load_weights --layers 4 --tune   smaller, with other sizes of pieces
+    python -m benchmarks.gpu.load_weights --out FILE.json     write a record (see benchmarks/record.py)
 
 The checkpoint has random bfloat16 weights in shards of about 5 GB. Every contender runs in its own process and loads
 twice: the first load also compiles and sets up memory. NNX then compares some parameters with the files, bit for bit.
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks import record
 
 FEATURES, HIDDEN, HEADS, KV_HEADS, VOCAB = 4096, 14336, 32, 8, 128256
 SHARD = 5 * 10**9
@@ -197,18 +200,21 @@ def child(options: argparse.Namespace) -> None:
             handle = os.open(path, os.O_RDONLY)
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(handle)
-    seconds, result = [], None
+    seconds, texts, result = [], [], None
     for _ in range(1 if options.cold else 2):
         del result
         begun, worked = time.perf_counter(), time.process_time()
         result = load()
-        seconds.append(f"{time.perf_counter() - begun:.2f} s (CPU {time.process_time() - worked:.1f})")
+        seconds.append(time.perf_counter() - begun)
+        texts.append(f"{seconds[-1]:.2f} s (CPU {time.process_time() - worked:.1f})")
     checked = ""
     if options.check:
         checked = "; " + check(result, directory, options.way == "nnx scanned")
     label = " ".join([options.way, *(["cold"] if options.cold else [])])
     settings = f" piece {options.piece} MB, {options.threads} threads" if options.piece else ""
-    print(f"{label}{settings}: {', then '.join(seconds)}{checked}", flush=True)
+    print(f"{label}{settings}: {', then '.join(texts)}{checked}", flush=True)
+    if options.seconds:
+        options.seconds.write_text(json.dumps(seconds))
 
 
 def transfers() -> None:
@@ -238,6 +244,8 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--way", choices=WAYS, default=None)
     parser.add_argument("--transfers", action="store_true")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a record of the run")
+    parser.add_argument("--seconds", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.transfers:
         transfers()
@@ -245,6 +253,7 @@ def main() -> None:
     if options.way:
         child(options)
         return
+    found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
         write(Path(folder), options.layers)
@@ -258,7 +267,19 @@ def main() -> None:
             runs += [["--way", "nnx", "--piece", piece, "--threads", threads] for piece, threads in settings]
         for run in runs:
             command = [sys.executable, "-m", "benchmarks.gpu.load_weights", "--directory", folder, *run]
-            subprocess.run(command, check=False)
+            seconds = Path(folder) / f"{len(found)}.seconds"
+            if subprocess.run([*command, "--seconds", str(seconds)], check=False).returncode == 0 and seconds.exists():
+                found[" ".join([run[1], *(["cold"] if "--cold" in run else [])])] = json.loads(seconds.read_text())
+    if options.out:
+        figures: record.Figures = {
+            row: record.row("s", {way: times[number] for way, times in found.items() if number < len(times)})
+            for number, row in enumerate(("first load", "second load"))
+        }
+        whole = options.layers == 32 and not options.tune
+        command = "python -m benchmarks.gpu.load_weights" + (" --cold" if options.cold else "")
+        gigabytes = 2 * sum(int(np.prod(shape)) for shape in shapes(options.layers).values()) / 1e9
+        made = record.make_record("gpu_load_weights", command, figures, whole=whole, gigabytes=gigabytes)
+        record.write(options.out, made)
 
 
 if __name__ == "__main__":
