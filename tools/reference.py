@@ -21,7 +21,7 @@ import transformers
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # for models this small, threads mostly wait for each other
 
-MASKED = ("eurobert",)  # families that fill in masked tokens
+MASKED = ("eurobert", "modernbert")  # families that fill in masked tokens
 
 # Token ids that every vocabulary here has. Some families default to ids far beyond a tiny vocabulary.
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

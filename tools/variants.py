@@ -50,6 +50,17 @@ VARIANTS: dict[str, dict[str, list[Any]]] = {
         **{"num_kv_heads": [2], "ffn_hidden_size": [48], "tie_word_embeddings": FLAGS},
     },
     "eurobert": {"tie_word_embeddings": [False], "attention_bias": FLAGS, "mlp_bias": FLAGS},
+    "modernbert": {
+        **{
+            "num_hidden_layers": [7, 4],
+            "num_key_value_heads": [4],
+            "local_attention": [10, 5],
+            "global_attn_every_n_layers": [3, 2],
+        },
+        **{"attention_bias": [False, True], "mlp_bias": [False, True], "norm_bias": [False, True]},
+        **{"global_rope_theta": [160_000.0, 500.0], "local_rope_theta": [100.0, 10_000.0]},
+        **{"classifier_activation": ["silu", "gelu"], "norm_eps": [1e-5, 1e-3], "tie_word_embeddings": [True]},
+    },
     "qwen2_moe": {**EXPERTS, **MOE, "shared_expert_intermediate_size": [24], "norm_topk_prob": FLAGS},
     "olmoe": {**EXPERTS, "norm_topk_prob": FLAGS},
     "flex_olmo": {**EXPERTS, "norm_topk_prob": FLAGS},

@@ -8,7 +8,6 @@ from nnx.models.adapters import save_adapter as save_adapter
 from nnx.models.architectures.bert import Bert as Bert
 from nnx.models.architectures.bert import BertConfig as BertConfig
 from nnx.models.architectures.bert import BertWithHead as BertWithHead
-from nnx.models.architectures.bert import MaskedLMHead as MaskedLMHead
 from nnx.models.architectures.clip import CLIP as CLIP
 from nnx.models.architectures.clip import CLIPConfig as CLIPConfig
 from nnx.models.architectures.clip import CLIPOutput as CLIPOutput
@@ -52,6 +51,7 @@ from nnx.models.inputs.audio import log_mel as log_mel
 from nnx.models.inputs.images import ImageProcessor as ImageProcessor
 from nnx.models.inputs.images import resize_image as resize_image
 from nnx.models.inputs.tokenizer import Tokenizer as Tokenizer
+from nnx.models.masked_lm_head import MaskedLMHead as MaskedLMHead
 from nnx.models.pretrained import from_pretrained as from_pretrained
 from nnx.models.pretrained import save_pretrained as save_pretrained
 from nnx.models.registry import ARCHITECTURES as ARCHITECTURES

@@ -70,7 +70,7 @@ class DecoderBlock(Module):
         def norm(needed: bool) -> RMSNorm | LayerNorm | None:
             return make_norm(config, config.features, options) if needed else None
 
-        self.attention_norm = norm(config.pre_norms)
+        self.attention_norm = norm(config.pre_norms and spec.mixer_norm)
         self.attention = MIXERS[spec.mixer](config, spec, options)
         self.attention_post_norm = norm(config.post_norms)
         self.mlp_norm = norm(config.pre_norms and not config.shared_norm)

@@ -80,6 +80,7 @@ class LayerSpec:
         window: the number of tokens that a token sees, including itself; all by default.
         rotary: the rotary embedding, if any.
         mlp: "dense" or "experts".
+        mixer_norm: whether the mixer's input is normalized, in models that do so; not if the embedding just was.
 
     >>> config = nnx.models.DecoderConfig(
     ...     model_type="gemma2", vocab_size=64, features=8, hidden_features=16, num_layers=2, num_heads=2, max_length=9,
@@ -92,6 +93,7 @@ class LayerSpec:
     window: int | None
     rotary: RotaryConfig | None
     mlp: Literal["dense", "experts"]
+    mixer_norm: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +145,7 @@ class DecoderConfig:
         norm_offset: the `scale_offset` of every norm.
         use_norm_scale, use_norm_bias: whether norms have scales, and layer norms biases.
         pre_norms: whether the inputs of attention and MLP are normalized.
+        embed_norm: whether embeddings are normalized; the attention of the first layer then reads them as they are.
         post_norms: whether their outputs are normalized, before they are added.
         parallel: whether the MLP reads the input of the layer, like attention, instead of its output.
         shared_norm: whether it then also shares its norm.
@@ -152,6 +155,8 @@ class DecoderConfig:
         qk_norm_after_rotary: whether they are normalized after the rotary embedding.
         use_qkv_bias, use_out_bias, use_mlp_bias: whether these projections have biases; those of experts are an MLP's.
         use_head_bias: whether the output layer has a bias.
+        head_activation: the activation of a `MaskedLMHead`, if the output layer is one: a layer, this activation and a
+            norm before the transposed embedding, and a bias.
         dense_layers: the numbers of the layers that have a dense MLP although `num_experts` is set.
         dense_features: the number of hidden features of these; `hidden_features` by default.
         use_router_bias: whether the routers of mixtures of experts have biases.
@@ -218,6 +223,7 @@ class DecoderConfig:
     use_norm_scale: bool = True
     use_norm_bias: bool = True
     pre_norms: bool = True
+    embed_norm: bool = False
     post_norms: bool = False
     parallel: bool = False
     shared_norm: bool = False
@@ -228,6 +234,7 @@ class DecoderConfig:
     use_out_bias: bool = False
     use_mlp_bias: bool = False
     use_head_bias: bool = False
+    head_activation: str | None = None
     use_router_bias: bool = False
     use_sinks: bool = False
     use_attention_gate: bool = False
@@ -326,6 +333,7 @@ class DecoderConfig:
             window=self.sliding_window if sliding else None,
             rotary=None if number in self.unrotated_layers or kind == "linear" else rotary,
             mlp="dense" if self.num_experts is None or number in self.dense_layers else "experts",
+            mixer_norm=number > 0 or not self.embed_norm,
         )
 
     @functools.cached_property

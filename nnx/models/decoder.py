@@ -22,6 +22,7 @@ from nnx.core.variables.variables import Variable
 from nnx.models.block import DecoderBlock, Period, constrained, run_block
 from nnx.models.config import DecoderConfig, LayerSpec
 from nnx.models.inputs.tokens import check_tokens, too_long, without_negatives
+from nnx.models.masked_lm_head import MaskedLMHead
 from nnx.models.mixers.norms import make_norm
 from nnx.nn.attention.kv_cache import DecoderCache
 from nnx.nn.attention.rotary_scaling import DynamicNTKScaling, LongRoPEScaling
@@ -72,10 +73,12 @@ class Decoder(Module):
         config: the architecture.
         embed: the `Embed` of tokens.
         positions: the `LearnedPositionEmbed`, or None with rotary positions.
+        embed_norm: the norm of embeddings, or None.
         layers: a `Sequence` of `DecoderBlock`s; with `scan_layers`, the scanned stack of periods.
         lead, tail: the blocks before and after the scanned stack; empty without one.
         norm: the norm before the output layer.
-        head: the output layer, or None if it is the transposed embedding, or if there is none.
+        head: the output layer, such as a `Linear` or a `MaskedLMHead`; None if it is the transposed embedding, or if
+            there is none.
 
     >>> config = nnx.models.DecoderConfig(
     ...     model_type="llama", vocab_size=64, features=16, hidden_features=32, num_layers=2, num_heads=4, max_length=9)
@@ -103,7 +106,8 @@ class Decoder(Module):
     lead: Sequence
     tail: Sequence
     norm: RMSNorm | LayerNorm
-    head: Linear | None
+    head: Linear | MaskedLMHead | None
+    embed_norm: RMSNorm | LayerNorm | None
 
     def __init__(
         self,
@@ -124,6 +128,7 @@ class Decoder(Module):
         self.positions = (
             LearnedPositionEmbed(config.max_length, config.features, **options) if config.rotary is None else None
         )
+        self.embed_norm = make_norm(config, config.features, options) if config.embed_norm else None
 
         def blocks(specs: tuple[LayerSpec, ...]) -> Sequence:
             return Sequence(DecoderBlock(config, spec, **options) for spec in specs)
@@ -145,6 +150,8 @@ class Decoder(Module):
         self.norm = make_norm(config, config.features, options)
         if config.head == "labels":
             self.head = Linear(config.features, len(config.labels), use_bias=False, **options)
+        elif config.head != "none" and config.head_activation is not None:
+            self.head = MaskedLMHead(config, use_bias=False, use_norm_bias=config.use_norm_bias, **options)
         elif config.head == "none" or config.tie_embeddings:
             self.head = None
         else:
@@ -219,10 +226,12 @@ class Decoder(Module):
 
     def logits(self, features: jax.Array) -> jax.Array:
         """Applies the output layer to `features`, `[batch, length, features]`."""
-        if self.config.head == "labels" and self.head is not None:
-            return self.head(features)
         if self.config.head == "none":
             raise ValueError(NO_HEAD)
+        if isinstance(self.head, MaskedLMHead):
+            return self.head(features, self.embed)
+        if self.config.head == "labels" and self.head is not None:
+            return self.head(features)
         logits = self.embed.attend(features) if self.head is None else self.head(features)
         cap, scale = self.config.logits_soft_cap, self.config.logits_scale
         logits = logits if scale == 1.0 else logits * jnp.asarray(scale, logits.dtype)
@@ -358,7 +367,7 @@ class Decoder(Module):
             if positions is None and tokens.shape[1] > self.config.max_length:
                 raise too_long("Decoder", self.config.max_length, tokens.shape[1])
             x = self.positions(x, positions)
-        return x
+        return x if self.embed_norm is None else self.embed_norm(x)
 
 
 def _sliced(leaf: Any, i: int) -> Any:

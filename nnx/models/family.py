@@ -6,6 +6,7 @@ another name. What takes several entries to describe (rotary embeddings, windows
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -84,7 +85,7 @@ class Family:
         """Returns the name of the class of the models with a config."""
         if not isinstance(self.classes, str):
             return self.classes[getattr(config, "task", None)]
-        stem = self.classes.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        stem = re.sub("(ForCausalLM|ForMaskedLM|LMHeadModel)$", "", self.classes)
         ends = {"labels": f"{stem}ForSequenceClassification", "none": f"{stem}Model"}
         return ends.get(getattr(config, "head", "tokens"), self.classes)
 

@@ -56,7 +56,8 @@ def _completed(config: DecoderConfig, found: Mapping[str, Any]) -> DecoderConfig
     table = FAMILIES[config.model_type].table_of(config)
     # A model saved without its head has other names; one that lacks it under the usual names is incomplete.
     is_bare = table.body[0].name in found and not any(entry.name in found for entry in table.head)
-    return config.replace(head="none") if is_bare and not config.tie_embeddings else config
+    has_head = config.head_activation is not None or not config.tie_embeddings
+    return config.replace(head="none") if is_bare and has_head else config
 
 
 DECODERS = Architecture(

@@ -7,6 +7,7 @@ import re
 import pytest
 
 import nnx
+from nnx.models.config import Stack
 from nnx.models.families.families import FAMILIES, config_from_dict, config_to_dict
 from nnx.models.family import Family
 from tests.models.published import GOLDENS, golden_config, golden_directory, golden_model, tiny_config
@@ -316,3 +317,17 @@ class TestGptOss:
             tiny_config(swiglu_limit=7.0, gated=False)
         with pytest.raises(ValueError, match="GatedMLP: `gated_activation` replaces `activation`"):
             nnx.models.Decoder(tiny_config(swiglu_limit=7.0, activation="relu"), ctx=nnx.context(0))
+
+
+def test_modernbert_is_read_as_first_published():
+    golden = json.loads((golden_directory("modernbert") / "config.json").read_text())
+    older = {"global_rope_theta": 160000.0, "local_rope_theta": 100.0, "global_attn_every_n_layers": 3}
+    first = {name: entry for name, entry in golden.items() if name not in ("rope_parameters", "layer_types")} | older
+    config = config_from_dict(first)
+    assert config.replace(extra=()) == golden_config("modernbert").replace(extra=())
+    assert [layer.window for layer in config.layers] == [None, 6, 6, None, 6, 6, None]  # five tokens on each side
+    assert [layer.mixer_norm for layer in config.layers] == [False] + 6 * [True]
+    assert config.stack == Stack(lead=1, period=3, count=2)
+    for changes in ({"rope_theta": 500.0}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}):
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            config_from_dict({**first, **changes})

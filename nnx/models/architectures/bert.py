@@ -11,15 +11,14 @@ from jax.typing import DTypeLike
 from nnx.core.context import Context
 from nnx.core.module.dict_sequence import Sequence
 from nnx.core.module.module import Module
-from nnx.models.activations_by_name import activation_of
 from nnx.models.architectures.encoder import EncoderOutput, encoder_blocks, key_mask
 from nnx.models.files.config_entries import TWO_LABELS, check_config
 from nnx.models.inputs.tokens import check_tokens, too_long, without_negatives
+from nnx.models.masked_lm_head import MaskedLMHead
 from nnx.nn.embed import Embed, LearnedPositionEmbed
-from nnx.nn.initializers import zeros
 from nnx.nn.linear import Linear
 from nnx.nn.norms.norm import LayerNorm
-from nnx.nn.support.parameters import AxisNames, make_param
+from nnx.nn.support.parameters import AxisNames
 from nnx.nn.support.settings import as_dtype, as_optional_dtype
 
 BertTask = Literal["masked_lm", "sequence_classification", "token_classification", "question_answering"]
@@ -184,39 +183,6 @@ class Bert(Module):
         for block in self.layers:
             x = block(x, mask=mask, lengths=lengths)
         return EncoderOutput(x, None if self.pooler is None else jnp.tanh(self.pooler(x[:, 0])))
-
-
-class MaskedLMHead(Module):
-    """The head that fills in masked tokens; its last matrix is the embedding, transposed.
-
-    Attributes:
-        dense: a `Linear` layer.
-        norm: the `LayerNorm` after it.
-        bias: the bias of every token.
-    """
-
-    logical_axes: ClassVar[AxisNames] = {"dense/kernel": ("embed", None), "dense/bias": (None,), "bias": ("vocab",)}
-
-    config: BertConfig
-    param_dtype: np.dtype
-    dense: Linear
-    norm: LayerNorm
-    bias: jax.Array
-
-    def __init__(self, config: BertConfig, *, dtype: DTypeLike | None, param_dtype: DTypeLike, ctx: Context) -> None:
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "ctx": ctx}
-        self.config = config
-        self.param_dtype = as_dtype(param_dtype)
-        self.dense = Linear(config.features, config.features, **options)
-        self.norm = LayerNorm(config.features, epsilon=config.norm_epsilon, **options)
-        self.bias = make_param(self, zeros(), ctx, (config.vocab_size,))
-
-    def __call__(self, x: jax.Array, embed: Embed) -> jax.Array:
-        """Returns logits `[batch, length, vocab_size]`."""
-        activation = self.config.head_activation or self.config.activation
-        x = self.norm(activation_of(activation)(self.dense(x)))
-        logits = embed.attend(x)
-        return logits + self.bias.astype(logits.dtype)
 
 
 class BertWithHead(Module):

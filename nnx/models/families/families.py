@@ -7,6 +7,7 @@ from nnx.models.config import DecoderConfig
 from nnx.models.families.alibaba import ALIBABA
 from nnx.models.families.alibaba_hybrids import ALIBABA_HYBRIDS
 from nnx.models.families.allenai import ALLENAI
+from nnx.models.families.answer_ai import ANSWER_AI
 from nnx.models.families.baidu import BAIDU
 from nnx.models.families.cohere import COHERE
 from nnx.models.families.deepseek import DEEPSEEK
@@ -26,7 +27,7 @@ from nnx.models.family import Family
 UNKNOWN_MODEL = "{where}: the model_type {got!r} is not among the known ones: {known}."
 
 _MAKERS = (
-    *(ALIBABA, ALIBABA_HYBRIDS, ALLENAI, BAIDU, COHERE, DEEPSEEK, GOOGLE, HUGGINGFACE, IBM, LG),
+    *(ALIBABA, ALIBABA_HYBRIDS, ALLENAI, ANSWER_AI, BAIDU, COHERE, DEEPSEEK, GOOGLE, HUGGINGFACE, IBM, LG),
     *(META, MICROSOFT, MISTRAL, OPENAI, OTHERS, TII, ZHIPU),
 )
 

@@ -78,6 +78,7 @@ class Rotary:
         scaling: the scaling of a file that mentions none, as such a file would write it.
         original: the length of training texts of a file that mentions none; the context length by default.
         interleaved: whether neighboring features rotate together.
+        entries: the entries with the base, and with that of layers with a window.
     """
 
     base: float = 10000.0
@@ -88,10 +89,11 @@ class Rotary:
     scaling: Mapping[str, Any] | None = None
     original: int | None = None
     interleaved: bool = False
+    entries: tuple[str, str] = ("rope_theta", "rope_local_base_freq")
 
     def known(self, entries: Mapping[str, Any]) -> set[str]:
         dim = set() if self.dim is None else {self.dim}
-        return {*("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"), _FRACTION, _ORIGINAL} | dim
+        return {*self.entries, "rope_scaling", "rope_parameters", _FRACTION, _ORIGINAL} | dim
 
     def read(self, entries: Mapping[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
         if self.scaling and not entries.get("rope_scaling") and not entries.get("rope_parameters"):
@@ -114,7 +116,8 @@ class Rotary:
         full = _written(rotary, config.max_length)
         if self.fraction != 1.0:  # where an absent entry means another fraction, all of a head is written as well
             full[_FRACTION] = rotary.fraction
-        entries: dict[str, Any] = {"rope_theta": rotary.base, "rope_parameters": full}
+        base, local_base = self.entries
+        entries: dict[str, Any] = {base: rotary.base, "rope_parameters": full}
         if _FRACTION in full:
             entries[_FRACTION] = rotary.fraction
         if rotary.scaling is not None:
@@ -126,7 +129,7 @@ class Rotary:
             entries[_ORIGINAL] = entries["rope_scaling"].pop(_ORIGINAL)
             entries["rope_scaling"]["type"] = entries["rope_scaling"].pop("rope_type")
         if local is not None:
-            entries |= {} if self.shares_base else {"rope_local_base_freq": local.base}
+            entries |= {} if self.shares_base else {local_base: local.base}
             inner = {"full_attention": full, "sliding_attention": _written(local, config.max_length)}
             entries["rope_parameters"] = inner
         return entries
@@ -147,12 +150,14 @@ class Rotary:
         for name, found in (("rope_parameters", new), ("rope_scaling", old)):
             if not isinstance(found, Mapping):
                 raise ValueError(BAD_ROPE.format(where=where, key=name, expected="an object", got=found))
-        outer = {name: entries[name] for name in ("rope_theta", _FRACTION) if name in entries}
+        base, local_base = self.entries
+        outer = {"rope_theta": entries[base]} if base in entries else {}
+        outer |= {_FRACTION: entries[_FRACTION]} if _FRACTION in entries else {}
         if "full_attention" in new or "sliding_attention" in new:
             return {**outer, **(new.get(kind) or {})}
         if kind == "sliding_attention":
             # Local layers are never scaled, and have their own base.
-            local = entries.get("rope_theta" if self.shares_base else "rope_local_base_freq")
+            local = entries.get(base if self.shares_base else local_base)
             return {} if local is None else {"rope_theta": local}
         original = entries.get(_ORIGINAL, self.original)
         # At the top level of the file, as in every phi3, this entry takes precedence.
