@@ -26,8 +26,9 @@ from nnx.nn.moe.grouped_kernel import block_products
 from tests.nn.arrays import numpy_normal
 
 IMPLEMENTATIONS = ["xla", "triton"]
-# The kernel multiplies float32 as GPUs do by default, in TF32, which keeps ten bits.
-FLOAT32 = 2e-3 if jax.default_backend() == "gpu" else 1e-5
+# The kernel multiplies float32 as GPUs do by default, in TF32: all but ten bits of both operands are cut off. What that
+# changes adds up over products that follow one another.
+FLOAT32 = 2 * 2**-10 if jax.default_backend() == "gpu" else 1e-5
 interpreted = pytest.mark.usefixtures("interpreted")
 
 
@@ -150,7 +151,7 @@ def test_grouped_product_can_be_recomputed_and_scanned():
 
     kernels = jnp.stack([kernel, -kernel])
     ours, expected = (jax.jit(jax.grad(functools.partial(loss, way), (0, 1)))(x, kernels) for way in ("triton", "xla"))
-    close(ours, expected, rtol=FLOAT32)
+    close(ours, expected, rtol=4 * FLOAT32)  # two layers, forward and backward
 
 
 # The layer
@@ -168,7 +169,7 @@ def test_the_layer_computes_the_same_with_the_kernel():
         )
         return loss(layer, x)
 
-    close(*(gradients(implementation) for implementation in IMPLEMENTATIONS), rtol=FLOAT32)
+    close(*(gradients(implementation) for implementation in IMPLEMENTATIONS), rtol=4 * FLOAT32)
 
 
 @interpreted
@@ -187,7 +188,7 @@ def test_scanned_layers_can_be_differentiated_with_the_kernel():
         stack: Any = blocks(implementation, ctx=nnx.context(0))
         return nnx.jit(nnx.grad(lambda stack, x: jnp.sum(stack(x, None)[0] ** 2)))(stack, x)
 
-    close(*(gradients(implementation) for implementation in IMPLEMENTATIONS), rtol=FLOAT32)
+    close(*(gradients(implementation) for implementation in IMPLEMENTATIONS), rtol=8 * FLOAT32)
 
 
 @interpreted

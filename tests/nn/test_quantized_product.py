@@ -13,9 +13,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import nnx
 from nnx.nn import einsum, embed, linear
-from nnx.nn.quantized.quantized import to_integers, to_weight
+from nnx.nn.quantized.quantized import as_operand, to_integers, to_weight
 from nnx.nn.quantized.quantized_product import MANY_ROWS, quantized_product
 from nnx.nn.quantized.quantized_tiling import MOST_ROWS, make_tiling
+from nnx.sharding.target import compiling_for
 from tests.nn.arrays import normal
 
 FORMS = [
@@ -106,23 +107,27 @@ def test_tilings_divide_the_inputs_the_outputs_and_the_groups():
 def test_many_rows_wide_numbers_and_other_devices_are_left_to_xla(monkeypatch, pretend):
     weight = quantized(128, 64, 4, 64, False)
     few = normal(MOST_ROWS, 128).astype(jnp.bfloat16)
+
+    def left_to_xla(x):
+        return jax.eval_shape(quantized_product, x, *weight) is None  # traced: arrays know which device they are on
+
     pretend("cpu")
-    assert quantized_product(few, *weight) is None
+    assert left_to_xla(few)
     pretend("gpu")
-    assert jax.eval_shape(quantized_product, few, *weight) is not None
-    assert quantized_product(normal(MOST_ROWS + 1, 128).astype(jnp.bfloat16), *weight) is None
-    assert quantized_product(few[:0], *weight) is None
-    assert quantized_product(few.astype(jnp.float32), *weight) is None
+    assert not left_to_xla(few)
+    assert left_to_xla(normal(MOST_ROWS + 1, 128).astype(jnp.bfloat16))
+    assert left_to_xla(few[:0])
+    assert left_to_xla(few.astype(jnp.float32))
     for two_or_old in ({"devices": 2}, {"capability": "7.5"}):
         pretend("gpu", **two_or_old)
-        assert quantized_product(few, *weight) is None
+        assert left_to_xla(few)
     pretend("gpu")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # a JAX without Triton
-    assert quantized_product(few, *weight) is None
+    assert left_to_xla(few)
 
 
 def test_many_rows_are_multiplied_with_the_dequantized_weight(pretend):
-    weight, x = quantized(128, 64, 4, 64, False), normal(MANY_ROWS, 128).astype(jnp.bfloat16)
+    weight, x = quantized(128, 64, 8, 64, False), normal(MANY_ROWS, 128).astype(jnp.bfloat16)
     pretend("gpu")
     text = lowered(jax.jit(quantized_product), x, *weight)
     assert "optimization_barrier" in text and "custom_call" not in text
@@ -173,6 +178,40 @@ def test_a_scale_that_does_not_fit_is_an_error():
     integers, scale = quantized(128, 64, 8, None, False)
     with pytest.raises(ValueError, match=r"weight of shape \(128, 64\) does not fit its scale of shape \(32,\)"):
         quantized_product(normal(2, 128), integers, scale[:32])
+
+
+# Four bits, by XLA
+
+
+def test_gpus_convert_four_bits_before_a_product_and_not_inside_of_it():
+    @functools.partial(jax.jit, static_argnums=(2, 3))
+    def operand(integers, scale, dtype, whole):
+        return as_operand(integers, scale, (0,), dtype, whole)[0]
+
+    for group_size, whole in ((None, False), (None, True), (64, False)):
+        four, eight = (quantized(128, 64, bits, group_size, False) for bits in (4, 8))
+        assert lowered(operand, *four, jnp.bfloat16, whole).count("optimization_barrier") == 1
+        assert "optimization_barrier" not in lowered(operand, *eight, jnp.bfloat16, whole)
+        with compiling_for("cpu"):
+            assert "optimization_barrier" not in operand.lower(*four, jnp.bfloat16, whole).as_text()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("group_size", [None, 64], ids=["per channel", "groups"])
+def test_xla_multiplies_four_bits_alone_and_in_a_scan(dtype, group_size):
+    x = normal(5, 128).astype(dtype)
+    for transposed in (False, True):
+        weights = [quantized(128, 128, 4, group_size, transposed)] * 2
+        integers, scale = (jnp.stack(arrays) for arrays in zip(*weights, strict=True))
+
+        def layer(x, weight, transposed=transposed):
+            y = quantized_product(x, *weight, transposed=transposed, implementation="xla")
+            return y.astype(x.dtype), y
+
+        _, (first, second) = jax.jit(functools.partial(jax.lax.scan, layer))(x, (integers, scale))
+        tolerance = 1e-2 if dtype == jnp.bfloat16 else 1e-6
+        assert error(first, by_hand(x, *weights[0], transposed)) < tolerance
+        assert error(second, by_hand(first, *weights[1], transposed)) < tolerance
 
 
 # Transforms

@@ -19,10 +19,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from nnx.core.variables.variables import Variable
 from nnx.nn.support.settings import cast
 from nnx.sharding.explicit import with_automatic_axes
+from nnx.sharding.target import lowered_on, target
 
 INTEGERS = {8: np.dtype(jnp.int8), 4: np.dtype(jnp.int4)}
 """The dtype of the integers, by number of bits."""
@@ -107,14 +109,14 @@ def to_weight(integers: jax.Array, scale: jax.Array, summed: Sequence[int], dtyp
     first = summed[0]
     if is_per_channel(integers, scale, summed):
         scale = jnp.expand_dims(scale, tuple(summed))
-        return cast(cast(integers, scale.dtype) * scale, dtype)
+        return kept_apart(cast(cast(integers, scale.dtype) * scale, dtype), integers)
     size = int(np.prod([integers.shape[axis] for axis in summed])) // scale.shape[first]
 
     def scaled(integers: jax.Array, scale: jax.Array) -> jax.Array:
         grouped = cast(_in_groups(integers, summed, size), scale.dtype) * jnp.expand_dims(scale, first + 1)
         return _from_groups(cast(grouped, dtype), integers.shape, summed)
 
-    return with_automatic_axes(scaled, integers)(integers, scale)
+    return kept_apart(with_automatic_axes(scaled, integers)(integers, scale), integers)
 
 
 # Multiplying
@@ -137,8 +139,21 @@ def as_operand(
     """
     check_scale(integers, scale, summed)
     if is_per_channel(integers, scale, summed) and not whole:
-        return cast(integers, dtype), scale
+        # A byte each, where they cannot be converted as they are read, is the least that goes through memory.
+        return cast(kept_apart(cast(integers, INTEGERS[8]), integers), dtype), scale
     return to_weight(integers, scale, summed, dtype), None
+
+
+def kept_apart(x: jax.Array, integers: jax.Array) -> jax.Array:
+    """Returns `x`, made from integers of 4 bits, so that XLA for GPUs computes it before what uses it.
+
+    It would otherwise convert int4 inside of the kernel of a product, which gives wrong results where it does not
+    time several kernels and compare them (`--xla_gpu_autotune_level=0`), and also crashed while it compiled.
+    """
+    at = target(integers)
+    if integers.dtype != INTEGERS[4] or at.platform not in ("gpu", "any"):
+        return x
+    return lowered_on(at, lax.optimization_barrier, lambda x: x, x, platform="gpu")
 
 
 def is_per_channel(integers: Any, scale: Any, summed: Sequence[int]) -> bool:
