@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from benchmarks.numbers import RECORDS, extremes, ratio, result, thousands, value, version
+from benchmarks.numbers import RECORDS, extremes, ratio, result, thousands, value, version, whole
 from benchmarks.tables import CALL, GROWING, GROWTH, ROWS, SPEED, against_best_torch, written
 
 FEW_EXPERTS = "2 of 8 experts, 1024 to 4096, 8192 tokens, forward"
@@ -71,6 +71,11 @@ def settled(row: str) -> tuple[str, ...]:
     return tuple(f"{value:,.0f}" for value in RECORDS["gpu_profile_gpt2"]["figures"][row]["values"].values())
 
 
+def trained_mixers(layer: str) -> tuple[str, ...]:
+    rows = RECORDS["gpu_mixers_train"]["figures"].values()
+    return tuple(f"{row['values'][layer]:.1f}" for row in rows)
+
+
 def trained(contender: str) -> float:
     return value("gpu_train_gpt2", SPEED, contender)
 
@@ -124,6 +129,16 @@ SENTENCES: dict[str, list[Quote | Claim]] = {
         Quote("NVIDIA H200, jax {}, torch {}, weights and caches", gpu_versions("gpu_decode_gpt2")),
         Quote("one NVIDIA H200, jax {}, the best turn", gpu_versions("gpu_moe")[:1]),
         Quote("on one NVIDIA H200 with jax {}; tokens", gpu_versions("gpu_quantize")[:1]),
+        Quote(
+            "with the layers of DeepSeek-V3 writes {} tokens per second",
+            (whole(value("gpu_mixers_latent", "rows: 1")),),
+        ),
+        Quote(
+            "NVIDIA H200 with jax {}; the same sizes in `transformers` with torch {}", gpu_versions("gpu_mixers_latent")
+        ),
+        Quote("write {}, by `generate` as it comes", (whole(value("gpu_mixers_latent", "rows: 1", "transformers")),)),
+        Quote("take it {} ms in texts of 2,048 and {} ms in texts of 16,384", trained_mixers("gated delta")),
+        Quote("attention takes {} and {} ms", trained_mixers("attention")),
         Quote("NNX writes {} to {} % as fast as the best loop by hand", extremes(against_best_by_hand())),
         Claim(
             "and faster than PyTorch everywhere",

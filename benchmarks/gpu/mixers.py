@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.mixers                 models of about a billion parameters, on a GPU
     python -m benchmarks.gpu.mixers --tiny          the default without a GPU: tiny models, to see that it runs
     python -m benchmarks.gpu.mixers --only train    one of latent, train, delta
-    python -m benchmarks.gpu.mixers --out FILE.json write a record (see benchmarks/record.py), again after every part
+    python -m benchmarks.gpu.mixers --out FOLDER    write a record of each part there (see benchmarks/record.py)
 
 *Train* runs forward and backward of one layer, as wide as those of the models, for two lengths of text with equally
 many tokens. The others let a decoder write 128 tokens after a prompt of as many, greedily, in bfloat16, next to
@@ -158,9 +158,7 @@ def writing(kind: str, tiny: bool, rows: tuple[int, ...]) -> record.Figures:
     config, new = (latent_config if kind == "latent" else delta_config)(tiny), 16 if tiny else 128
     prompts = {n: np.random.default_rng(1).integers(0, config.vocab_size, (n, new)) for n in rows}
     speeds = ours(config, prompts, new), theirs(kind, config, prompts, new)
-    return {
-        f"{kind}, rows: {n}": record.row("tokens/s", {"nnx": speeds[0][n], "transformers": speeds[1][n]}) for n in rows
-    }
+    return {f"rows: {n}": record.row("tokens/s", {"nnx": speeds[0][n], "transformers": speeds[1][n]}) for n in rows}
 
 
 def training(tiny: bool) -> record.Figures:
@@ -185,7 +183,7 @@ def training(tiny: bool) -> record.Figures:
             times[name] = 1e3 * timed(lambda layer=layer, x=x: jax.block_until_ready(step(layer, x)), 5)
             size = nnx.count_params(layer) / 1e6
             print(f"  {tokens // length} x {length}, {name} ({size:.1f} M): {times[name]:.2f} ms", flush=True)
-        figures[f"train, {tokens // length} x {length} tokens"] = record.row("ms", times)
+        figures[f"{tokens // length} x {length} tokens"] = record.row("ms", times)
     return figures
 
 
@@ -195,18 +193,16 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny models; the default without a GPU")
     parser.add_argument("--only", choices=PARTS, help="one part")
     parser.add_argument("--rows", type=int, nargs="*", default=(1,), help="how many texts are written at once")
-    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a record of the run")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FOLDER", help="write a record of each part")
     args = parser.parse_args()
     tiny = args.tiny or jax.default_backend() != "gpu"
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
-    figures: record.Figures = {}
     for part in PARTS if args.only is None else (args.only,):
         print(f"{part}:", flush=True)
-        figures |= training(tiny) if part == "train" else writing(part, tiny, tuple(args.rows))
+        figures = training(tiny) if part == "train" else writing(part, tiny, tuple(args.rows))
         if args.out:
-            whole = not tiny and part == PARTS[-1] and args.only is None
-            command = "python -m benchmarks.gpu.mixers"
-            record.write(args.out, record.make_record("gpu_mixers", command, figures, whole=whole))
+            name, command = f"gpu_mixers_{part}", f"python -m benchmarks.gpu.mixers --only {part}"
+            record.write(args.out / f"{name}.json", record.make_record(name, command, figures, whole=not tiny))
 
 
 if __name__ == "__main__":
