@@ -17,7 +17,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 STORED = ROOT / "benchmarks" / "stored"
 DIAGRAMS = ROOT / "docs" / "assets" / "diagrams"
 
-WIDTH, LABEL, BAR, GAP, HEADER = 520, 100, 17, 14, 30
+WIDTH, LABEL, BAR, GAP, HEADER = 400, 92, 17, 14, 30  # narrow: a phone shows it at nine tenths of its size
+SHOWN = 1.2  # how much larger it is where there is room
 DIGIT = 7.5  # the width of a character of a figure, at most
 STYLE = """<style>
 .dg:root { color: #24292f }
@@ -136,7 +137,7 @@ def draw(chart: Chart) -> str:
     """The SVG of a chart."""
     bars = [bar for group in chart.groups for bar in group.bars]
     one_bar = len(chart.measurements) == 1
-    left = 190 if one_bar else LABEL
+    left = 172 if one_bar else LABEL
     room = 8 + DIGIT * max(len(text) for text, _ in bars)  # for the figure behind the longest bar
     scale = (WIDTH - left - room) / max(value for _, value in bars)
     body, y = [], HEADER
@@ -156,8 +157,8 @@ def draw(chart: Chart) -> str:
             body.append(f'<path class="one" d="M{x:.1f} {y - len(group.bars) * BAR - 1}V{y}"/>')
         y += 0 if one_bar else GAP
     opening = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" class="dg" font-family="{FONT}" '
-        f'fill="currentColor">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH * SHOWN:.0f}" '
+        f'height="{y * SHOWN:.0f}" class="dg" font-family="{FONT}" fill="currentColor">'
     )
     title = f'<text class="name" x="0" y="14">{chart.title}</text>'
     return "\n".join([opening, STYLE, title, *body, "</svg>", ""])

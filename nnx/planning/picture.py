@@ -14,13 +14,16 @@ _TIMES = ("#3b6fb6", "#9bc1bc", "#e2955c", "#b8b0d0")
 
 
 def draw(plans: Sequence[Any], path: str | os.PathLike[str]) -> pathlib.Path:
-    """Draws plans side by side: what fills the memory of a chip, and what the time of a step goes into."""
+    """Draws what fills the memory of a chip, and below it what the time of a step goes into, with a bar for each plan.
+
+    The picture is narrow, so that its text can be read on a phone and in the column of a page.
+    """
     figure_module = require("matplotlib.figure", "plot", "Plan.plot")
     file = local_path(path)
     timed = any(plan.estimate is not None for plan in plans)
-    height = 1.6 + 0.55 * len(plans)
-    figure = figure_module.Figure(figsize=(9 if timed else 5.5, height), layout="constrained")
-    axes = figure.subplots(1, 2 if timed else 1, squeeze=False)[0]
+    height = 1.6 + 0.5 * len(plans)
+    figure = figure_module.Figure(figsize=(4.6, 2 * height if timed else height), layout="constrained")
+    axes = figure.subplots(2 if timed else 1, 1, squeeze=False)[:, 0]
     names = [f"{plan.target.name}\n{_mesh(plan)}" for plan in plans]
     _memory(axes[0], plans, names)
     if timed:
@@ -53,8 +56,7 @@ def _time(axes: Any, plans: Sequence[Any], names: Sequence[str]) -> None:
             places = [row + 0.36 for row in range(len(plans))]
             axes.barh(places, values, height=0.12, color=_TIMES[2 + number], label=f"{kind}, meanwhile")
     axes.set_xlabel("ms of a step, at least")
-    axes.set_yticks([])
-    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    _legend(axes)
 
 
 def _bars(axes: Any, names: Sequence[str], series: Sequence[tuple[str, list[float]]], colors: Sequence[str]) -> None:
@@ -63,10 +65,14 @@ def _bars(axes: Any, names: Sequence[str], series: Sequence[tuple[str, list[floa
         if any(values):
             axes.barh(range(len(names)), values, left=left, height=0.6, color=color, label=kind)
         left = [a + b for a, b in zip(left, values)]
-    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
+    _legend(axes)
+
+
+def _legend(axes: Any) -> None:
+    axes.legend(loc="lower center", bbox_to_anchor=(0.45, 1.0), ncols=2, frameon=False)
 
 
 def _mesh(plan: Any) -> str:

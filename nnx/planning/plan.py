@@ -137,7 +137,7 @@ class Plans(tuple[Plan, ...]):
     """Plans of one step for several machines; its `str` is a table with a row for each."""
 
     def plot(self, path: str | os.PathLike[str]) -> pathlib.Path:
-        """Draws memory and time of all plans side by side into an image file."""
+        """Draws memory and time into an image file, with a bar for each plan."""
         return draw(list(self), path)
 
     def __str__(self) -> str:
