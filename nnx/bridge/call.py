@@ -25,7 +25,7 @@ IN_TRAINING = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class ForeignCall:
     """A call of a foreign model.
 
     Attributes:

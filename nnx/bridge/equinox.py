@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nnx.bridge.call import Call, parameters_of
+from nnx.bridge.call import ForeignCall, parameters_of
 from nnx.bridge.foreign import Foreign, Ran
 from nnx.bridge.trees import is_array, own, path_of, put_back, take_out, value_at
 from nnx.core.extras import require
@@ -34,7 +34,7 @@ class EquinoxAdapter:
     call: Callable[..., Any] | None
     stream: str
 
-    def run(self, call: Call, variables: Mapping[str, Any]) -> Ran:
+    def run(self, call: ForeignCall, variables: Mapping[str, Any]) -> Ran:
         """Runs a method, or the function `call` in place of `__call__`."""
         eqx = require("equinox", "bridge", "A model of Equinox")
         module = put_back(self.module, variables)

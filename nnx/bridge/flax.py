@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from nnx.bridge.call import Call
+from nnx.bridge.call import ForeignCall
 from nnx.bridge.flax_variables import flat_state, flax_nnx, to_ours
 from nnx.bridge.foreign import Foreign, Ran
 from nnx.core.statics.statics import Keyed, own_copy
@@ -23,7 +23,7 @@ class FlaxAdapter:
     graphdef: Keyed  # with its key: a graphdef has hundreds of parts, and is never changed
     paths: tuple[tuple[Any, ...], ...]
 
-    def run(self, call: Call, variables: Mapping[str, Any]) -> Ran:
+    def run(self, call: ForeignCall, variables: Mapping[str, Any]) -> Ran:
         """Runs a method of a copy of the module."""
         fx = flax_nnx("A model of Flax")
         given = [(path, variables[name_of(path)].value) for path in self.paths if name_of(path) in variables]
@@ -55,7 +55,7 @@ def _adapter(module: Any, graphdef: Any, state: Any) -> FlaxAdapter:
     return FlaxAdapter(type(module), Keyed(own_copy(graphdef)), tuple([path for path, _ in flat_state(state)]))
 
 
-def _reseed(fx: Any, module: Any, call: Call) -> set[tuple[Any, ...]]:
+def _reseed(fx: Any, module: Any, call: ForeignCall) -> set[tuple[Any, ...]]:
     """Seeds the random state of the module from the Context, and returns the paths of what that has changed.
 
     Flax keeps streams inside its modules, with the name they had where they were made. One made by `Rngs(0)` is called

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from nnx.bridge.call import Call
+from nnx.bridge.call import ForeignCall
 from nnx.core.context import Context
 from nnx.core.module.dict_sequence import Dict
 from nnx.core.module.info import info_of
@@ -39,7 +39,7 @@ class Ran(NamedTuple):
 class Adapter(Protocol):
     """How to run a model of some library. It is a static value, and equal ones share their traces."""
 
-    def run(self, call: Call, variables: Mapping[str, Any]) -> Ran:
+    def run(self, call: ForeignCall, variables: Mapping[str, Any]) -> Ran:
         """Runs the model with these variables, which are containers by path."""
         ...
 
@@ -80,7 +80,7 @@ class Foreign(Dict):
         adapter, variables = self._adapter, dict(_variables(self))
         assert adapter is not None
         training = None if self.deterministic is None else not self.deterministic
-        ran = adapter.run(Call(method, args, kwargs, ctx, training), variables)
+        ran = adapter.run(ForeignCall(method, args, kwargs, ctx, training), variables)
         for path, new in ran.updates.items():
             value = new.value if isinstance(new, Node) else new
             if path not in variables:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nnx.bridge.call import Call, parameters_of
+from nnx.bridge.call import ForeignCall, parameters_of
 from nnx.bridge.foreign import Foreign, Ran
 from nnx.bridge.trees import is_data, put_back, read_off, take_out
 from nnx.core.context import Context
@@ -28,7 +28,7 @@ class FunctionAdapter:
     has_state: bool
     stream: str | None
 
-    def run(self, call: Call, variables: Mapping[str, Any]) -> Ran:
+    def run(self, call: ForeignCall, variables: Mapping[str, Any]) -> Ran:
         """Runs the function of that name."""
         function = dict(self.functions).get(call.method)
         if function is None:
@@ -113,7 +113,7 @@ def from_haiku(
     if params is None:
         if ctx is None:
             raise TypeError(NEEDS_PARAMS)
-        call = Call("init", example, kwargs, ctx, True)  # batch norms of Haiku make their state in training only
+        call = ForeignCall("init", example, kwargs, ctx, True)  # batch norms of Haiku make their state in training only
         made = init(ctx.make_rng("params"), *example, **call.kwargs_for(init, len(example) + 1))
         params, state = made if has_state else (made, None)
     functions = apply._asdict() if hasattr(apply, "_asdict") else apply

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nnx.bridge.call import Call
+from nnx.bridge.call import ForeignCall
 from nnx.bridge.foreign import Foreign, Ran
-from nnx.bridge.linen_fields import Parts, put_together, take_apart
+from nnx.bridge.linen_fields import LinenFields, put_together, take_apart
 from nnx.bridge.linen_paths import Paths, name_in_linen
 from nnx.bridge.trees import own
 from nnx.core.context import Context
@@ -23,12 +23,12 @@ READ_ONLY = ("params", "intermediates")
 
 @dataclasses.dataclass(frozen=True)
 class LinenAdapter:
-    """Runs a Linen module, of which these are the Parts; `sow` are the collections that a call fills from empty."""
+    """Runs the Linen module that these LinenFields describe; `sow` are the collections that a call fills from empty."""
 
-    module: Parts
+    module: LinenFields
     sow: tuple[str, ...]
 
-    def run(self, call: Call, variables: Mapping[str, Any]) -> Ran:
+    def run(self, call: ForeignCall, variables: Mapping[str, Any]) -> Ran:
         """Runs a method with `module.apply`."""
         paths = {}
         for path, variable in variables.items():
@@ -103,7 +103,7 @@ def from_linen(
     if variables is None:
         if ctx is None:
             raise TypeError(NEEDS_VARIABLES)
-        call = Call(method, example, kwargs, ctx, False)
+        call = ForeignCall(method, example, kwargs, ctx, False)
         filled = call.kwargs_for(getattr(type(module), method), len(example) + 1)
         variables = put_together(parts).init(ctx.partition().keys, *example, method=method, **filled)
     assert variables is not None

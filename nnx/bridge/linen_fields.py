@@ -13,21 +13,23 @@ from nnx.core.extras import require
 
 
 @dataclasses.dataclass
-class Parts:
-    """A Linen module: its class, and the fields it was made with. Those that are Linen modules are Parts as well."""
+class LinenFields:
+    """A Linen module: its class and its fields. Fields that are Linen modules are LinenFields, too."""
 
     cls: type
     fields: dict[str, Any]
 
 
 def take_apart(value: Any, made: dict[int, Any] | None = None) -> Any:
-    """Returns a value with every Linen module in it replaced by its Parts; one module makes one object."""
+    """Returns a value with every Linen module in it replaced by its LinenFields; one module makes one object."""
     linen = require("flax.linen", "bridge", "A model of Linen")
     made = {} if made is None else made
     if isinstance(value, linen.Module):
         if id(value) not in made:
             fields = [field.name for field in dataclasses.fields(value) if field.init and field.name != "parent"]
-            made[id(value)] = Parts(type(value), {name: take_apart(getattr(value, name), made) for name in fields})
+            made[id(value)] = LinenFields(
+                type(value), {name: take_apart(getattr(value, name), made) for name in fields}
+            )
         return made[id(value)]
     if isinstance(value, Mapping) and hasattr(value, "unfreeze"):  # what Linen turns dicts into
         return {name: take_apart(item, made) for name, item in value.items()}
@@ -39,7 +41,7 @@ def take_apart(value: Any, made: dict[int, Any] | None = None) -> Any:
 def put_together(value: Any, made: dict[int, Any] | None = None) -> Any:
     """Returns what was taken apart, with new Linen modules that have no parent."""
     made = {} if made is None else made
-    if type(value) is Parts:
+    if type(value) is LinenFields:
         if id(value) not in made:
             fields = {name: put_together(field, made) for name, field in value.fields.items()}
             made[id(value)] = value.cls(**fields, parent=None)

@@ -28,7 +28,7 @@ from nnx.generation.arguments import (
     padded,
 )
 from nnx.generation.buckets import default_chunk, pace_of, rounded_lengths
-from nnx.generation.programs import Plan, Progress, Step, read, write
+from nnx.generation.programs import Column, LoopState, Setup, read, write
 from nnx.sharding.rules import get_logical_axis_rules
 from nnx.sharding.target import target
 
@@ -174,7 +174,7 @@ def generate(
     boundary = getattr(model, "rotary_boundary", None)
     room = rounded_lengths(prompt_length, shared_length, new, chunk, limit, boundary)
     rules = get_logical_axis_rules()
-    plan = Plan(
+    setup = Setup(
         cache_length=room.cache,
         chunk=chunk,
         width=room.new,
@@ -186,7 +186,7 @@ def generate(
     )
     pure = Module.partition(model)
     shared = None if shared is None else padded(shared, room.prefix)
-    progress, unstacked = read(pure, padded(prompt, room.prompt + 1), shared, pad, plan=plan)
+    loop, unstacked = read(pure, padded(prompt, room.prompt + 1), shared, pad, setup=setup)
     # A scan over layers would copy the whole cache for each token. The copy of the weights lives as long as this call
     # and costs one pass over them, about as much as one token. Keeping it for the next call would hold the weights
     # twice in the meantime, and would have to notice every update.
@@ -196,19 +196,19 @@ def generate(
     keyed_fn = None if logits_fn is None else Keyed(logits_fn, "logits_fn")
     options: Any = {"logits_fn": keyed_fn, "pace": pace, "rules": rules}
 
-    def advance(progress: Progress, until: int) -> tuple[Progress, Step]:
-        return write(pure, progress, np.int32(until), sampling, key, stops, pad, **options)
+    def advance(loop: LoopState, until: int) -> tuple[LoopState, Column]:
+        return write(pure, loop, np.int32(until), sampling, key, stops, pad, **options)
 
     wanted = _Wanted((rows,) if num_samples is None else (rows, samples), new)
     if stream is None:
-        progress, _ = advance(progress, new)
-    elif is_tracer(progress.step):
+        loop, _ = advance(loop, new)
+    elif is_tracer(loop.step):
         raise ValueError(STREAM_IN_TRANSFORM)
     else:
-        progress = _streamed(advance, progress, new, lambda tokens: stream(wanted.rows(np.asarray(tokens))))
-    _warn_of_broken_rows(progress.broken)
-    tokens = wanted.columns(progress.tokens)
-    return tokens if progress.logprobs is None else (tokens, wanted.columns(progress.logprobs))
+        loop = _streamed(advance, loop, new, lambda tokens: stream(wanted.rows(np.asarray(tokens))))
+    _warn_of_broken_rows(loop.broken)
+    tokens = wanted.columns(loop.tokens)
+    return tokens if loop.logprobs is None else (tokens, wanted.columns(loop.logprobs))
 
 
 class _Wanted(NamedTuple):
@@ -239,25 +239,25 @@ def _cut(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _streamed(
-    advance: Callable[[Progress, int], tuple[Progress, Step]],
-    progress: Progress,
+    advance: Callable[[LoopState, int], tuple[LoopState, Column]],
+    loop: LoopState,
     new: int,
     deliver: Callable[[jax.Array], None],
-) -> Progress:
+) -> LoopState:
     """Writes one token per call of the compiled loop, and delivers each.
 
     The next step is started before the tokens of the last are delivered, so that the device does not wait for the
     receiver. After every row has stopped, one such step finds nothing to do.
     """
-    progress, step = advance(progress, 1)
+    loop, step = advance(loop, 1)
     for until in range(2, new + 1):
-        progress, later = advance(progress, until)
+        loop, later = advance(loop, until)
         deliver(step.tokens)
         if step.is_last:
-            return progress
+            return loop
         step = later
     deliver(step.tokens)
-    return progress
+    return loop
 
 
 def _warn_of_broken_rows(broken: jax.Array) -> None:

@@ -2,7 +2,7 @@
 
 *Reading* (prefill) appends all tokens of a prompt but the last to the cache, and ignores the logits, so that XLA drops
 the output layer from it. *Writing* is a loop: it decodes the newest token, which at first is the prompt's last, chooses
-the next one, and stops when every row has stopped. `Progress` is what the loop carries; its buffers are donated, so a
+the next one, and stops when every row has stopped. `LoopState` is what the loop carries; its buffers are donated, so a
 cache is written in place and never copied.
 
 Both are pure functions of a `Pure`. The model is rebuilt inside, in evaluation mode, wherever a trace begins: a
@@ -36,7 +36,7 @@ WRONG_LOGITS = (
 )
 
 
-class Plan(NamedTuple):
+class Setup(NamedTuple):
     """What is static about a call.
 
     Attributes:
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
     rules: Rules
 
 
-class Progress(NamedTuple):
+class LoopState(NamedTuple):
     """The state of the writing loop.
 
     Attributes:
@@ -84,7 +84,7 @@ class Progress(NamedTuple):
     seen: jax.Array | None
 
 
-class Step(NamedTuple):
+class Column(NamedTuple):
     """The result of writing that the host looks at: the last column, `[rows]`, and whether every row has stopped."""
 
     tokens: jax.Array
@@ -98,10 +98,10 @@ class Prompt(NamedTuple):
     lengths: Any
 
 
-@functools.partial(jax.jit, static_argnames="plan")
+@functools.partial(jax.jit, static_argnames="setup")
 def read(
-    pure: Pure, prompts: Prompt, prefix: Prompt | None, pad_token: Any, *, plan: Plan
-) -> tuple[Progress, Pure | None]:
+    pure: Pure, prompts: Prompt, prefix: Prompt | None, pad_token: Any, *, setup: Setup
+) -> tuple[LoopState, Pure | None]:
     """Reads the prompts.
 
     Returns:
@@ -111,40 +111,40 @@ def read(
     unstacked = _unstacked(pure)
     pure = unstacked or pure
     batch = prompts.tokens.shape[0]
-    cache = _rebuilt(pure).init_cache(batch if prefix is None else 1, plan.cache_length)
+    cache = _rebuilt(pure).init_cache(batch if prefix is None else 1, setup.cache_length)
     if prefix is not None:
-        cache = _append(pure, prefix.tokens, prefix.lengths, cache, plan.chunk, first=True)
-        cache = _take_rows(pure, cache, jnp.zeros(batch, jnp.int32), plan)
+        cache = _append(pure, prefix.tokens, prefix.lengths, cache, setup.chunk, first=True)
+        cache = _take_rows(pure, cache, jnp.zeros(batch, jnp.int32), setup)
     if prompts.tokens.shape[1] > 1:
-        cache = _append(pure, prompts.tokens[:, :-1], prompts.lengths - 1, cache, plan.chunk, first=prefix is None)
+        cache = _append(pure, prompts.tokens[:, :-1], prompts.lengths - 1, cache, setup.chunk, first=prefix is None)
     newest = jnp.take_along_axis(prompts.tokens, prompts.lengths[:, None] - 1, axis=1)[:, 0]
-    seen = _tokens_seen(pure, cache, prompts, prefix) if plan.penalty else None
+    seen = _tokens_seen(pure, cache, prompts, prefix) if setup.penalty else None
 
     # From here on there is one row per text to write. Their prompts have been read once.
-    wanted = batch * plan.num_samples
+    wanted = batch * setup.num_samples
     rows = rows_to_run(wanted, target().platform, _bytes(cache) // batch, _bytes(pure))
     if rows != batch:
-        source = jnp.minimum(jnp.arange(rows) // plan.num_samples, batch - 1)
-        cache = _take_rows(pure, cache, source, plan)
+        source = jnp.minimum(jnp.arange(rows) // setup.num_samples, batch - 1)
+        cache = _take_rows(pure, cache, source, setup)
         newest = newest[source]
         seen = None if seen is None else seen[source]
-    progress = Progress(
+    loop = LoopState(
         step=jnp.zeros((), jnp.int32),
-        cache=_promised(cache, aligned=True) if plan.aligned else cache,
+        cache=_promised(cache, aligned=True) if setup.aligned else cache,
         newest=newest,
         finished=jnp.arange(rows) >= wanted,
         broken=jnp.zeros(rows, bool),
-        tokens=jnp.full((rows, plan.width), pad_token, jnp.int32),
-        logprobs=jnp.zeros((rows, plan.width), jnp.float32) if plan.logprobs else None,
+        tokens=jnp.full((rows, setup.width), pad_token, jnp.int32),
+        logprobs=jnp.zeros((rows, setup.width), jnp.float32) if setup.logprobs else None,
         seen=seen,
     )
-    return progress, unstacked
+    return loop, unstacked
 
 
-@functools.partial(jax.jit, static_argnames=("logits_fn", "pace", "rules"), donate_argnames="progress")
+@functools.partial(jax.jit, static_argnames=("logits_fn", "pace", "rules"), donate_argnames="loop")
 def write(
     pure: Pure,
-    progress: Progress,
+    loop: LoopState,
     until: Any,
     sampling: Sampling,
     key: jax.Array | None,
@@ -154,31 +154,31 @@ def write(
     logits_fn: Keyed | None,
     pace: Pace,
     rules: Rules,
-) -> tuple[Progress, Step]:
+) -> tuple[LoopState, Column]:
     """Writes tokens until there are `until` of them in each row, or every row has stopped.
 
     Whether to go on is decided after each group of steps. Steps that turn out to be too many write padding.
     """
     # A key per row: what is drawn for a row does not depend on the number of rows.
-    rows = jnp.arange(progress.newest.shape[0])
+    rows = jnp.arange(loop.newest.shape[0])
     row_keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
     writer = _Writer(pure, until, sampling, row_keys, stop_tokens, pad_token, logits_fn)
 
-    def goes_on(progress: Progress) -> jax.Array:
-        return (progress.step < until) & ~jnp.all(progress.finished)
+    def goes_on(loop: LoopState) -> jax.Array:
+        return (loop.step < until) & ~jnp.all(loop.finished)
 
-    def write_group(progress: Progress) -> Progress:
-        first = progress.step
+    def write_group(loop: LoopState) -> LoopState:
+        first = loop.step
         # The loop counts by itself: a second counter among its values would be one more kernel per token.
-        progress = jax.lax.fori_loop(0, pace.steps, lambda i, progress: writer.step(progress, first + i), progress)
-        return progress._replace(step=first + pace.steps)
+        loop = jax.lax.fori_loop(0, pace.steps, lambda i, loop: writer.step(loop, first + i), loop)
+        return loop._replace(step=first + pace.steps)
 
-    progress = write_group(progress) if pace.is_one_group else jax.lax.while_loop(goes_on, write_group, progress)
-    return progress, Step(jnp.take(progress.tokens, until - 1, axis=1), jnp.all(progress.finished))
+    loop = write_group(loop) if pace.is_one_group else jax.lax.while_loop(goes_on, write_group, loop)
+    return loop, Column(jnp.take(loop.tokens, until - 1, axis=1), jnp.all(loop.finished))
 
 
 class _Writer(NamedTuple):
-    """One step of the loop: what it needs besides the progress."""
+    """One step of the loop: what it needs besides the loop's state."""
 
     pure: Pure
     until: Any
@@ -188,19 +188,19 @@ class _Writer(NamedTuple):
     pad_token: Any
     logits_fn: Keyed | None
 
-    def step(self, progress: Progress, step: jax.Array) -> Progress:
+    def step(self, loop: LoopState, step: jax.Array) -> LoopState:
         """Decodes the newest token of every row and chooses the next one."""
-        finished, seen = progress.finished, progress.seen
-        raw, cache = _decoded(self.pure, progress.newest[:, None], progress.cache)
+        finished, seen = loop.finished, loop.seen
+        raw, cache = _decoded(self.pure, loop.newest[:, None], loop.cache)
         logits = raw[:, 0]  # [rows, vocab]
         keys = None if self.row_keys is None else jax.vmap(jax.random.fold_in, (0, None))(self.row_keys, step)
         logits_fn = None if self.logits_fn is None else self.logits_fn.value
         token, valid = choose(logits, self.sampling, keys, seen, logits_fn)
 
         idle = finished | (step >= self.until)
-        broken = progress.broken | (~idle & ~valid)
-        tokens = progress.tokens.at[:, step].set(jnp.where(idle | broken, self.pad_token, token))
-        logprobs = progress.logprobs
+        broken = loop.broken | (~idle & ~valid)
+        tokens = loop.tokens.at[:, step].set(jnp.where(idle | broken, self.pad_token, token))
+        logprobs = loop.logprobs
         if logprobs is not None:
             logprob = jnp.where(idle, 0, _logprob(logits.astype(jnp.float32), token))
             logprobs = logprobs.at[:, step].set(jnp.where(broken, jnp.nan, logprob))
@@ -209,7 +209,7 @@ class _Writer(NamedTuple):
             finished = finished | jnp.any(token[:, None] == self.stop_tokens, axis=-1)
         if seen is not None:
             seen = seen.at[jnp.arange(token.shape[0]), token].set(True)
-        return progress._replace(
+        return loop._replace(
             cache=cache, newest=token, finished=finished, broken=broken, tokens=tokens, logprobs=logprobs, seen=seen
         )
 
@@ -273,11 +273,11 @@ def _promised(cache: Any, **promises: bool) -> Any:
     )
 
 
-def _take_rows(pure: Pure, cache: Any, source: jax.Array, plan: Plan) -> Any:
+def _take_rows(pure: Pure, cache: Any, source: jax.Array, setup: Setup) -> Any:
     """Returns a cache whose row `i` is row `source[i]` of this one."""
 
     def shapes(batch: int) -> list[Any]:
-        return jax.tree.leaves(jax.eval_shape(lambda: _rebuilt(pure).init_cache(batch, plan.cache_length)))
+        return jax.tree.leaves(jax.eval_shape(lambda: _rebuilt(pure).init_cache(batch, setup.cache_length)))
 
     leaves, treedef = jax.tree.flatten(cache)
     taken = []

@@ -41,10 +41,10 @@ def peaks(text: str, scopes: Callable[[str], Iterable[int]]) -> Peaks:
         scopes: a function that returns the numbers of the scopes in the name of an operation.
     """
     program = read(text)
-    return _Run(program, scopes).peaks(program.entry)
+    return _PeakSearch(program, scopes).peaks(program.entry)
 
 
-class _Run:
+class _PeakSearch:
     """A run of a compiled program: the peaks of the computations that have been looked at."""
 
     def __init__(self, program: Program, scopes: Callable[[str], Iterable[int]]) -> None:

@@ -29,7 +29,7 @@ def _hook_key(hook: Any) -> Any:
         return object()
 
 
-class _Held:
+class _Hook:
     """A hook, as an object that can be referred to weakly, which not every callable can."""
 
     __slots__ = ("hook", "__weakref__")
@@ -47,7 +47,7 @@ class Interceptor(Observer):
 
     __slots__ = ("held",)
 
-    def __init__(self, path: str, methods: tuple[str, ...], key: Any, held: "_Held"):
+    def __init__(self, path: str, methods: tuple[str, ...], key: Any, held: "_Hook"):
         super().__init__("nnx.intercept", path, methods, key)
         self.held = weakref.ref(held)
 
@@ -109,7 +109,7 @@ def intercept(
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
         observed = ObservedCall("nnx.intercept", fun, where, methods, args, kwargs)
-        key, held = _hook_key(hook), _Held(hook)
+        key, held = _hook_key(hook), _Hook(hook)
         outcome, _ = observed.run(lambda path, names: Interceptor(path, names, key, held))
         return finish(observed.call, outcome, stateful)
 

@@ -13,7 +13,7 @@ from nnx.core.context import Context
 from nnx.core.module.module import Module
 from nnx.inspection.data_flow import INPUT, edges_of
 from nnx.inspection.recording import record
-from nnx.inspection.summary import Row, Summary, summarize
+from nnx.inspection.summary import ModuleRow, Summary, summarize
 from nnx.storage.files import atomic_file, local_path
 
 WIDTH, HEIGHT, PAD, GAP, HEADER, LANE = 300, 42, 14, 22, 26, 11  # pixels
@@ -22,12 +22,12 @@ AROUND = "#f6f7f9"
 COLORS = ("#dbe9f6", "#e3f1dd", "#fdeacc", "#f3dfee", "#dff0ef", "#f6e0dc", "#e8e4f5", "#eeeedd")
 
 
-class Box(NamedTuple):
+class ModuleBox(NamedTuple):
     """A drawn Module and its place; `label` is its name in the Module around it."""
 
     number: int
     label: str
-    row: Row
+    row: ModuleRow
     x: float
     y: float
     width: float
@@ -96,7 +96,7 @@ def plot_model(
     recording = record(model, method or "__call__", inputs, kwargs) if inputs or kwargs or method else None
     table = summarize(model, recording)
     numbers = {path: number for number, (path, _) in enumerate(Module.named_modules(model))}
-    tree = _Tree(table, numbers, depth)
+    tree = _Boxes(table, numbers, depth)
     edges: set[tuple[int, int]] = set()
     if recording is not None:
         edges, last = edges_of(recording, tree.box_of)
@@ -110,7 +110,7 @@ def plot_model(
     return picture
 
 
-class _Tree:
+class _Boxes:
     """The boxes of a model, placed."""
 
     def __init__(self, table: Summary, numbers: dict[str, int], depth: int | None):
@@ -121,7 +121,7 @@ class _Tree:
         for path in self.rows:
             if path:
                 self.children[path.rpartition("/")[0]].append(path)
-        self.boxes: list[Box] = []  # those around others first
+        self.boxes: list[ModuleBox] = []  # those around others first
         self._same: dict[int, int] = {}  # by number, the number of the box that stands for several
         self.height: float = PAD + HEIGHT * 0.6 + GAP
         self.height += self._place("", table.rows[0].layer, 0, self.height)
@@ -152,7 +152,7 @@ class _Tree:
         x, width = PAD * (level + 1), WIDTH - 2 * PAD * level + 120
         shown = self._shown(path)
         at = len(self.boxes)
-        self.boxes.append(Box(self.numbers[path], label, self.rows[path], x, y, width, HEIGHT, not shown))
+        self.boxes.append(ModuleBox(self.numbers[path], label, self.rows[path], x, y, width, HEIGHT, not shown))
         if not shown:
             return HEIGHT
         height: float = HEADER
@@ -186,7 +186,7 @@ class _Tree:
 # Drawing
 
 
-def _svg(tree: _Tree, edges: set[tuple[int, int]], has_call: bool) -> str:
+def _svg(tree: _Boxes, edges: set[tuple[int, int]], has_call: bool) -> str:
     ends = _ends(tree, has_call)
     boxes = {box.number: box for box in (*tree.boxes, *ends)}
     order = [box.number for box in sorted((b for b in boxes.values() if b.is_leaf), key=lambda box: box.y)]
@@ -208,7 +208,7 @@ def _svg(tree: _Tree, edges: set[tuple[int, int]], has_call: bool) -> str:
     return "\n".join(parts)
 
 
-def _ends(tree: _Tree, has_call: bool) -> list[Box]:
+def _ends(tree: _Boxes, has_call: bool) -> list[ModuleBox]:
     """Returns boxes for the input and the output of the model."""
     if not has_call:
         return []
@@ -217,7 +217,7 @@ def _ends(tree: _Tree, has_call: bool) -> list[Box]:
     return [top, top._replace(number=OUTPUT, label="output", y=tree.height + GAP)]
 
 
-def _box_shape(box: Box) -> str:
+def _box_shape(box: ModuleBox) -> str:
     place = f'x="{box.x}" y="{box.y:.1f}" width="{box.width}" height="{box.height:.1f}"'
     if not box.is_leaf:
         return f'<rect {place} rx="6" fill="{AROUND}" stroke="#c3c9d2"/>'
@@ -225,7 +225,7 @@ def _box_shape(box: Box) -> str:
     return f'<rect {place} rx="5" fill="{color}" stroke="#9aa3b0"/>'
 
 
-def _box_text(box: Box) -> str:
+def _box_text(box: ModuleBox) -> str:
     row = box.row
     label = [] if row.path == "" else [f'<tspan font-weight="bold">{html.escape(_fit(box.label, 24))}</tspan>']
     layer = html.escape(_fit(row.layer, 24))
@@ -244,7 +244,7 @@ def _box_text(box: Box) -> str:
     return "".join(texts)
 
 
-def _end_text(box: Box) -> str:
+def _end_text(box: ModuleBox) -> str:
     middle = (box.x + box.width) / 2 + 3.6 * PAD
     place = f'x="{middle}" y="{box.y + 17:.1f}"'
     return f'<text {place} fill="#444" text-anchor="middle" font-style="italic">{box.label}</text>'
@@ -254,7 +254,7 @@ def _fit(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
-def _arrows(boxes: dict[int, Box], order: Sequence[int], edges: set[tuple[int, int]]) -> tuple[list[str], int]:
+def _arrows(boxes: dict[int, ModuleBox], order: Sequence[int], edges: set[tuple[int, int]]) -> tuple[list[str], int]:
     """Returns the arrows, and the number of lanes at the right that those around other boxes need."""
     place = {number: at for at, number in enumerate(order)}
     style = 'fill="none" stroke="#5a6270" stroke-width="1.3" marker-end="url(#nnx-arrow)"'

@@ -18,13 +18,13 @@ from nnx.storage.files import local_path, unique_token
 Sink = Callable[[int, dict[str, float]], Any]
 
 
-class Run(Protocol):
+class WandbRun(Protocol):
     """The part of a `wandb` run that is used here."""
 
     def log(self, data: dict[str, Any], step: int | None = None) -> Any: ...
 
 
-def wandb_sink(run: Run) -> "WandbSink":
+def wandb_sink(run: WandbRun) -> "WandbSink":
     """Returns a sink that logs to a Weights & Biases run, which stays open for you to finish.
 
     Args:
@@ -45,7 +45,7 @@ def wandb_sink(run: Run) -> "WandbSink":
 class WandbSink:
     """A sink that logs to a Weights & Biases run: see `nnx.wandb_sink`."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: WandbRun):
         self._run = run
 
     def __call__(self, step: int, values: dict[str, float]) -> None:

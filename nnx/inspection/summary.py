@@ -36,7 +36,7 @@ NOT_COUNTABLE = """nnx.count_params takes a Module, a State or a Pure, got {valu
 of arrays: sum(x.size for x in jax.tree.leaves(tree))."""
 
 
-class Row(NamedTuple):
+class ModuleRow(NamedTuple):
     """One Module in the table; `output` and `flops` are None if it was not called.
 
     With `backward=True`, `backward` has the FLOPs of its backward pass, and `kept` the bytes that its forward pass
@@ -76,14 +76,14 @@ class Summary:
         peak: the most bytes that the compiled program holds; None without `peak_memory=True`.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ModuleRow, ...]
     collections: dict[str, Total]
     parameters: int
     bytes: int
     flops: int | None
     peak: int | None
 
-    def __init__(self, rows: Sequence[Row], collections: dict[str, Total]):
+    def __init__(self, rows: Sequence[ModuleRow], collections: dict[str, Total]):
         self.rows = tuple(rows)
         self.collections = collections
         self.parameters = self.rows[0].parameters
@@ -126,7 +126,7 @@ class Summary:
             flops = (*flops, "peak")
         return ("path", "layer", *output, "parameters", "bytes", *flops)
 
-    def _shown(self, depth: int | None) -> list[Row]:
+    def _shown(self, depth: int | None) -> list[ModuleRow]:
         return [row for row in self.rows if depth is None or not row.path or row.path.count("/") < depth]
 
     def _cells(self, depth: int | None) -> list[tuple[str, ...]]:
@@ -145,7 +145,7 @@ class Summary:
             cells.append((label, row.layer, *output, f"{row.parameters:,}", _memory(row.bytes), *flops))
         return cells
 
-    def _flops_text(self, row: Row) -> str:
+    def _flops_text(self, row: ModuleRow) -> str:
         """Returns the FLOPs of a Module; in parentheses those of its submodules, if it was not called itself."""
         if row.flops is not None:
             return _scaled(row.flops)
@@ -242,7 +242,7 @@ def summarize(model: Module, recording: Recording | None, peaks: Peaks | None = 
         output, flops = _called(recording, number)
         held = (parameters.get(path, 0), sizes.get(path, 0))
         peak = None if peaks is None else peaks.by_scope.get(number) if path else peaks.whole
-        rows.append(Row(path, type(module).__name__, output, *held, flops, *_trained(recording, number), peak))
+        rows.append(ModuleRow(path, type(module).__name__, output, *held, flops, *_trained(recording, number), peak))
     return Summary(rows, collections)
 
 

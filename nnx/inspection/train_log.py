@@ -64,7 +64,7 @@ PLOT_FAILED = "The metrics in {path} could not be plotted ({reason})."
 S = TypeVar("S", bound=Sink)
 
 
-class Pending(NamedTuple):
+class PendingRecord(NamedTuple):
     """A record whose values may not have been computed yet."""
 
     step: int
@@ -151,7 +151,7 @@ class TrainLog:
         self._is_drawn = curve is not None  # also on a terminal
         self._sinks: list[Any] = [] if tensorboard is None else [tensorboard_sink(tensorboard)]
         self._progress = Progress(total, Work(tokens_per_step, flops_per_step, peak_flops))
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[PendingRecord] = deque()
         self._shown: Record = {}
         self._warned: set[str] = set()
         self._lock = threading.RLock()
@@ -190,7 +190,7 @@ class TrainLog:
             held = {name: self._held(number, name, value) for name, value in metrics.items()}
             self._progress.advance(number)
             values = {k: v for k, v in held.items() if v is not None} | self._progress.throughput()
-            self._pending.append(Pending(number, time.time(), values))
+            self._pending.append(PendingRecord(number, time.time(), values))
             while self._pending and (len(self._pending) > MAX_PENDING or self._pending[0].is_ready):
                 self._emit(self._pending.popleft())
 
@@ -330,7 +330,7 @@ class TrainLog:
             self._warn(f"value {name}", NO_VALUE.format(name=name, step=step, reason=first_line(error)))
             return None
 
-    def _emit(self, pending: Pending) -> None:
+    def _emit(self, pending: PendingRecord) -> None:
         values = {name: _number(value) for name, value in pending.metrics.items()}
         step = pending.step
         record: Record = {"step": step, "time": round(pending.time, 3), **values}

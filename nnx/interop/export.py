@@ -47,7 +47,7 @@ NOT_A_DIRECTORY = "nnx.export: {path} exists and is not a directory."
 _KERNELS = (jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton"),)
 
 
-class _Program(NamedTuple):
+class _ExportedProgram(NamedTuple):
     """A traced function: the serialized program and what has to be known to call it."""
 
     data: bytes
@@ -101,7 +101,7 @@ def export(
     _write(path, _trace(callee, args, kwargs, platforms, symbolic_batch))
 
 
-def _write(path: Path, program: _Program) -> None:
+def _write(path: Path, program: _ExportedProgram) -> None:
     """Writes the files of an export: the description last, because without it there is none."""
     try:
         if path.exists() and not path.is_dir():
@@ -119,7 +119,7 @@ def _write(path: Path, program: _Program) -> None:
         raise CheckpointError(f"nnx.export: {path} cannot be written ({error}).") from error
 
 
-def _trace(callee: Any, args: Any, kwargs: Any, platforms: Any, symbolic_batch: bool) -> _Program:
+def _trace(callee: Any, args: Any, kwargs: Any, platforms: Any, symbolic_batch: bool) -> _ExportedProgram:
     call = Call((*callee.bound, *args), kwargs)
     if call.contexts:
         raise TypeError(CONTEXT_GIVEN)
@@ -156,7 +156,7 @@ def _trace(callee: Any, args: Any, kwargs: Any, platforms: Any, symbolic_batch: 
         "weights": {name: weight_type(weight) for name, weight in weights.items()},
         "inputs": [array_type(spec) for spec in specs],
     }
-    return _Program(data, weights, fields | forms)
+    return _ExportedProgram(data, weights, fields | forms)
 
 
 def _compiling_for(platforms: Sequence[str] | None) -> Any:

@@ -26,7 +26,7 @@ device. If the second layer follows the first, let the class that holds them nam
 logical_axes = {{"{up}/kernel": ("embed", "mlp"), "{up}/bias": ("mlp",), "{down}/kernel": ("mlp", "embed")}}."""
 
 
-class Row(Protocol):
+class ArrayRow(Protocol):
     """What findings need to know about one array; see `ShardingRow`."""
 
     @property
@@ -45,7 +45,9 @@ class Row(Protocol):
     def notes(self) -> tuple[str, ...]: ...
 
 
-def find(rows: Sequence[Row], mesh_shape: Mapping[str, int], rules: Rules, constrained: Iterable[str]) -> list[str]:
+def find(
+    rows: Sequence[ArrayRow], mesh_shape: Mapping[str, int], rules: Rules, constrained: Iterable[str]
+) -> list[str]:
     """Returns the findings about a model on a mesh; none without a mesh, or if it has one device.
 
     Args:
@@ -70,12 +72,12 @@ def find(rows: Sequence[Row], mesh_shape: Mapping[str, int], rules: Rules, const
     ]
 
 
-def names_of(rows: Sequence[Row]) -> set[str]:
+def names_of(rows: Sequence[ArrayRow]) -> set[str]:
     """Returns the axis names of the arrays in a model."""
     return {name for row in rows for name in names_in(row.logical_axes)}
 
 
-def left_whole(rows: Sequence[Row], mesh_shape: Mapping[str, int], rules: Rules) -> list[str]:
+def left_whole(rows: Sequence[ArrayRow], mesh_shape: Mapping[str, int], rules: Rules) -> list[str]:
     """Returns the findings about large arrays that are not split, unless rules leave them whole on purpose."""
     decided, found = {name for name, _ in axis_rules(rules)}, []
     devices = math.prod(mesh_shape.values())
@@ -92,9 +94,9 @@ def left_whole(rows: Sequence[Row], mesh_shape: Mapping[str, int], rules: Rules)
     return found
 
 
-def _split_pairs(rows: Sequence[Row]) -> list[str]:
+def _split_pairs(rows: Sequence[ArrayRow]) -> list[str]:
     """Returns a finding for every two layers of a Module that widen and narrow again, both split by their outputs."""
-    by_parent: dict[str, list[Row]] = {}
+    by_parent: dict[str, list[ArrayRow]] = {}
     for row in rows:
         layer, _, name = row.path.rpartition("/")
         if name == "kernel" and row.logical_axes[-2:] == ("in", "out") and any(row.mesh_axes[-1:]):

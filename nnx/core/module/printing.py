@@ -29,13 +29,13 @@ Labeled = tuple[str, Any]  # a label, and a text or the number of a Module to pr
 
 def module_repr(root: Any) -> str:
     """Returns a Module as an indented tree."""
-    tree = _Tree(root, _is_option_left_alone)
+    tree = _PrintOrder(root, _is_option_left_alone)
     return _printed(tree, tree.attributes.__getitem__, lambda prefix, number, attributes: None, cut=lambda line: line)
 
 
 def module_str(root: Any) -> str:
     """Returns a Module as a short indented tree."""
-    tree = _Tree(root, _is_uninteresting)
+    tree = _PrintOrder(root, _is_uninteresting)
     tree.compare()
 
     def on_one_line(prefix: str, number: int, attributes: list[Labeled]) -> str | None:
@@ -45,7 +45,7 @@ def module_str(root: Any) -> str:
 
 
 def _printed(
-    tree: "_Tree",
+    tree: "_PrintOrder",
     attributes_of: Callable[[int], list[Labeled]],
     on_one_line: Callable[[str, int, list[Labeled]], str | None],
     cut: Callable[[str], str],
@@ -69,7 +69,7 @@ def _printed(
     return "\n".join(lines)
 
 
-def _one_line(prefix: str, name: str, parts: Sequence["_Part"]) -> str:
+def _one_line(prefix: str, name: str, parts: Sequence["_AttributeText"]) -> str:
     """Returns a Module without submodules as one line: in full, else with short Variables, else as much as fits."""
     for texts in ([part.text for part in parts], [part.short for part in parts]):
         line = f"{prefix}{name}({', '.join(texts)})"
@@ -88,14 +88,14 @@ def _has_modules(attributes: Sequence[Labeled]) -> bool:
     return any(not isinstance(value, str) for _, value in attributes)
 
 
-class _Part(NamedTuple):
+class _AttributeText(NamedTuple):
     """One attribute in the line of a Module, in full and in short."""
 
     text: str
     short: str
 
 
-class _Tree:
+class _PrintOrder:
     """The Modules of a graph in the order they are printed in, each with its labeled attributes.
 
     Args:
@@ -152,15 +152,15 @@ class _Tree:
             self._parameters[cls] = _constructor_parameters(cls)
         return self._parameters[cls]
 
-    def parts(self, number: int) -> list[_Part]:
+    def parts(self, number: int) -> list[_AttributeText]:
         """Returns the attributes of a Module without submodules, the required arguments of its constructor first."""
         texts = {label: value for label, value in self.grouped(number)}
         required = [label for label in self.required[number] if label in texts]
-        first = [_Part(texts[label], texts[label]) for label in required]
+        first = [_AttributeText(texts[label], texts[label]) for label in required]
         rest = [label for label in texts if label not in required]
         return [
             *first,
-            *(_Part(f"{label}: {texts[label]}", f"{label}: {_without_type(texts[label])}") for label in rest),
+            *(_AttributeText(f"{label}: {texts[label]}", f"{label}: {_without_type(texts[label])}") for label in rest),
         ]
 
     def compare(self) -> None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nnx.nn.attention.weights import Options, Settings, attend, may_see_nothing
+from nnx.nn.attention.weights import AttentionArrays, AttentionSettings, attend, may_see_nothing
 from nnx.nn.support.settings import cast, compiled_body, statistics_dtype
 
 LONG = 2048 * 2048
@@ -35,7 +35,7 @@ def block_size(keys: int) -> int:
 
 @compiled_body
 def attend_in_blocks(
-    query: jax.Array, key: jax.Array, value: jax.Array, options: Options, *, settings: Settings
+    query: jax.Array, key: jax.Array, value: jax.Array, options: AttentionArrays, *, settings: AttentionSettings
 ) -> jax.Array:
     """Returns what `weights.attend` does, without the weights; the arguments cover all queries and keys."""
     queries, keys = query.shape[-3], key.shape[-3]
@@ -55,7 +55,7 @@ def attend_in_blocks(
     return jnp.concatenate(outs, -3)
 
 
-def _part(options: Options, start: int, stop: int, keys: int) -> Options:
+def _part(options: AttentionArrays, start: int, stop: int, keys: int) -> AttentionArrays:
     """Returns the options for some queries and the first keys."""
 
     def cut(array: jax.Array | None) -> jax.Array | None:
@@ -70,8 +70,8 @@ def _attend_to(
     query: jax.Array,
     wide: Sequence[jax.Array],
     dtype: Any,
-    options: Options,
-    settings: Settings,
+    options: AttentionArrays,
+    settings: AttentionSettings,
     some_unseeing: bool,
     offset: int,
 ) -> jax.Array:
@@ -107,13 +107,13 @@ def _attend_to(
     return over_blocks(run, None, size, [(query, -3), (bias, -2)], -3)[1]
 
 
-def _window(settings: Settings) -> tuple[int, int]:
+def _window(settings: AttentionSettings) -> tuple[int, int]:
     assert settings.window is not None
     left, right = settings.window
     return left, min(right, 0) if settings.is_causal else right
 
 
-def _span(options: Options, settings: Settings, size: int, keys: int) -> int | None:
+def _span(options: AttentionArrays, settings: AttentionSettings, size: int, keys: int) -> int | None:
     """Returns how many keys a block of queries has in its window; None if it has to read all of them."""
     if settings.window is None or options.bias is not None:
         return None

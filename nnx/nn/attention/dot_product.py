@@ -37,7 +37,7 @@ from nnx.nn.attention.attention_kernel import (
     splash_obstacle,
 )
 from nnx.nn.attention.blocks import attend_in_blocks, is_long
-from nnx.nn.attention.weights import Options, Settings, attend, bounded, may_see_nothing, zero_unseeing
+from nnx.nn.attention.weights import AttentionArrays, AttentionSettings, attend, bounded, may_see_nothing, zero_unseeing
 from nnx.nn.support.settings import PromoteDtype, compiled_body, default_promote_dtype
 from nnx.sharding.explicit import heads_like
 from nnx.sharding.target import Target, lowered_on, target
@@ -157,7 +157,7 @@ def dot_product_attention(
     )
     arrays = (query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths)
     window = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
-    settings = Settings(
+    settings = AttentionSettings(
         is_causal, scale, window, assume_seen, dropout_rate, broadcast_dropout, precision, logits_soft_cap
     )
     ordinary = functools.partial(_ordinary, settings, features, dropout_rng if dropout else None, sinks, module)
@@ -185,7 +185,7 @@ def _chosen(implementation: Any, arrays: tuple[Any, ...], features: Features, at
     return implementation
 
 
-def _fused(settings: Settings, implementation: Implementation, *arrays: Any) -> jax.Array:
+def _fused(settings: AttentionSettings, implementation: Implementation, *arrays: Any) -> jax.Array:
     """Attends with a fused kernel."""
     if implementation == "cudnn":
         return _delegated(*arrays, settings=settings, implementation="cudnn")
@@ -197,7 +197,7 @@ def _fused(settings: Settings, implementation: Implementation, *arrays: Any) -> 
 
 
 def _ordinary(
-    settings: Settings,
+    settings: AttentionSettings,
     features: Features,
     dropout_rng: jax.Array | None,
     sinks: jax.Array | None,
@@ -206,7 +206,7 @@ def _ordinary(
 ) -> jax.Array:
     """Attends without a fused kernel."""
     query, key, value, bias, mask, query_lengths, key_lengths = arrays
-    options = Options(bias, mask, query_lengths, key_lengths, dropout_rng, sinks)
+    options = AttentionArrays(bias, mask, query_lengths, key_lengths, dropout_rng, sinks)
     if module is None and is_long(query.shape[-3], key.shape[-3]) and jax.typeof(query).sharding.spec[-3] is None:
         return attend_in_blocks(query, key, value, options, settings=settings)
     if not _needs_weights(query, key, value, features):
@@ -276,13 +276,13 @@ def _delegated(
     query_lengths: jax.Array | None,
     key_lengths: jax.Array | None,
     *,
-    settings: Settings,
+    settings: AttentionSettings,
     implementation: Literal["cudnn", "xla"],
 ) -> jax.Array:
     """Attends with `jax.nn.dot_product_attention`, which takes exactly one batch axis."""
     batch = query.shape[:-3]
     lengths = (query.shape[-3], key.shape[-3])
-    given, given_settings = Options(bias, mask, None, key_lengths), settings
+    given, given_settings = AttentionArrays(bias, mask, None, key_lengths), settings
     # cuDNN's window is a causal one with a left bound; `fusion_obstacle` lets no other window through.
     if implementation == "cudnn" and settings.window is not None:
         settings = settings._replace(is_causal=True, window=(settings.window[0], 0))
@@ -314,7 +314,7 @@ def _delegated(
 
 
 def _attend(
-    settings: Settings,
+    settings: AttentionSettings,
     implementation: Literal["cudnn", "xla"],
     query: jax.Array,
     key: jax.Array,
@@ -343,24 +343,31 @@ _fused_unless_differentiated = jax.custom_jvp(_attend, nondiff_argnums=(0, 1))
 
 
 @_fused_unless_differentiated.defjvp
-def _differentiate_without_fusion(settings: Settings, implementation: Any, primals: Any, tangents: Any) -> Any:
+def _differentiate_without_fusion(settings: AttentionSettings, implementation: Any, primals: Any, tangents: Any) -> Any:
     """Computes the output as well as its derivative with XLA."""
     del implementation
     return jax.jvp(functools.partial(_attend_without_fusion, settings), primals, tangents)
 
 
 def _attend_without_fusion(
-    settings: Settings, query: Any, key: Any, value: Any, bias: Any, mask: Any, query_lengths: Any, key_lengths: Any
+    settings: AttentionSettings,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    mask: Any,
+    query_lengths: Any,
+    key_lengths: Any,
 ) -> jax.Array:
     if not is_long(query.shape[-3], key.shape[-3]):
         return _attend(settings, "xla", query, key, value, bias, mask, query_lengths, key_lengths)
-    options = Options(bias, mask, query_lengths, key_lengths)
+    options = AttentionArrays(bias, mask, query_lengths, key_lengths)
     return attend_in_blocks(query, key, value, options, settings=settings._replace(assume_seen=True))
 
 
 @compiled_body
 def _explicit(
-    query: jax.Array, key: jax.Array, value: jax.Array, options: Options, *, settings: Settings
+    query: jax.Array, key: jax.Array, value: jax.Array, options: AttentionArrays, *, settings: AttentionSettings
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output and the attention weights, `[batch..., heads, query_length, key_length]`."""
     queries, keys = query.shape[-3], key.shape[-3]

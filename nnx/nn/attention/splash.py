@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import PartitionSpec
 
 from nnx.nn.attention.splits import is_whole, splits_of_heads
-from nnx.nn.attention.weights import Options, Settings, zero_padding, zero_unseeing
+from nnx.nn.attention.weights import AttentionArrays, AttentionSettings, zero_padding, zero_unseeing
 from nnx.sharding.meshes import current_mesh
 from nnx.sharding.target import target
 
@@ -27,7 +27,7 @@ def splash_attention(
     value: jax.Array,
     query_lengths: jax.Array | None,
     key_lengths: jax.Array | None,
-    settings: Settings,
+    settings: AttentionSettings,
 ) -> jax.Array:
     """Attends with the splash kernel; `splash_obstacle` says when it can.
 
@@ -49,12 +49,12 @@ def splash_attention(
         )
     out = run(scaled, key, value, key_lengths)
 
-    options = Options(query_lengths=query_lengths, key_lengths=key_lengths)
+    options = AttentionArrays(query_lengths=query_lengths, key_lengths=key_lengths)
     return zero_padding(zero_unseeing(out, options, settings, keys), options, jnp.arange(queries))
 
 
 def _on_device(
-    settings: Settings, interpret: bool, query: jax.Array, key: jax.Array, value: jax.Array, key_lengths: Any
+    settings: AttentionSettings, interpret: bool, query: jax.Array, key: jax.Array, value: jax.Array, key_lengths: Any
 ) -> jax.Array:
     """Attends on one device, to all of its rows and heads."""
     *batch, queries, heads, features = query.shape
@@ -72,7 +72,7 @@ def _on_device(
     return jnp.swapaxes(out.reshape(*batch, heads, queries, features), -3, -2).astype(query.dtype)
 
 
-def _kernel(settings: Settings, queries: int, keys: int, heads: int, interpret: bool) -> Any:
+def _kernel(settings: AttentionSettings, queries: int, keys: int, heads: int, interpret: bool) -> Any:
     """Returns the kernel for so many query heads of one key head."""
     block = next(size for size in BLOCKS if queries % size == 0 and keys % size == 0)
     sizes = splash_attention_kernel.BlockSizes(
@@ -93,7 +93,7 @@ def _kernel(settings: Settings, queries: int, keys: int, heads: int, interpret: 
     )
 
 
-def _mask(settings: Settings, queries: int, keys: int) -> Any:
+def _mask(settings: AttentionSettings, queries: int, keys: int) -> Any:
     shape = queries, keys
     if settings.window is not None:
         left, right = settings.window

@@ -20,7 +20,7 @@ from nnx.sharding.explicit import split_like
 MASKED = -0.7 * float(np.finfo(np.float32).max)
 
 
-class Settings(NamedTuple):
+class AttentionSettings(NamedTuple):
     """What is known about a call when it is traced; see `dot_product_attention`."""
 
     is_causal: bool
@@ -33,7 +33,7 @@ class Settings(NamedTuple):
     soft_cap: float | None
 
 
-class Options(NamedTuple):
+class AttentionArrays(NamedTuple):
     """The arrays of a call besides queries, keys and values, each None if it was not given; see
     `dot_product_attention`."""
 
@@ -49,8 +49,8 @@ def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    options: Options,
-    settings: Settings,
+    options: AttentionArrays,
+    settings: AttentionSettings,
     query_positions: jax.Array,
     key_positions: jax.Array,
     some_unseeing: bool,
@@ -119,7 +119,9 @@ def _softmax_with_sinks(logits: jax.Array, sinks: jax.Array) -> jax.Array:
     return exponentials / (exponentials.sum(-1, keepdims=True) + jnp.exp(sinks - top))
 
 
-def _visible(options: Options, settings: Settings, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
+def _visible(
+    options: AttentionArrays, settings: AttentionSettings, queries: jax.Array, keys: jax.Array
+) -> jax.Array | None:
     """Returns what mask, lengths, causality and window leave visible at these positions, or `None` for everything."""
     parts = []
     distance = queries[:, None] - keys
@@ -143,7 +145,7 @@ def bounded(bias: jax.Array) -> jax.Array:
     return jnp.maximum(bias, jnp.asarray(lowest, bias.dtype))
 
 
-def may_see_nothing(options: Options, settings: Settings, query_length: int, key_length: int) -> bool:
+def may_see_nothing(options: AttentionArrays, settings: AttentionSettings, query_length: int, key_length: int) -> bool:
     """Whether a query may see no key, as far as shapes and settings tell."""
     if settings.assume_seen:
         return False
@@ -156,7 +158,7 @@ def may_see_nothing(options: Options, settings: Settings, query_length: int, key
     return right < 0 or left + right < 0 or query_length - left > key_length or key_length == 0
 
 
-def zero_unseeing(out: jax.Array, options: Options, settings: Settings, key_length: int) -> jax.Array:
+def zero_unseeing(out: jax.Array, options: AttentionArrays, settings: AttentionSettings, key_length: int) -> jax.Array:
     """Returns the output `[batch..., queries, heads, features]` with zeros for queries that see no key."""
     query_length = out.shape[-3]
     if not may_see_nothing(options, settings, query_length, key_length):
@@ -165,7 +167,7 @@ def zero_unseeing(out: jax.Array, options: Options, settings: Settings, key_leng
     return jnp.where(jnp.swapaxes(seen, -3, -2), out, 0)
 
 
-def zero_padding(out: jax.Array, options: Options, positions: jax.Array) -> jax.Array:
+def zero_padding(out: jax.Array, options: AttentionArrays, positions: jax.Array) -> jax.Array:
     """Returns the output of queries at these positions with zeros for those past the end of their texts."""
     if options.query_lengths is None:
         return out
@@ -173,7 +175,7 @@ def zero_padding(out: jax.Array, options: Options, positions: jax.Array) -> jax.
     return jnp.where(real[..., None, None], out, 0)
 
 
-def _which_see(options: Options, settings: Settings, queries: jax.Array, keys: jax.Array) -> jax.Array:
+def _which_see(options: AttentionArrays, settings: AttentionSettings, queries: jax.Array, keys: jax.Array) -> jax.Array:
     """Returns which of the queries at these positions see at least one key.
 
     The result has at least three axes and broadcasts to `[batch..., heads, query_length, 1]`.

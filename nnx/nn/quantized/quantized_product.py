@@ -30,7 +30,7 @@ MANY_ROWS = 512
 """From so many rows on, writing a dequantized weight takes little of the time of the product."""
 
 
-class _Settings(NamedTuple):
+class _ProductSettings(NamedTuple):
     """What is known about a product when it is compiled; `group_size` is None where the weight is dequantized first."""
 
     group_size: int | None
@@ -78,7 +78,7 @@ def quantized_product(
         if implementation is not None or not _dequantizing_pays(x, integers, rows):
             return None
     grouped = () if groups is None else (groups,)
-    settings = _Settings(group_size, transposed, jnp.dtype(dtype or x.dtype), implementation)
+    settings = _ProductSettings(group_size, transposed, jnp.dtype(dtype or x.dtype), implementation)
     y = _product(
         settings,
         jnp.reshape(x, (rows, inputs)),
@@ -111,7 +111,7 @@ def _is_half_on_gpu(x: jax.Array, integers: jax.Array) -> bool:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _product(settings: _Settings, x: jax.Array, integers: jax.Array, scale: jax.Array) -> jax.Array:
+def _product(settings: _ProductSettings, x: jax.Array, integers: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns the product `[rows, outputs]` of matrices."""
     if settings.implementation == "xla":
         return _ordinary(settings, x, integers, scale)
@@ -120,7 +120,7 @@ def _product(settings: _Settings, x: jax.Array, integers: jax.Array, scale: jax.
     return _kernel_product(settings)(x, integers, scale)
 
 
-def _product_jvp(settings: _Settings, primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
+def _product_jvp(settings: _ProductSettings, primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
     # The derivative is linear in each tangent, so ordinary operations can be transposed for gradients.
     (x, integers, scale), (x_tangent, _, scale_tangent) = primals, tangents
     y = _product(settings, x, integers, scale)
@@ -136,7 +136,7 @@ _product.defjvp(_product_jvp, symbolic_zeros=True)
 
 
 @functools.cache
-def _kernel_product(settings: _Settings) -> Any:
+def _kernel_product(settings: _ProductSettings) -> Any:
     """Returns a function that multiplies with the kernel, and knows what to do under `jax.vmap`."""
     ordinary = functools.partial(_ordinary, settings)
 
@@ -169,14 +169,14 @@ def _kernel_product(settings: _Settings) -> Any:
     return product
 
 
-def _dequantized(settings: _Settings, x: jax.Array, integers: jax.Array, scale: jax.Array) -> jax.Array:
+def _dequantized(settings: _ProductSettings, x: jax.Array, integers: jax.Array, scale: jax.Array) -> jax.Array:
     summed = 1 if settings.transposed else 0
     # The barrier keeps XLA from moving the conversion into the product.
     weight = lax.optimization_barrier(to_weight(integers, scale, (summed,), x.dtype))
     return lax.dot_general(x, weight, (((1,), (summed,)), ((), ())), preferred_element_type=settings.dtype)
 
 
-def _ordinary(settings: _Settings, x: jax.Array, integers: jax.Array, scale: jax.Array) -> jax.Array:
+def _ordinary(settings: _ProductSettings, x: jax.Array, integers: jax.Array, scale: jax.Array) -> jax.Array:
     summed = (1 if settings.transposed else 0,)
     operand, after = as_operand(integers, scale, summed, x.dtype)
     y = lax.dot_general(x, operand, (((1,), summed), ((), ())), preferred_element_type=statistics_dtype(x.dtype))

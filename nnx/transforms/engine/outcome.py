@@ -107,7 +107,7 @@ class Returned:
 jax.tree_util.register_static(Returned)
 
 
-class _Leaf:
+class _Star:
     def __repr__(self) -> str:
         return "*"
 
@@ -115,7 +115,7 @@ class _Leaf:
 def structure_text(structure: Any) -> str:
     """Returns the structure of an output as its author would write it: `(<Module 0: Linear>, {'loss': *})`."""
     try:
-        return repr(jax.tree.unflatten(structure, [_Leaf()] * structure.num_leaves))
+        return repr(jax.tree.unflatten(structure, [_Star()] * structure.num_leaves))
     except Exception:  # a user's class that cannot hold anything
         return str(structure)
 

@@ -15,7 +15,7 @@ from nnx.transforms.engine.call import DATA_MARK, Signature
 NOT_GIVEN = "not given"
 
 
-class _Leaf:
+class _ArgumentLeaf:
     """A leaf of the arguments, as it appears in the text of an argument's structure."""
 
     def __init__(self, mark: int):
@@ -38,7 +38,7 @@ class ArgumentNames:
     def __init__(self, fun: Callable[..., Any], signature: Signature):
         self.signature = signature
         self._parameters = _parameters(fun)
-        leaves = [_Leaf(mark) for mark in signature.marks]
+        leaves = [_ArgumentLeaf(mark) for mark in signature.marks]
         args, kwargs = jax.tree.unflatten(signature.treedef, leaves)
         self.modules: list[str] = []
         self.contexts: list[str] = []

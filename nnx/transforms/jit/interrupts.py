@@ -25,7 +25,7 @@ SIGNALS = [
 """Signals that come from outside and that programs handle."""
 
 
-class _Held:
+class _HeldSignals:
     """The signals that arrive during a call, and the handlers that will get them."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ def uninterrupted(fun: Callable[..., Any], *args: Any) -> Any:
     """
     if threading.current_thread() is not threading.main_thread():
         return fun(*args)
-    held = _Held()
+    held = _HeldSignals()
     try:
         for number in SIGNALS:
             handler = _handler_of(number)
