@@ -5,7 +5,8 @@ Every path that a user passes goes through `local_path`, so that a URL never bec
 A *temporary file* is created next to the file it will replace, under a name nobody can guess, and never through a
 symbolic link. When its bytes are on the disk, it is renamed over the old file, so a reader sees either the old file or
 the new one, even after a crash or a power failure. A *leftover* is a temporary file whose writer was killed; the next
-writer that holds the lock of the path (see `writer_lock`) removes it.
+writer that holds the lock of the path removes it. That lock belongs to the system, which releases it when its holder
+ends, however it ends.
 """
 
 import contextlib
@@ -13,7 +14,10 @@ import errno
 import os
 import re
 import secrets
+import socket
 import stat
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path, PurePath, PurePosixPath
 from typing import BinaryIO
@@ -26,6 +30,12 @@ COPY_IT = "Use a local directory, and copy it with the tools of the store."
 DROP_SCHEME = "Write the path without its scheme: {path!r}."
 
 OUTSIDE = "{name!r} is not the path of a file inside {directory}: {reason}"
+
+LOCKED = """{path} is being written by another job: {holder}. Waited {waited:.0f} s for it to finish. Give each job \
+its own path."""
+
+WAIT = 60.0
+"""The number of seconds a second writer of a path waits before it gives up."""
 
 _O_BINARY = getattr(os, "O_BINARY", 0)  # Windows translates line ends without it, and has no O_NOFOLLOW
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -116,6 +126,65 @@ def sync_directory(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Lets one writer of a path at a time into the block, among threads, processes, and hosts that share a disk.
+
+    On a disk that has no locks everybody enters. Files are replaced in one step even then, so readers never see a
+    mixture of two writes, but a writer can fail.
+
+    Raises:
+        TimeoutError: another writer is in the block; the message names it.
+        OSError: there is a link or a directory in the place of the lock.
+    """
+    file = path.with_name(f".{path.name}.lock")
+    begun = time.monotonic()
+    while True:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | _O_NOFOLLOW | _O_BINARY, 0o666)
+        try:
+            if _lock(handle) and _is_at(handle, file):
+                text = f"process {os.getpid()} on host {socket.gethostname()}, since {time.strftime('%F %T')}"
+                os.truncate(handle, 0)
+                os.write(handle, text.encode())
+                try:
+                    yield
+                finally:
+                    with contextlib.suppress(OSError):  # before it is released: a waiter that opened it tries again
+                        os.unlink(file)
+                return
+            waited = time.monotonic() - begun
+            if waited >= WAIT:
+                holder = os.read(handle, 200).decode(errors="replace") or "unknown"
+                raise TimeoutError(LOCKED.format(path=path, holder=holder, waited=waited))
+        finally:
+            os.close(handle)  # which releases the lock
+        time.sleep(0.02)
+
+
+def _lock(handle: int) -> bool:
+    """Locks an open file, unless somebody else has; returns whether it did, or the disk has no locks."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+    return True
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether an open file is still the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
 
 
 def remove_leftovers(directory: Path, name: str | re.Pattern[str] | None = None) -> list[Path]:

@@ -9,15 +9,18 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
+
 BUCKET = "checkpoints"
 
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[str]:
     """Starts a server with one bucket, tells this process and its children where it is, and yields the bucket's URL."""
-    import boto3
-    from moto.server import ThreadedMotoServer
-
+    boto3 = pytest.importorskip("boto3", reason="boto3 and moto's server are the S3 of the tests")
+    ThreadedMotoServer = pytest.importorskip(
+        "moto.server", reason="moto[server] is the S3 of the tests"
+    ).ThreadedMotoServer
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

@@ -1,7 +1,14 @@
 """Files that are complete or not there, and names that cannot lead out of a directory."""
 
+import errno
+import fcntl
 import os
 import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -70,3 +77,83 @@ def test_a_link_inside_is_refused_and_only_regular_files_are_opened(tmp_path):
             files.open_regular(tmp_path / name)
     with files.open_regular(tmp_path / "real") as file:
         assert file.read() == b"x"
+
+
+# One writer at a time
+
+
+def test_a_second_writer_waits_for_the_first(tmp_path):
+    entered = threading.Event()
+
+    def hold():
+        with files.only_writer(tmp_path / "model"):
+            entered.set()
+            time.sleep(0.1)
+            (tmp_path / "done").touch()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait()
+    with files.only_writer(tmp_path / "model"):
+        assert (tmp_path / "done").exists()
+    thread.join()
+    assert os.listdir(tmp_path) == ["done"]
+
+
+def start(program: str, directory: Path) -> subprocess.Popen:
+    """Starts a program that uses `files`, which needs nothing else of the library, and so no second to import it."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(files.__file__).parent)}
+    begin = "import files, os, pathlib, sys, time; directory = pathlib.Path(sys.argv[1])\n"
+    return subprocess.Popen([sys.executable, "-c", begin + program, str(directory)], env=environment)
+
+
+def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path, monkeypatch):
+    child = start("with files.only_writer(directory / 'model'): os.kill(os.getpid(), 9)", tmp_path)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # not reaped: a zombie still has its process id
+    assert os.listdir(tmp_path) == [".model.lock"]
+    monkeypatch.setattr(files, "WAIT", 0.0)
+    with files.only_writer(tmp_path / "model"):
+        pass
+    child.wait()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_can_be_written(tmp_path, monkeypatch, number):
+    def refuse(handle, operation):
+        raise OSError(number, "")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with files.only_writer(tmp_path / "model"):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / ".model.lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError), files.only_writer(tmp_path / "model"):
+        raise AssertionError("was entered")
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+COUNT = """
+for _ in range(20):
+    with files.only_writer(directory / "model"):
+        value = int((directory / "counter").read_text())
+        time.sleep(0.0005)
+        (directory / "counter").write_text(str(value + 1))
+"""
+
+
+def test_four_writers_never_hold_the_lock_together(tmp_path):
+    (tmp_path / "counter").write_text("0")
+    children = [start(COUNT, tmp_path) for _ in range(2)]
+    scope = {"files": files, "time": time, "directory": tmp_path}
+    threads = [threading.Thread(target=exec, args=(COUNT, dict(scope))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [child.wait() for child in children] == [0, 0]
+    assert (tmp_path / "counter").read_text() == "80" and os.listdir(tmp_path) == ["counter"]

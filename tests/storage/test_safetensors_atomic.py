@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.storage import writer_lock
+from nnx.storage import files
 from tests.storage.killed_export import export, found, model, run
 
 
@@ -154,8 +154,8 @@ def found_in_one_load(path: Path) -> None:
 
 def test_refused_writer_learns_who_is_writing(path, monkeypatch):
     export(path, 1)
-    monkeypatch.setattr(writer_lock, "WAIT", 0.0)
-    with writer_lock.WriterLock(path.with_name(".model.safetensors.lock"), path):
+    monkeypatch.setattr(files, "WAIT", 0.0)
+    with files.only_writer(path):
         with pytest.raises(
             nnx.CheckpointError, match=f"is being written by another job: process {os.getpid()} on host"
         ):

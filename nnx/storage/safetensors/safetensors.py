@@ -22,7 +22,7 @@ from nnx.core.state.state import State
 from nnx.storage.entry import check_savable, describe
 from nnx.storage.errors import CheckpointError, first_line
 from nnx.storage.expected import Expected
-from nnx.storage.files import local_path, sync_directory
+from nnx.storage.files import local_path, only_writer, sync_directory
 from nnx.storage.fitting import misfit
 from nnx.storage.leaves import Leaves
 from nnx.storage.load_report import LoadReport
@@ -33,7 +33,6 @@ from nnx.storage.safetensors.header import data_order, make_header
 from nnx.storage.safetensors.shards import Shards, divide, open_model, refuse_pickles, write_model
 from nnx.storage.safetensors.source import Notes, Source
 from nnx.storage.transfer_bar import transfer
-from nnx.storage.writer_lock import WriterLock
 
 NOT_STATE = "{function} takes a State or a Module, got {got}."
 NOT_ARRAY = "Cannot save {path!r} as safetensors: {value} is not an array or a number. Leave it out of the State."
@@ -127,8 +126,8 @@ def _write(file: Path, shards: Shards, arrays: Iterator[np.ndarray], metadata: M
     try:
         if is_first():
             file.parent.mkdir(parents=True, exist_ok=True)
-            with WriterLock(file.with_name(f".{file.name}.lock"), file) as lock:
-                write_model(file, shards, arrays, metadata, lock.check)
+            with only_writer(file):
+                write_model(file, shards, arrays, metadata)
             sync_directory(file.parent)
     finally:
         # Collecting an array takes every process. If process 0 fails to write, the others still go through all arrays,

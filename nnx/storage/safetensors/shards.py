@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,13 +228,7 @@ def divide(tensors: Mapping[str, Pending], limit: int | None) -> Shards:
     return shards
 
 
-def write_model(
-    file: Path,
-    shards: Shards,
-    arrays: Iterator[np.ndarray],
-    metadata: Mapping[str, str],
-    before_commit: Callable[[], None],
-) -> None:
+def write_model(file: Path, shards: Shards, arrays: Iterator[np.ndarray], metadata: Mapping[str, str]) -> None:
     """Writes a model, replacing one that exists. The caller holds the lock of the file.
 
     Args:
@@ -242,32 +236,24 @@ def write_model(
         shards: the tensors to write to each shard.
         arrays: the data of the tensors, shard by shard, each in its `data_order`.
         metadata: the text to store in every file, by name.
-        before_commit: a function called just before the new model becomes visible; it may raise.
     """
-    # The names of the file, its shards, its index and its lock.
+    # The names of the file, its shards, its index, and the lock of earlier versions.
     own = rf"{re.escape(file.name)}(\.index\.json)?|{_shard_pattern(file)}|\.{re.escape(file.name)}\.lock"
     remove_leftovers(file.parent, re.compile(own))
     old_shards = _shards_of(file)
     if len(shards) == 1:
         with atomic_file(file) as opened:
             write_tensors(opened, shards[0], arrays, metadata)
-            before_commit()
         index_path(file).unlink(missing_ok=True)
     else:
-        _write_shards(file, shards, arrays, metadata, before_commit)
+        _write_shards(file, shards, arrays, metadata)
         file.unlink(missing_ok=True)
     sync_directory(file.parent)
     for shard in old_shards:
         shard.unlink(missing_ok=True)
 
 
-def _write_shards(
-    file: Path,
-    shards: Shards,
-    arrays: Iterator[np.ndarray],
-    metadata: Mapping[str, str],
-    before_commit: Callable[[], None],
-) -> None:
+def _write_shards(file: Path, shards: Shards, arrays: Iterator[np.ndarray], metadata: Mapping[str, str]) -> None:
     save_id = unique_token()
     names = _free_names(file, len(shards), save_id)
     notes = {**metadata, SAVE_ID: save_id, SHARD_OF: file.name}
@@ -281,7 +267,6 @@ def _write_shards(
         index = {"metadata": {"total_size": total, SAVE_ID: save_id}, "weight_map": weight_map}
         with atomic_file(index_path(file)) as opened:
             opened.write(json.dumps(index, indent=1).encode())
-            before_commit()
     except BaseException:
         for name in names:
             file.with_name(name).unlink(missing_ok=True)
