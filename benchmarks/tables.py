@@ -3,6 +3,7 @@
 from typing import Any
 
 from benchmarks.numbers import RECORDS, faster, percent, ratio, result, seconds, table, value, whole
+from benchmarks.plan_tables import PLAN_TABLES
 
 # On a CPU
 
@@ -423,4 +424,5 @@ TABLES: dict[str, str] = {
     "first-steps": first_steps(),
     "plans": plans(),
     "demo": demo(),
+    **PLAN_TABLES,
 }

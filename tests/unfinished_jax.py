@@ -5,6 +5,7 @@ import os
 import jax
 
 _SORTS = ("int", "float", "-0", "bool", "array")
+_WITH_EXPERTS = ("deepseek_v", "glm4_moe_lite", "gpt_oss", "llama4", "mixtral", "qwen3_moe", "qwen3_next")
 _SHARED_TRACES = (
     "class_forms_of_equal_structure_are_traced_once",
     "layers_of_other_structure_or_shape_have_their_own_trace",
@@ -35,7 +36,7 @@ UNFINISHED = {
         ),
     },
     "JAX_REMAT3": {
-        "a function that raised while it was traced is traced twice": (
+        "a function that raised while it was traced is traced in every call": (
             "test_common.py::test_lifted_transforms_nest_in_a_lifted_jit[remat]",
             "test_eager_traces.py::test_a_repeated_call_is_not_traced_again[remat]",
             "test_eager_traces.py::test_another_model_of_the_same_structure_uses_the_same_trace[remat]",
@@ -43,6 +44,7 @@ UNFINISHED = {
             *(f"test_shared_traces.py::test_{name}" for name in _SHARED_TRACES),
             "test_activation_names.py::test_the_same_names_share_a_trace",
             "test_moe.py::test_changing_dtypes_leaves_the_losses_alone",
+            *(f"test_goldens.py::test_greedy_tokens_through_the_cache_are_identical[{name}" for name in _WITH_EXPERTS),
         ),
         "the gradient of jax.checkpoint of a scan with unused outputs raises": (
             "test_scan.py::test_gradients_agree_with_and_without_remat[remat of scan]",
@@ -53,6 +55,7 @@ UNFINISHED = {
             "test_activation_names.py::test_activations_have_names_inside_remat_only",
             "test_activation_names.py::test_a_function_that_ran_without_remat_before_has_names_inside_it",
             "test_attention.py::TestImplementation::test_odd_lengths_are_differentiated_without_the_fused_kernel",
+            "test_decoder.py::test_recomputing_layers_changes_no_gradient",
         ),
     },
 }

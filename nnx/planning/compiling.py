@@ -17,6 +17,8 @@ from nnx.transforms.jit.jit import jit
 
 CAPTURED = """nnx.plan: the step uses arrays that are not among its arguments (a Module, a Context or an array from \
 outside), and these are on a device that is here. Pass them as arguments: nnx.plan makes abstract copies of those."""
+# What XLA says of a product that it has left to Triton and that only timing on a GPU can configure.
+UNTUNED = "No supported config found"
 NEEDS_VALUES = "nnx.plan compiles the step for arrays that have no values, as nnx.jit does."
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -117,7 +119,13 @@ def _compiled(request: Request, arguments: Arguments) -> Any:
         step = jit(step)
     with jax.set_mesh(request.mesh), logical_axis_rules(request.rules), _explained():
         lowered = step.lower(*arguments.args, **arguments.kwargs)
-        return lowered.compile(compiler_options(request.machine, request.quick) or None)
+        options = compiler_options(request.machine, request.quick)
+        try:
+            return lowered.compile(options or None)
+        except jax.errors.JaxRuntimeError as error:
+            if UNTUNED not in str(error):
+                raise
+            return lowered.compile({**options, "xla_gpu_enable_triton_gemm": False})
 
 
 @contextlib.contextmanager

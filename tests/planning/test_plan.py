@@ -120,3 +120,17 @@ def test_step_that_needs_values_is_an_error_that_says_so():
     with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
         nnx.plan(lambda x: x if x.sum() > 0 else -x, X, on="cpu-1")
     assert "no values" in "".join(caught.value.__notes__)
+
+
+def test_a_product_that_needs_a_gpu_to_be_tuned_is_left_to_cublas(monkeypatch):
+    compile, given = jax.stages.Lowered.compile, []
+
+    def compile_as_without_a_gpu(lowered, options=None):
+        given.append(options)
+        if len(given) == 1:
+            raise jax.errors.JaxRuntimeError("INTERNAL: No supported config found for HLO: %gemm_fusion_dot.72 = ...")
+        return compile(lowered, options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_as_without_a_gpu)
+    assert nnx.plan(train_step, nnx.eval_shape(build), X, on="cpu-1").compiled is not None
+    assert given == [None, {"xla_gpu_enable_triton_gemm": False}]
