@@ -17,7 +17,7 @@ def run(prompts=((1, 2),), **options):
 @pytest.mark.parametrize(
     ("options", "message"),
     {
-        "a single text": ({"prompts": [1, 2]}, r"prompts of shape \[batch, length\].*got \[1, 2\].*np.array\(\[prompt\]\)"),
+        "a single text": ({"prompts": [1, 2]}, r"shape \[batch, length\].*got \[1, 2\].*np.array\(\[prompt\]\)"),
         "rows of different lengths": ({"prompts": [[1, 2], [3]]}, r"got \[\[1, 2\], \[3\]\]. Pad rows"),
         "numbers that are not whole": ({"prompts": np.ones((1, 2))}, r"whole numbers, got float64\[1, 2\]"),
         "a text": ({"prompts": "Hello"}, "token ids, not text; got 'Hello'. Encode .*nnx.models.Tokenizer"),
