@@ -58,6 +58,9 @@ def make(family: str, fields: dict[str, Any], seed: int) -> Any:
             else:
                 gain = 1.0 if parameter is embedding else 2.0
                 parameter.copy_(noise * gain / min(parameter.shape[-2:]) ** 0.5)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "correction" in name:  # so negative that an expert outside of the chosen groups would win with a zero
+                tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator) - 3.0)
     return model.eval()
 
 
