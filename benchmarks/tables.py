@@ -399,6 +399,51 @@ def demo() -> str:
     )
 
 
+# Programs
+
+# The program, its setting, and what came out; each `{}` is the figure of the record with this name.
+PROGRAMS = {
+    "pretrain": (
+        "{parameters:,.0f} parameters",
+        "{bits before:.2f} → {bits after:.2f} bits per byte, {speed:,.0f} tokens/s",
+    ),
+    "finetune": ("{parameters:,.0f} parameters", "{before:.1f} → {after:.1f}% of held-out sums"),
+    "grpo": ("from an early model", "{before:.1f} → {after:.1f}% of held-out sums"),
+    "diffusion": (
+        "{parameters:,.0f} parameters",
+        "Fréchet distance {distance:.1f} (training set {distance of the training set:.1f}, "
+        "noise {distance of noise:.0f}), {read as asked:.1f}% read as asked",
+    ),
+    "ppo": ("{steps:,.0f} steps", "mean return {return:.1f}"),
+    "ppo_compare": ("steps per second", "{in JAX:,.0f} with the environment in JAX, {in Python:,.0f} in Python"),
+    "evaluate": ("500 questions", "{accuracy:.1f}% right (chance {chance:.0f}%)"),
+}
+
+
+def programs() -> str:
+    """What each program learned, how long that took, and the command."""
+    found = []
+    for name, (setting, outcome) in PROGRAMS.items():
+        for machine in ("", "_gpu"):
+            if record := RECORDS.get(f"program_{name}{machine}"):
+                figures = {key: row["values"]["nnx"] for key, row in record["figures"].items()}
+                command = record["command"].replace("python examples/programs/", "").replace(" && ", "`, then `")
+                cells = [
+                    f"`{command}`",
+                    setting.format(**figures),
+                    duration(figures["time"]),
+                    outcome.format(**figures),
+                ]
+                found.append([*cells, record["machine"].partition(" (")[0]])
+    return table(["program", "setting", "time", "result", "machine"], *found)
+
+
+def duration(seconds: float) -> str:
+    """Formats the time of a program: 47 s, 8 min 5 s."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
 TABLES: dict[str, str] = {
     "overhead": overhead(),
     "scaling": scaling(),
@@ -424,5 +469,6 @@ TABLES: dict[str, str] = {
     "first-steps": first_steps(),
     "plans": plans(),
     "demo": demo(),
+    "programs": programs(),
     **PLAN_TABLES,
 }
