@@ -1,13 +1,15 @@
 """The programs of examples/programs learn at their small settings, go on from each other, and agree on any devices."""
 
+import json
 import pathlib
 import re
 
 import pytest
 
-from tests.scripts import copy_examples, run_script
+from tests.scripts import ROOT, copy_examples, run_script
 from tests.sharding.programs import finish, start
 
+ON_DEVICES = ROOT / "tests" / "programs_on_devices.py"
 TIME_LIMIT = 200  # seconds, on a machine that does much else
 
 
@@ -37,19 +39,19 @@ class TestPrograms:
         assert float(re.findall(r"^ppo.py +([\d.]+)", printed, re.MULTILINE)[0]) > 1
         printed = run_script(programs / "grpo.py", str(model), "--smoke", "--output", str(tmp_path / "grpo"))
         assert 0 <= final_figure(printed) <= 1
-        options = (str(model), "--how", "int8", "--task", "reverse", "--steps", "2", "--batch", "4", "--smoke")
+        chats = tmp_path / "chats.jsonl"
+        chats.write_text("\n".join(json.dumps({"question": f"say {i}", "answer": f"<{i}>"}) for i in range(40)))
+        options = (str(model), "--how", "int8", "--chats", str(chats), "--steps", "2", "--batch", "4", "--smoke")
         assert final_figure(run_script(programs / "finetune.py", *options, "--output", str(tuned))) == 0
-        assert (tuned / "model" / "tokenizer.json").exists()
+        assert (tuned / "model" / "tokenizer.json").exists() and (tuned / "adapters").exists()
 
 
 @pytest.mark.timeout(TIME_LIMIT + 20)
-@pytest.mark.parametrize(("name", "steps"), [("pretrain", "12"), ("diffusion", "10")])
-def test_the_losses_do_not_depend_on_the_number_of_devices(name, steps, programs, tmp_path):
-    options = ("--smoke", "--steps", steps, "--output")
-    processes = [
-        start(programs / f"{name}.py", *options, str(tmp_path / str(devices)), devices=devices) for devices in (1, 8)
-    ]
-    one, eight = (
-        float(re.findall(r"the last loss is ([\d.]+)", printed)[0]) for printed in finish(processes, TIME_LIMIT)
-    )
-    assert one == pytest.approx(eight, abs=2e-5)
+def test_the_losses_do_not_depend_on_the_number_of_devices(programs):
+    steps = {"pretrain": 12, "diffusion": 10}
+    options = [f"{name}={count}" for name, count in steps.items()]
+    (printed,) = finish([start(ON_DEVICES, str(programs), *options, devices=8)], TIME_LIMIT)
+    losses = json.loads(printed.splitlines()[-1])
+    assert losses.keys() == steps.keys()
+    for one, eight in losses.values():
+        assert one == pytest.approx(eight, abs=2e-5)

@@ -488,7 +488,7 @@ def compare_packed(folder: pathlib.Path) -> float:
 
 
 def compare_finetuned(folder: pathlib.Path) -> float:
-    """Runs examples/llm/finetune.py and returns the relative error of our logits of what it wrote."""
+    """Runs examples/programs/finetune.py and returns the relative error of our logits of what it wrote."""
     fields = dict(
         vocab_size=300,
         hidden_size=32,
@@ -501,17 +501,17 @@ def compare_finetuned(folder: pathlib.Path) -> float:
     before = reference.make("llama", fields, seed=0)
     before.save_pretrained(folder / "before")
     tokenizer_parity.write_tokenizer(folder / "before", tokenizer_parity.TEMPLATES["turns"])
-    program = [sys.executable, str(ROOT / "examples" / "llm" / "finetune.py"), str(folder / "before")]
-    options = ["--output", str(folder / "after"), "--steps", "40", "--length", "32", "--rate", "1e-2"]
+    program = [sys.executable, str(ROOT / "examples" / "programs" / "finetune.py"), str(folder / "before"), "--smoke"]
+    options = ["--output", str(folder / "after"), "--how", "lora", "--rate", "1e-2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([*program, *options], check=True, env=environment, stdout=subprocess.DEVNULL)
 
-    after = reference.load(folder / "after")
-    tokenizer_parity.check_chats(folder / "after")
+    after = reference.load(folder / "after" / "model")
+    tokenizer_parity.check_chats(folder / "after" / "model")
     tokens = np.random.default_rng(0).integers(3, 300, (2, LENGTH), np.int32)
     expected = reference.logits(after, tokens)
     assert relative_error(reference.logits(before, tokens), expected) > 0.01, "fine-tuning changed nothing"
-    return relative_error(forward(nnx.models.from_pretrained(folder / "after"), tokens), expected)
+    return relative_error(forward(nnx.models.from_pretrained(folder / "after" / "model"), tokens), expected)
 
 
 def main() -> int:

@@ -44,7 +44,7 @@ parser.add_argument("--output", type=pathlib.Path, help="where everything goes")
 parser.add_argument("--smoke", action="store_true", help="a short run, for the tests")
 args = parser.parse_args()
 if args.smoke:
-    args.width, args.layers, args.batch = 32, 2, 64
+    args.width, args.layers, args.batch = 32, 1, 64
 args.steps = args.steps or (60 if args.smoke else 4000)
 here = pathlib.Path(__file__).parent
 output = args.output or here.parent / "output" / ("diffusion-smoke" if args.smoke else "diffusion")
@@ -222,7 +222,8 @@ first = 0
 if args.resume:
     first = manager.resume(training) or 0
 else:
-    shutil.rmtree(output, ignore_errors=True)
+    shutil.rmtree(output / "checkpoints", ignore_errors=True)
+    (output / "metrics.jsonl").unlink(missing_ok=True)
 print(f"{nnx.count_params(training.optimizer.model):,} parameters, {mesh.size} devices, steps {first} to {args.steps}")
 began, losses = time.perf_counter(), []
 with manager, nnx.TrainLog(args.steps, output, name="diffusion", interval=5) as log:

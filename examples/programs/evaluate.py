@@ -18,6 +18,7 @@ import json
 import math
 import pathlib
 import time
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,8 +97,8 @@ def sums(count: int) -> list[dict]:
     random, found = np.random.default_rng(0), []
     while len(found) < count:
         a, b = random.integers(0, 100, 2).tolist()
-        question = f"What is {a} + {b}?"
-        if sum(question.encode()) % 10 == 0:
+        question = f"{a} + {b} = ?"
+        if zlib.crc32(question.encode()) % 10 == 0:
             choices = {a + b: None} | {max(0, a + b + d): None for d in random.permutation([-10, -1, 1, 10]).tolist()}
             choices = random.permutation(list(choices)[:4]).tolist()
             answer = choices.index(a + b)

@@ -4,23 +4,27 @@
     python examples/programs/finetune.py DIRECTORY              a published model: all of its weights
     python examples/programs/finetune.py DIRECTORY --how lora   low-rank adapters only
     python examples/programs/finetune.py DIRECTORY --how int8   the same, on weights stored in 8 bits
+    python examples/programs/finetune.py DIRECTORY --chats mine.jsonl    your own data
     python examples/programs/finetune.py DIRECTORY --task reverse
 
 DIRECTORY holds a decoder as it is published, with its tokenizer and a chat template. Without one, the program makes a
 small Llama that spells its words, writes it in the published form, and reads it again. The data are made here as well:
-sums of two numbers, or words to spell backward, as chats. Only the tokens of the answers count in the loss. Accuracy is
-the share of held-out questions that the model answers exactly, before and after.
+sums of two numbers, or words to spell backward, as chats. A line of your own is {"question": "...", "answer": "..."}.
+Only the tokens of the answers count in the loss. Accuracy is the share of held-out questions that the model answers
+exactly, before and after.
 
-Checkpoints and figures go to examples/output/finetune/, the model to examples/output/finetune/model/; `grpo.py` and
-`evaluate.py` go on from there.
+Checkpoints and figures go to examples/output/finetune/, the model to examples/output/finetune/model/, and adapters by
+themselves to examples/output/finetune/adapters/. `grpo.py` and `evaluate.py` go on from the model.
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import shutil
 import string
 import time
+import zlib
 from typing import Any
 
 import jax
@@ -36,6 +40,8 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("directory", type=pathlib.Path, nargs="?", help="a published decoder")
 parser.add_argument("--how", choices=("full", "lora", "int8"), default="full", help="which weights to train")
 parser.add_argument("--task", choices=("add", "reverse"), default="add")
+parser.add_argument("--chats", type=pathlib.Path, help="a file of questions and answers to learn from instead")
+parser.add_argument("--highest", type=int, default=99, help="the largest number to add")
 parser.add_argument("--steps", type=int, help="300 if not given")
 parser.add_argument("--batch", type=int, default=128, help="chats per step")
 parser.add_argument("--rank", type=int, default=16, help="of the adapters")
@@ -49,7 +55,8 @@ args.steps = args.steps or (30 if args.smoke else 300)
 name = "finetune-smoke" if args.smoke else "finetune"
 output = args.output or pathlib.Path(__file__).parent.parent / "output" / name
 if not args.resume:
-    shutil.rmtree(output, ignore_errors=True)
+    shutil.rmtree(output / "checkpoints", ignore_errors=True)
+    (output / "metrics.jsonl").unlink(missing_ok=True)
 
 # A model to begin with, if there is none: a tokenizer of single characters and a Llama of random weights.
 
@@ -84,40 +91,49 @@ def write_small_model(folder: pathlib.Path) -> None:
 
 
 directory = args.directory or output / "small"
-if args.directory is None and not directory.exists():
+if args.directory is None and not (args.resume and directory.exists()):
     write_small_model(directory)
 tokenizer = nnx.models.Tokenizer.from_pretrained(directory)
 stops = tokenizer.stop_tokens
 
 # The data: questions and answers. One question in ten is held out, by its content, so that none occurs in both parts.
 
+lines = args.chats.read_text(encoding="utf-8").splitlines() if args.chats else []
+chats = [(chat["question"], chat["answer"]) for chat in map(json.loads, lines)]
+
 
 def ask(random: np.random.Generator) -> tuple[str, str]:
+    if chats:
+        return chats[random.integers(len(chats))]
     if args.task == "add":
-        a, b = random.integers(0, 100, 2).tolist()
-        return f"What is {a} + {b}?", str(a + b)
+        a, b = random.integers(0, args.highest + 1, 2).tolist()
+        return f"{a} + {b} = ?", str(a + b)
     word = "".join(random.choice(list(string.ascii_lowercase), random.integers(3, 8)).tolist())
     return f"Spell {word} backward.", word[::-1]
 
 
 def is_held_out(question: str) -> bool:
-    return sum(question.encode()) % 10 == 0
+    return zlib.crc32(question.encode()) % 10 == 0  # a hash: any rule in the digits is one that the model could learn
 
 
-def questions(seed: int, count: int, held_out: bool) -> list[tuple[str, str]]:
-    random, found = np.random.default_rng(seed), []
-    while len(found) < count:
-        question, answer = ask(random)
-        if is_held_out(question) == held_out:
-            found.append((question, answer))
-    return found
+def questions(seed: int, count: int) -> list[tuple[str, str]]:
+    """Returns questions to learn from, and their answers."""
+    random = np.random.default_rng(seed)
+    found = (ask(random) for _ in itertools.count())
+    return list(itertools.islice((pair for pair in found if not is_held_out(pair[0])), count))
 
 
 def prompt_of(question: str) -> list[int]:
     return tokenizer.chat([{"role": "user", "content": question}])
 
 
-LENGTH = 8 * -(-max(len(prompt_of(q)) + len(a) for q, a in questions(args.seed, 200, False)) // 8) + 16  # with room
+def tokens_of(answer: str) -> list[int]:
+    return [*tokenizer.encode(answer, add_special_tokens=False), stops[0]]
+
+
+some = chats or questions(args.seed, 200)
+ANSWER = max(len(tokens_of(answer)) for _, answer in some) + 3  # tokens, with room
+LENGTH = 8 * -(-(max(len(prompt_of(question)) for question, _ in some) + ANSWER) // 8)
 
 
 def padded(rows: list[list[int]], length: int) -> np.ndarray:
@@ -127,9 +143,8 @@ def padded(rows: list[list[int]], length: int) -> np.ndarray:
 
 def batch_of(step: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns chats `[batch, LENGTH]`, and where the tokens of answers are, with the one that ends them."""
-    asked = questions((args.seed + 1) * 1_000_003 + step, args.batch, held_out=False)
-    end = [stops[0]]
-    pairs = [(prompt_of(q), tokenizer.encode(a, add_special_tokens=False) + end) for q, a in asked]
+    asked = questions((args.seed + 1) * 1_000_003 + step, args.batch)
+    pairs = [(prompt_of(question), tokens_of(answer)) for question, answer in asked]
     tokens = padded([prompt + answer for prompt, answer in pairs], LENGTH)
     place = np.arange(LENGTH)
     starts, ends = np.array([[len(p), len(p) + len(a)] for p, a in pairs]).T[..., None]
@@ -138,7 +153,7 @@ def batch_of(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 # The model. With adapters, the optimizer's state covers the adapters only.
 
-model = nnx.models.from_pretrained(directory, scan_layers=True, remat=not args.smoke)
+model = nnx.models.from_pretrained(directory, scan_layers=True, remat=args.directory is not None)
 if args.how == "int8":
     nnx.quantize(model, 8)
 if args.how != "full":
@@ -164,7 +179,10 @@ def train_step(optimizer: nnx.Optimizer, tokens: Any, answers: Any) -> jax.Array
     return loss
 
 
-held_out = questions(args.seed, 64 if args.smoke else 512, held_out=True)
+random = np.random.default_rng(args.seed)
+asked = chats or [ask(random) for _ in range(640 if args.smoke else 5120)]
+held_out = [pair for pair in asked if is_held_out(pair[0])]
+assert held_out, "no question is held out: it takes a few dozen"
 
 
 def accuracy() -> float:
@@ -172,7 +190,7 @@ def accuracy() -> float:
     prompts = [prompt_of(question) for question, _ in held_out]
     lengths = np.array([len(prompt) for prompt in prompts])
     tokens = nnx.generate(
-        model, padded(prompts, LENGTH), lengths=lengths, max_new_tokens=12, temperature=0, stop_tokens=stops
+        model, padded(prompts, LENGTH), lengths=lengths, max_new_tokens=ANSWER, temperature=0, stop_tokens=stops
     )
     answers = [tokenizer.decode(row).strip() for row in np.asarray(tokens)]
     return float(np.mean([found == answer for found, (_, answer) in zip(answers, held_out)]))
@@ -200,6 +218,7 @@ for question, answer in held_out[:3]:
 if args.how == "int8":
     nnx.dequantize(model)
 if args.how != "full":
+    nnx.save(output / "adapters", model.filter(nnx.LoRAParam))
     nnx.merge_lora(model)
 nnx.models.save_pretrained(model, output / "model", files_from=directory)
 print(f"written to {output / 'model'}")

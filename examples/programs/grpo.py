@@ -1,13 +1,14 @@
 """Improves a decoder by reinforcement learning with rewards that a program can check (GRPO).
 
-    python examples/programs/finetune.py        first: a small model that can add a little
-    python examples/programs/grpo.py            and then: it gets better by trying
-    python examples/programs/grpo.py DIRECTORY --steps 200 --prompts 64
+    python examples/programs/finetune.py --steps 240        first: a small model that can add a little
+    python examples/programs/grpo.py                        and then: it gets better by trying
+    python examples/programs/grpo.py DIRECTORY --steps 400 --prompts 256 --samples 16
 
 Each step draws some sums, samples eight answers to each with `nnx.generate`, and rewards those that are exactly right.
-An answer that is better than the mean of its group becomes more likely, a worse one less so: there is no model of
-rewards or values to train. The distance to the model it began with (KL) is held small. Sampling and learning share one
-model and one memory: `generate` reads the same arrays that the optimizer changes, and nothing is copied between them.
+An answer that is better than the mean of its group becomes more likely, a worse one less so. The policy is all that is
+trained: a reward is computed, and the group says what was to be expected. The distance to the model it began with (KL)
+is held small. Sampling and learning share one model and one memory: `generate` reads the same arrays that the optimizer
+changes, and nothing is copied between them.
 
 Curves of reward and KL, checkpoints and the model go to examples/output/grpo/.
 """
@@ -17,6 +18,7 @@ import collections
 import pathlib
 import shutil
 import time
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -31,20 +33,23 @@ nnx.compilation_cache()  # the next run finds the programs that this one compile
 here = pathlib.Path(__file__).parent
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("directory", type=pathlib.Path, nargs="?", default=here.parent / "output" / "finetune" / "model")
-parser.add_argument("--steps", type=int, help="60 if not given")
-parser.add_argument("--prompts", type=int, default=32, help="questions per step")
+parser.add_argument("--highest", type=int, default=99, help="the largest number to add, as it was in finetune.py")
+parser.add_argument("--steps", type=int, help="160 if not given")
+parser.add_argument("--prompts", type=int, default=64, help="questions per step")
 parser.add_argument("--samples", type=int, default=8, help="answers to each of them")
-parser.add_argument("--rate", type=float, default=5e-5)
+parser.add_argument("--updates", type=int, default=2, help="parts of the answers to learn from one after the other")
+parser.add_argument("--rate", type=float, default=3e-4, help="the highest learning rate")
 parser.add_argument("--kl", type=float, default=0.02, help="the weight of the distance to the model at the beginning")
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
 parser.add_argument("--output", type=pathlib.Path, help="where everything goes")
 parser.add_argument("--smoke", action="store_true", help="a short run, for the tests")
 args = parser.parse_args()
-args.steps = args.steps or (3 if args.smoke else 60)
+args.steps = args.steps or (3 if args.smoke else 160)
 output = args.output or here.parent / "output" / ("grpo-smoke" if args.smoke else "grpo")
 if not args.resume:
-    shutil.rmtree(output, ignore_errors=True)
+    shutil.rmtree(output / "checkpoints", ignore_errors=True)
+    (output / "metrics.jsonl").unlink(missing_ok=True)
 NEW, CLIP = 8, 0.2  # tokens of an answer, and how far one step may move its probability
 
 tokenizer = nnx.models.Tokenizer.from_pretrained(args.directory)
@@ -56,9 +61,9 @@ stops = tokenizer.stop_tokens
 def ask(random: np.random.Generator, held_out: bool) -> tuple[list[int], str]:
     """Returns the tokens of a question, and the answer."""
     while True:
-        a, b = random.integers(0, 100, 2).tolist()
-        question = f"What is {a} + {b}?"
-        if (sum(question.encode()) % 10 == 0) == held_out:
+        a, b = random.integers(0, args.highest + 1, 2).tolist()
+        question = f"{a} + {b} = ?"
+        if (zlib.crc32(question.encode()) % 10 == 0) == held_out:
             return tokenizer.chat([{"role": "user", "content": question}]), str(a + b)
 
 
@@ -86,7 +91,10 @@ def rewards_of(tokens: np.ndarray, answers: list[str]) -> np.ndarray:
 
 model = nnx.models.from_pretrained(args.directory)
 reference = nnx.models.from_pretrained(args.directory)
-optimizer = nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.rate, weight_decay=0.0)))
+total = args.steps * args.updates
+schedule = optax.warmup_cosine_decay_schedule(0.0, args.rate, total // 10, total)
+tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=0.0))
+optimizer = nnx.Optimizer(model, tx)
 
 
 def log_probabilities(model: nnx.models.Decoder, texts: jax.Array, places: jax.Array) -> jax.Array:
@@ -161,7 +169,9 @@ with manager, nnx.TrainLog(args.steps, output, name="grpo", interval=5) as log:
         batch["reference"] = look_up(reference, batch["texts"], batch["places"])
         times.append(time.perf_counter())
 
-        loss, kl = jax.block_until_ready(train_step(optimizer, batch))
+        parts = np.split(np.random.default_rng(step).permutation(len(texts.reshape(-1, LENGTH + NEW))), args.updates)
+        found = [train_step(optimizer, {name: each[rows] for name, each in batch.items()}) for rows in parts]
+        loss, kl = np.mean(jax.block_until_ready(found), axis=0)
         times.append(time.perf_counter())
         if step > first:
             spent.update(dict(zip(("sampling", "scoring", "learning"), np.diff(times).tolist())))

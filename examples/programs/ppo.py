@@ -267,7 +267,8 @@ done = 0
 if args.resume:
     done = manager.resume(optimizer) or 0
 else:
-    shutil.rmtree(output, ignore_errors=True)
+    shutil.rmtree(output / "checkpoints", ignore_errors=True)
+    (output / "metrics.jsonl").unlink(missing_ok=True)
 history: list[float] = []
 began = time.perf_counter()
 with nnx.TrainLog(total=args.updates, path=output, name="ppo") as log:
