@@ -199,10 +199,10 @@ from nnx.nn.lora import merge_lora as merge_lora
 from nnx.nn.mlp import MLP as MLP
 from nnx.nn.mlp import GatedMLP as GatedMLP
 from nnx.nn.mlp import Identity as Identity
-from nnx.nn.moe.moe import ExpertGroups as ExpertGroups
 from nnx.nn.moe.moe import MoE as MoE
-from nnx.nn.moe.moe import RouterLosses as RouterLosses
 from nnx.nn.moe.moe import router_losses as router_losses
+from nnx.nn.moe.routing import ExpertGroups as ExpertGroups
+from nnx.nn.moe.routing import RouterLosses as RouterLosses
 from nnx.nn.norms.batch_norm import BatchNorm as BatchNorm
 from nnx.nn.norms.norm import GroupNorm as GroupNorm
 from nnx.nn.norms.norm import InstanceNorm as InstanceNorm

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from nnx.core.hints.hints import add_hints
 from nnx.core.hints.table import CONFIG
 from nnx.nn.attention.rotary_scaling import RotaryScaling
-from nnx.nn.moe.moe import ExpertGroups
+from nnx.nn.moe.routing import ExpertGroups
 
 LayerType = Literal["full", "sliding", "linear"]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nnx.models.files.config_entries import Key, checked
-from nnx.nn.moe.moe import ExpertGroups
+from nnx.nn.moe.routing import ExpertGroups
 
 FIRST_DENSE = Key(
     "dense_layers",

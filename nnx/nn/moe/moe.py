@@ -10,13 +10,12 @@ stores them in Variables of type `Loss`, and `router_losses` adds them up over a
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
@@ -25,17 +24,10 @@ from nnx.core.module.module import Module
 from nnx.core.variables.variables import Loss
 from nnx.nn.activations import silu
 from nnx.nn.mlp import GatedActivation, GatedMLP, check_activations
-from nnx.nn.moe.expert_parallel import exchange, manual_axis, on_each_device
-from nnx.nn.moe.grouped import (
-    Blocks,
-    Implementation,
-    block_dots,
-    choose_implementation,
-    from_blocks,
-    make_blocks,
-    to_blocks,
-)
-from nnx.nn.quantized.quantized import weight_dtype
+from nnx.nn.moe.expert_parallel import manual_axis, on_each_device
+from nnx.nn.moe.grouped import Implementation
+from nnx.nn.moe.mixture import Kernels, floats_of, mixture
+from nnx.nn.moe.routing import ExpertGroups, RouterLosses, Scores
 from nnx.nn.support.checks import check_last_axis, check_sizes
 from nnx.nn.support.draws import fan_in_initializer
 from nnx.nn.support.parameters import (
@@ -46,17 +38,12 @@ from nnx.nn.support.parameters import (
     make_param,
 )
 from nnx.nn.support.settings import (
-    Hook,
     as_dtype,
     as_optional_dtype,
     cast,
-    compiled_body,
     infer_dtype,
     resolve_mode,
-    statistics_dtype,
 )
-
-Scores = Literal["softmax", "sigmoid"]
 
 WRONG_SELECTION = "MoE: expected num_selected within 1..num_experts ({experts}), got {got!r}."
 WRONG_GROUPS = (
@@ -70,198 +57,10 @@ NOT_DIVISIBLE = (
     "MoE: num_experts={experts} cannot be divided by the mesh axis {axis!r} of size {size}. Choose a mesh on which "
     "each device holds the same number of experts, or build the layer without `expert_axis`."
 )
-UNSPLIT_BIAS = (
-    "MoE: the kernels have {kernels} experts and the biases {biases}. Inside a shard_map over `expert_axis`, split the "
-    "biases of the experts (gate_bias, up_bias, down_bias) along with their kernels (gate, up, down)."
-)
 NO_MOE = "nnx.router_losses: there is no nnx.MoE in this {model}."
 
 # Of the three axes, the first numbers the experts; it is not an input.
 _expert_init: InitializerLike = fan_in_initializer(1.0, "truncated_normal", batch_axis=0)
-
-
-class ExpertGroups(NamedTuple):
-    """Experts in groups, of which a token uses a few: experts on few devices, so that there is less to send.
-
-    Attributes:
-        count: the number of groups, a divisor of the number of experts; neighbors form a group.
-        selected: the number of groups that a token uses.
-        best: the number of experts of a group whose scores are added up to the group's own.
-    """
-
-    count: int
-    selected: int
-    best: int = 2
-
-    def kept(self, scores: jax.Array) -> jax.Array:
-        """Returns scores `[tokens, experts]` with those outside of the best groups replaced by minus infinity."""
-        grouped = scores.reshape(*scores.shape[:-1], self.count, -1)
-        totals = lax.top_k(grouped, min(self.best, grouped.shape[-1]))[0].sum(axis=-1)
-        is_kept = jax.nn.one_hot(lax.top_k(totals, self.selected)[1], self.count).sum(axis=-2) > 0
-        return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
-
-
-class RouterLosses(NamedTuple):
-    """The losses of routers, float32 scalars.
-
-    Attributes:
-        load_balancing: 1 if all experts are chosen equally often, up to `num_experts / num_selected` if a few get
-            everything. For each expert, the part of the choices it got times its mean probability, summed and
-            multiplied by the number of experts.
-        z: the mean of the squared logarithm of the sum of the exponentiated logits. It keeps the logits small.
-    """
-
-    load_balancing: jax.Array
-    z: jax.Array
-
-
-class Kernels(NamedTuple):
-    """The kernels of all experts, from the input to gates and values, and back; or their scales, or their biases."""
-
-    gate: Any
-    up: Any
-    down: Any
-
-
-class Routing(NamedTuple):
-    """The router's choice: the experts of each token, `[tokens, num_selected]`, and their weights, in float32."""
-
-    experts: jax.Array
-    weights: jax.Array
-
-
-def _route(
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None,
-    num_selected: int,
-    scores: Scores,
-    normalize: bool,
-    axis: str | None,
-    correction: jax.Array | None = None,
-    groups: "ExpertGroups | None" = None,
-    weight_scale: float = 1.0,
-) -> tuple[Routing, RouterLosses]:
-    """Returns the experts that each token uses, and the losses over all devices of a mesh axis, if any."""
-    # The choice is discrete, so rounding could change it: the router always uses at least float32.
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    logits = jnp.matmul(cast(x, wide), cast(kernel, wide), precision=lax.Precision.HIGHEST)
-    if bias is not None:
-        logits = logits + cast(bias, wide)
-    scored = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
-    preferred = scored if correction is None else scored + cast(correction, wide)
-    experts = lax.top_k(preferred if groups is None else groups.kept(preferred), num_selected)[1]
-    weights = jnp.take_along_axis(scored, experts, axis=-1)
-    if normalize:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)  # sigmoids can all be zero
-    weights = weights * weight_scale
-
-    probabilities = scored if scores == "softmax" else scored / (scored.sum(axis=-1, keepdims=True) + 1e-20)
-    chosen = jnp.zeros(kernel.shape[1], wide).at[experts.reshape(-1)].add(1) / experts.size
-    means = chosen, probabilities.mean(axis=0), jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
-    if axis is not None:
-        means = lax.pmean(means, axis)
-    chosen, probable, z = means
-    return Routing(experts, weights), RouterLosses(kernel.shape[1] * jnp.sum(chosen * probable), z)
-
-
-def _experts(
-    x: jax.Array,
-    experts: jax.Array,
-    kernels: Kernels,
-    scales: Kernels,
-    biases: Kernels,
-    *,
-    precision: PrecisionLike,
-    implementation: Implementation | None,
-    activation: Callable[[jax.Array], jax.Array],
-    gated_activation: GatedActivation | None,
-) -> jax.Array:
-    """Applies to each row `[rows, features]` its expert `[rows]`; rows with a number past the last return zeros."""
-    way = choose_implementation(x, kernels, precision, scales, implementation)
-    blocks = make_blocks(experts, kernels.gate.shape[0], way)
-
-    def project(x: jax.Array, *names: str) -> tuple[jax.Array, ...]:
-        """Multiplies the blocks with those of the kernels, and adds their biases."""
-        used, scaled, added = ([getattr(each, name) for name in names] for each in (kernels, scales, biases))
-        products = block_dots(x, used, blocks, precision, scaled, way)
-        return tuple(_with_bias(out, bias, used[0], blocks) for out, bias in zip(products, added, strict=True))
-
-    gated, raised = (checkpoint_name(out, "mlp_hidden") for out in project(to_blocks(x, blocks, way), "gate", "up"))
-    hidden = activation(gated) * raised if gated_activation is None else gated_activation(gated, raised)
-    (out,) = project(hidden, "down")
-    return from_blocks(out, blocks, way)
-
-
-def _with_bias(out: jax.Array, bias: jax.Array | None, kernels: jax.Array, blocks: Blocks) -> jax.Array:
-    """Adds to the blocks `[blocks, size, features]` the bias of their expert, if experts have any."""
-    if bias is None:
-        return out
-    if bias.shape[0] != kernels.shape[0]:
-        raise ValueError(UNSPLIT_BIAS.format(kernels=kernels.shape[0], biases=bias.shape[0]))
-    # The gradient of gathering is a sum over the blocks of an expert. The conversions make it a sum in float32.
-    wide = cast(bias, statistics_dtype(bias.dtype))
-    return out + cast(wide.at[blocks.groups].get(mode="promise_in_bounds"), out.dtype)[:, None]
-
-
-@compiled_body
-def _mixture(
-    x: jax.Array,
-    router: jax.Array,
-    router_bias: jax.Array | None,
-    kernels: Kernels,
-    scales: Kernels,
-    biases: Kernels,
-    correction: jax.Array | None = None,
-    *,
-    num_selected: int,
-    scores: Scores,
-    normalize: bool,
-    groups: ExpertGroups | None,
-    weight_scale: float,
-    dtype: Any,
-    param_dtype: Any,
-    precision: PrecisionLike,
-    implementation: Implementation | None,
-    axis: str | None,
-    capacity_factor: float,
-    activation: Hook[Callable[[jax.Array], jax.Array]] = silu,
-    gated_activation: Hook[GatedActivation | None] = None,
-) -> tuple[jax.Array, RouterLosses]:
-    """Returns the weighted outputs of the experts of each token, and the router's losses.
-
-    With an `axis`, this runs on each of its devices, with the tokens and experts that the device has.
-    """
-    routing, losses = _route(
-        x, router, router_bias, num_selected, scores, normalize, axis, correction, groups, weight_scale
-    )
-    x = cast(x, infer_dtype((x, *_floats(kernels, scales, biases, param_dtype)), dtype))
-    rows, choices = jnp.repeat(x, num_selected, axis=0), routing.experts.reshape(-1)  # [tokens * num_selected, …]
-    run = partial(
-        _experts,
-        kernels=kernels,
-        scales=scales,
-        biases=biases,
-        precision=precision,
-        implementation=implementation,
-        activation=activation,
-        gated_activation=gated_activation,
-    )
-    if axis is None:
-        out = run(rows, choices)
-    else:
-        out = exchange(run, rows, choices, kernels.gate.shape[0], axis, capacity_factor)
-    out = out.reshape(*routing.weights.shape, -1)
-    return checkpoint_name(jnp.einsum("tko,tk->to", out, cast(routing.weights, out.dtype)), "mlp_out"), losses
-
-
-def _floats(kernels: Kernels, scales: Kernels, biases: Kernels, param_dtype: Any) -> tuple[Any, ...]:
-    """Returns the arrays that decide the dtype of the computation: kernels (or their scales), and biases."""
-    weights = (
-        kernel if scale is None else cast(scale, weight_dtype(scale, param_dtype))
-        for kernel, scale in zip(kernels, scales, strict=True)
-    )
-    return *weights, *biases
 
 
 class MoE(Module):
@@ -489,7 +288,7 @@ class MoE(Module):
         if tokens.shape[0] == 0:
             return jnp.zeros(
                 (*x.shape[:-1], self.out_features),
-                infer_dtype((x, *_floats(*self._weights(), self.param_dtype)), self.dtype),
+                infer_dtype((x, *floats_of(*self._weights(), self.param_dtype)), self.dtype),
             )
         out, losses = self._routed(tokens)
         if update:
@@ -510,7 +309,7 @@ class MoE(Module):
         # A few tokens that cannot be distributed evenly (decoding) are left to JAX's partitioner.
         distributed = is_manual or (size > 1 and tokens.shape[0] % size == 0)
         body = partial(
-            _mixture,
+            mixture,
             num_selected=self.num_selected,
             scores=self.scores,
             normalize=self.normalize,
