@@ -116,7 +116,7 @@ def execute(command: list[str]) -> tuple[str, float]:
     return "".join(lines), time.perf_counter() - began
 
 
-def measure(name: str, more: list[str], out: pathlib.Path) -> None:
+def measure(name: str, more: list[str], note: str, out: pathlib.Path) -> None:
     """Runs a program and writes its record."""
     run = RUNS[name]
     if run.first:
@@ -127,7 +127,8 @@ def measure(name: str, more: list[str], out: pathlib.Path) -> None:
     commands = [f"python examples/programs/{each}" for each in (run.first, " ".join(command)) if each]
     machine = record.machine()
     name = f"program_{name}{'' if 'CPU' in machine else '_gpu'}"
-    record.write(out / f"{name}.json", record.make_record(name, " && ".join(commands), figures, whole=True))
+    notes = {"note": note} if note else {}
+    record.write(out / f"{name}.json", record.make_record(name, " && ".join(commands), figures, whole=True, **notes))
     print(f"{name}: {seconds:.1f} s", flush=True)
 
 
@@ -136,9 +137,10 @@ def main() -> None:
     parser.add_argument("names", nargs="+", choices=RUNS)
     parser.add_argument("--out", type=pathlib.Path, default=record.RESULTS, help="the directory for the records")
     parser.add_argument("--options", default="", help="more options for each of the programs, in one string")
+    parser.add_argument("--note", default="", help="what else the record should say, such as that the machine was busy")
     args = parser.parse_args()
     for name in args.names:
-        measure(name, args.options.split(), args.out)
+        measure(name, args.options.split(), args.note, args.out)
 
 
 if __name__ == "__main__":
