@@ -166,10 +166,10 @@ with manager, nnx.TrainLog(args.steps, output, name="grpo", interval=5) as log:
         used = ended.cumsum(axis=-1) - ended == 0  # up to the first token that ends an answer
         batch = {"texts": texts, "places": places, "sampled": np.asarray(sampled), "better": better, "used": used}
         batch = {name: each.reshape(-1, *each.shape[2:]) for name, each in batch.items()}
-        batch["reference"] = look_up(reference, batch["texts"], batch["places"])
+        batch["reference"] = np.asarray(look_up(reference, batch["texts"], batch["places"]))
         times.append(time.perf_counter())
 
-        parts = np.split(np.random.default_rng(step).permutation(len(texts.reshape(-1, LENGTH + NEW))), args.updates)
+        parts = np.array_split(np.random.default_rng(step).permutation(rewards.size), args.updates)
         found = [train_step(optimizer, {name: each[rows] for name, each in batch.items()}) for rows in parts]
         loss, kl = np.mean(jax.block_until_ready(found), axis=0)
         times.append(time.perf_counter())
