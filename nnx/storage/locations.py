@@ -51,7 +51,7 @@ def context() -> Any:
     return tensorstore().Context({"gcs_request_retries": RETRIES, "s3_request_retries": RETRIES})
 
 
-class Found(NamedTuple):
+class StoredValue(NamedTuple):
     """The value of a key, None if there is none, and the generation of either."""
 
     value: bytes | None
@@ -97,7 +97,7 @@ class Location:
 
     # Reading
 
-    def read(self, key: str, size: int | None = None) -> Found:
+    def read(self, key: str, size: int | None = None) -> StoredValue:
         """Returns the value of a key, or the first bytes of it.
 
         Raises:
@@ -107,7 +107,7 @@ class Location:
             refuse_special(self.local / key)
         with _as_os_errors():
             found = self._keys().read(key, byte_range=None if size is None else slice(0, size)).result()
-        return Found(found.value if found.state == "value" else None, found.stamp.generation)
+        return StoredValue(found.value if found.state == "value" else None, found.stamp.generation)
 
     def heads(self, keys: Sequence[str], size: int) -> list[bytes | None]:
         """Returns the first bytes of the value of each key, None where there is none."""

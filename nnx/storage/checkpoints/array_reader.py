@@ -16,7 +16,7 @@ import numpy as np
 
 from nnx.storage.aligned_memory import aligned_arrays, aligned_bytes
 from nnx.storage.checkpoints.grid import Grid
-from nnx.storage.checkpoints.manifest import DAMAGED, Manifest, Part
+from nnx.storage.checkpoints.manifest import DAMAGED, Manifest, PackedPart
 from nnx.storage.checkpoints.zarr import (
     REMOTE,
     chunk_in_file,
@@ -84,8 +84,10 @@ class ArrayReader:
             DamagedError: a chunk differs from what was saved.
         """
         large = (self._array(path, [(box, None) for box in boxes]) for path, boxes in self._large(wanted))
-        targets = [(part.process, _Target(self._bytes_of(path, part), None)) for path, part in self._needed(wanted)]
-        self._read_all(itertools.chain(large, self._packs(targets)))
+        destinations = [
+            (part.process, _Destination(self._bytes_of(path, part), None)) for path, part in self._needed(wanted)
+        ]
+        self._read_all(itertools.chain(large, self._packs(destinations)))
 
     def read(self, wanted: Wanted) -> dict[str, list[np.ndarray]]:
         """Reads the wanted boxes.
@@ -105,13 +107,13 @@ class ArrayReader:
         )
         found = {path: list(itertools.islice(memory, len(boxes))) for path, boxes in wanted.items()}
         large = (self._array(path, list(zip(boxes, found[path], strict=True))) for path, boxes in self._large(wanted))
-        copies: list[tuple[Part, np.ndarray, Box, np.ndarray]] = []
-        targets = [
-            (part.process, target)
+        copies: list[tuple[PackedPart, np.ndarray, Box, np.ndarray]] = []
+        destinations = [
+            (part.process, destination)
             for path, part in self._needed(wanted)
-            for target in self._places_of(path, part, list(zip(wanted[path], found[path], strict=True)), copies)
+            for destination in self._places_of(path, part, list(zip(wanted[path], found[path], strict=True)), copies)
         ]
-        self._read_all(itertools.chain(large, self._packs(targets)))
+        self._read_all(itertools.chain(large, self._packs(destinations)))
         for part, values, box, array in copies:
             overlap = part.box.overlap(box)
             assert overlap is not None
@@ -126,17 +128,17 @@ class ArrayReader:
     def _large(self, wanted: Wanted) -> Iterator[tuple[str, Sequence[Box]]]:
         return ((path, boxes) for path, boxes in wanted.items() if path in self._manifest.arrays)
 
-    def _array(self, path: str, targets: Iterable[tuple[Box, np.ndarray | None]]) -> "_Array":
+    def _array(self, path: str, destinations: Iterable[tuple[Box, np.ndarray | None]]) -> "_Array":
         number, grid = self._manifest.arrays[path]
-        stored: list[_Target] = []
-        for box, memory in targets:
+        stored: list[_Destination] = []
+        for box, memory in destinations:
             for index, inside in grid.places(box):
                 start = tuple([part.start for part in index])
                 shape = tuple([part.stop - part.start for part in index])
-                stored.append(_Target(Box(start, shape), None if memory is None else memory[inside]))
+                stored.append(_Destination(Box(start, shape), None if memory is None else memory[inside]))
         return _Array(str(number), grid, self._manifest.entries[path].data_dtype, stored)
 
-    def _needed(self, wanted: Wanted) -> list[tuple[str, Part]]:
+    def _needed(self, wanted: Wanted) -> list[tuple[str, PackedPart]]:
         """Returns the parts of small arrays that overlap what is wanted."""
         return [
             (path, part)
@@ -145,20 +147,20 @@ class ArrayReader:
             if part.box == boxes[0] or any(part.box.overlap(box) for box in boxes)
         ]
 
-    def _bytes_of(self, path: str, part: Part) -> Box:
+    def _bytes_of(self, path: str, part: PackedPart) -> Box:
         """Returns the bytes of a part, as a box of its pack."""
         return Box((part.offset,), (part.box.size * self._manifest.entries[path].data_dtype.itemsize,))
 
     def _places_of(
         self,
         path: str,
-        part: Part,
+        part: PackedPart,
         wanted: Sequence[tuple[Box, np.ndarray]],
-        copies: list[tuple[Part, np.ndarray, Box, np.ndarray]],
-    ) -> Iterator["_Target"]:
+        copies: list[tuple[PackedPart, np.ndarray, Box, np.ndarray]],
+    ) -> Iterator["_Destination"]:
         """Yields where the bytes of a part belong; adds to `copies` what has to be copied from the whole part."""
         if len(wanted) == 1 and wanted[0][0] == part.box:
-            yield _Target(self._bytes_of(path, part), wanted[0][1].reshape(-1).view(np.uint8))
+            yield _Destination(self._bytes_of(path, part), wanted[0][1].reshape(-1).view(np.uint8))
             return
         dtype = self._manifest.entries[path].data_dtype
         values = None
@@ -169,18 +171,18 @@ class ArrayReader:
             memory = array[overlap.slices(box.start)]
             if overlap.is_contiguous_in(part.box) and overlap.is_contiguous_in(box):
                 first = part.offset + overlap.offset_in(part.box) * dtype.itemsize
-                yield _Target(Box((first,), (memory.nbytes,)), memory.reshape(-1).view(np.uint8))
+                yield _Destination(Box((first,), (memory.nbytes,)), memory.reshape(-1).view(np.uint8))
                 continue
             if values is None:
                 values = np.empty(part.box.shape, dtype)
-                yield _Target(self._bytes_of(path, part), values.reshape(-1).view(np.uint8))
+                yield _Destination(self._bytes_of(path, part), values.reshape(-1).view(np.uint8))
             copies.append((part, values, box, array))
 
-    def _packs(self, targets: Iterable[tuple[int, "_Target"]]) -> Iterator["_Array"]:
+    def _packs(self, destinations: Iterable[tuple[int, "_Destination"]]) -> Iterator["_Array"]:
         """Yields the packs to be read, given where their bytes belong, by process."""
-        by_process: dict[int, list[_Target]] = {}
-        for process, target in targets:
-            by_process.setdefault(process, []).append(target)
+        by_process: dict[int, list[_Destination]] = {}
+        for process, destination in destinations:
+            by_process.setdefault(process, []).append(destination)
         for process, found in by_process.items():
             grid = self._manifest.packs[process]
             assert grid is not None  # or the manifest would have been refused
@@ -198,8 +200,8 @@ class ArrayReader:
                 with self._as_damage(array, ""):
                     opened = open_array(self._place / self._manifest.data / array.folder, array.grid, array.dtype)
                     opened = opened.result()
-                for start, targets in chunks:
-                    flights.append(self._start(array, opened, start, targets))
+                for start, destinations in chunks:
+                    flights.append(self._start(array, opened, start, destinations))
                     if len(flights) > self._in_flight:
                         self._end(flights.popleft())
             while flights:
@@ -228,14 +230,16 @@ class ArrayReader:
                 raise self._damaged(reason)
         self._checked.update(found)
 
-    def _start(self, array: "_Array", opened: Any, start: tuple[int, ...], targets: list["_Target"]) -> "_Flight":
+    def _start(
+        self, array: "_Array", opened: Any, start: tuple[int, ...], destinations: list["_Destination"]
+    ) -> "_Flight":
         """Begins to read a chunk: into its place if there is one, else into spare memory."""
         stored = stored_dtype(array.dtype)
-        if len(targets) == 1 and targets[0].memory is not None:
-            box, memory, spare = targets[0].box, targets[0].memory.view(stored), None
+        if len(destinations) == 1 and destinations[0].memory is not None:
+            box, memory, spare = destinations[0].box, destinations[0].memory.view(stored), None
         else:
-            first = tuple(map(min, zip(*(target.box.start for target in targets), strict=True)))
-            end = tuple(map(max, zip(*(target.box.end for target in targets), strict=True)))
+            first = tuple(map(min, zip(*(destination.box.start for destination in destinations), strict=True)))
+            end = tuple(map(max, zip(*(destination.box.end for destination in destinations), strict=True)))
             box = Box(first, tuple([b - a for a, b in zip(first, end, strict=True)]))
             size = box.size * stored.itemsize
             spare = self._spare.pop() if self._spare else None
@@ -243,7 +247,7 @@ class ArrayReader:
                 spare = aligned_bytes(size)
             memory = spare[:size].view(stored).reshape(box.shape)
         done = tensorstore().array(memory, copy=False, write=True).write(opened[box.slices()])
-        return _Flight(array, start, targets, box, memory, spare, done)
+        return _Flight(array, start, destinations, box, memory, spare, done)
 
     def _end(self, flight: "_Flight") -> None:
         """Waits for a chunk, and copies it to where it belongs if it is not there yet."""
@@ -256,7 +260,7 @@ class ArrayReader:
                     raise
                 values, origin = self._unverified(flight), flight.start
         if values is not flight.memory or flight.spare is not None:
-            for box, memory in flight.targets:
+            for box, memory in flight.destinations:
                 if memory is not None:
                     memory[...] = values[box.slices(origin)].view(memory.dtype)
         if flight.spare is not None:
@@ -279,7 +283,7 @@ class ArrayReader:
             raise self._damaged(reason) from error
 
 
-class _Target(NamedTuple):
+class _Destination(NamedTuple):
     """A box in the coordinates of a stored array, and the memory for its values; None if they are only verified."""
 
     box: Box
@@ -292,39 +296,39 @@ class _Array(NamedTuple):
     folder: str
     grid: Grid
     dtype: np.dtype[Any]
-    targets: list[_Target]
+    destinations: list[_Destination]
 
-    def chunks(self) -> Iterator[tuple[tuple[int, ...], list[_Target]]]:
-        """Yields the first index of each chunk that is needed, and the parts of the targets in it."""
-        found: dict[tuple[int, ...], list[_Target]] = {}
-        for target in self.targets:
-            first = tuple([at // size * size for at, size in zip(target.box.start, self.grid.chunk, strict=True)])
-            limits = zip(first, self.grid.chunk, target.box.end, strict=True)
+    def chunks(self) -> Iterator[tuple[tuple[int, ...], list[_Destination]]]:
+        """Yields the first index of each chunk that is needed, and the parts of the destinations in it."""
+        found: dict[tuple[int, ...], list[_Destination]] = {}
+        for destination in self.destinations:
+            first = tuple([at // size * size for at, size in zip(destination.box.start, self.grid.chunk, strict=True)])
+            limits = zip(first, self.grid.chunk, destination.box.end, strict=True)
             if all([at + size >= end for at, size, end in limits]):  # in one chunk, as most small arrays are
-                found.setdefault(first, []).append(target)
+                found.setdefault(first, []).append(destination)
                 continue
-            ranges = map(range, first, target.box.end, self.grid.chunk)
+            ranges = map(range, first, destination.box.end, self.grid.chunk)
             for start in itertools.product(*ranges):
-                part = target.box.overlap(Box(start, self.grid.chunk))
+                part = destination.box.overlap(Box(start, self.grid.chunk))
                 assert part is not None
-                memory = None if target.memory is None else target.memory[part.slices(target.box.start)]
-                found.setdefault(start, []).append(_Target(part, memory))
+                memory = None if destination.memory is None else destination.memory[part.slices(destination.box.start)]
+                found.setdefault(start, []).append(_Destination(part, memory))
         return iter(found.items())
 
 
-_Chunks = list[tuple[tuple[int, ...], list[_Target]]]
-"""The first index of each chunk that is needed, and the parts of the targets in it."""
+_Chunks = list[tuple[tuple[int, ...], list[_Destination]]]
+"""The first index of each chunk that is needed, and the parts of the destinations in it."""
 
 
 class _Flight(NamedTuple):
-    """A chunk that is being read: its first index, the targets, the box that is read and the memory it is read into.
+    """A chunk that is being read: its first index, the destinations, the box that is read and the memory it goes to.
 
-    The memory is `spare` memory, unless it is that of the only target.
+    The memory is `spare` memory, unless it is that of the only destination.
     """
 
     array: _Array
     start: tuple[int, ...]
-    targets: list[_Target]
+    destinations: list[_Destination]
     box: Box
     memory: np.ndarray
     spare: np.ndarray | None

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from nnx.storage.checkpoints.grid import Grid, grid_of
-from nnx.storage.checkpoints.manifest import Part, Zarr
+from nnx.storage.checkpoints.manifest import PackedPart, Zarr
 from nnx.storage.checkpoints.zarr import file_of, fingerprints, open_array, pack_name, stored_dtype
 from nnx.storage.entry import Entry
 from nnx.storage.files import sync_directory
@@ -73,7 +73,7 @@ def _snapshot(values: Any) -> np.ndarray:
 
 def write_pieces(
     folder: Location, process: int, pieces: Sequence[Piece], arrays: Mapping[str, Zarr], entries: Mapping[str, Entry]
-) -> tuple[Grid | None, dict[str, list[Part]], dict[str, str]]:
+) -> tuple[Grid | None, dict[str, list[PackedPart]], dict[str, str]]:
     """Writes the pieces of one process, and syncs them to the disk if it is a local one.
 
     Args:
@@ -89,7 +89,7 @@ def write_pieces(
     Raises:
         OSError: the data could not be written.
     """
-    writes, files = _Writes(folder), {}
+    writes, files = _WriteQueue(folder), {}
     opened: dict[str, Any] = {}
     try:
         if process == 0:  # also of arrays that this process has no part of
@@ -123,14 +123,16 @@ def write_pieces(
     return grid, parts, fingerprints(folder, files)
 
 
-def _pack(pieces: Sequence[Piece], process: int) -> tuple[Grid | None, dict[str, list[Part]], Sequence[np.ndarray]]:
+def _pack(
+    pieces: Sequence[Piece], process: int
+) -> tuple[Grid | None, dict[str, list[PackedPart]], Sequence[np.ndarray]]:
     """Puts small arrays one after the other: the layout of the pack, the positions in it, and the bytes of each."""
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[PackedPart]] = {}
     data: list[np.ndarray] = []
     offset = 0
     for piece in pieces:
         values = np.asarray(piece.values, order="C")
-        parts.setdefault(piece.path, []).append(Part(process, offset, Box(piece.start, values.shape)))
+        parts.setdefault(piece.path, []).append(PackedPart(process, offset, Box(piece.start, values.shape)))
         data.append(values.reshape(-1).view(np.uint8))
         offset += values.nbytes
     return grid_of((offset,), (offset,), 1, PACK_FILE) if offset else None, parts, data
@@ -160,7 +162,7 @@ class _Write(NamedTuple):
     memory: np.ndarray | None
 
 
-class _Writes:
+class _WriteQueue:
     """The writes in progress, of a limited number of bytes; one that is larger than the limit goes alone.
 
     A file on a local disk is synced once, as soon as it is complete, while TensorStore writes later ones. There are no

@@ -83,7 +83,7 @@ def load_all(place: Location, verify: bool, rename: Mapping[str, str] | None, on
 def _read_all(place: Location, manifest: Manifest, verify: bool, paths: Iterable[str]) -> dict[str, Any]:
     """Returns values as they are kept on the host, by path."""
     expected = {path: _kept_on_host(manifest.entries[path]) for path in paths}
-    parts = Parts(manifest, expected, {path: path for path in expected})
+    parts = WantedParts(manifest, expected, {path: path for path in expected})
     if not parts.have_data(expected):
         return parts.values(expected, None)
     with contextlib.closing(_READERS[manifest.version](place, manifest, verify)) as reader:
@@ -95,7 +95,7 @@ def _kept_on_host(entry: Entry) -> Expected:
     return Expected("numpy", entry.data_dtype, entry.shape) if entry.kind == "array" else Expected("number")
 
 
-class Parts:
+class WantedParts:
     """The parts of arrays that this process reads for each path of the target.
 
     Args:
@@ -142,8 +142,8 @@ def _nothing(box: Box) -> np.ndarray:
     raise AssertionError(box)  # of an entry without data, nothing is read
 
 
-class _Outcome(NamedTuple):
-    """The outcome of preparing a load on one process: the checksum of the manifest it found, or the error."""
+class _Prepared(NamedTuple):
+    """What preparing a load on one process led to: the checksum of the manifest it found, or the error."""
 
     checksum: int
     error: str = ""
@@ -203,9 +203,9 @@ class Loading:
 
     def _agree(self, exchange: Exchange) -> None:
         """Prepares on every process; a failure on one is raised on all, before anything is changed."""
-        outcomes: list[_Outcome] = []
+        outcomes: list[_Prepared] = []
         for attempt in range(_ATTEMPTS):
-            outcomes = [_Outcome(*outcome) for outcome in exchange.together(self._try_to_prepare)]
+            outcomes = [_Prepared(*outcome) for outcome in exchange.together(self._try_to_prepare)]
             same = len({outcome.checksum for outcome in outcomes}) == 1
             if same and not any(outcome.replaced for outcome in outcomes):
                 break
@@ -218,7 +218,7 @@ class Loading:
             if outcome.checksum != outcomes[0].checksum:
                 raise CheckpointError(OTHER_MANIFEST.format(peer=peer, path=self._place))
 
-    def _try_to_prepare(self) -> "_Outcome":
+    def _try_to_prepare(self) -> "_Prepared":
         self._failure: Exception | None = None
         self._close()
         self._first = {}  # frees what a failed attempt has read
@@ -229,8 +229,8 @@ class Loading:
             self._failure = error
             damaged = isinstance(error, DamagedError)
             replaced = damaged and self._is_replaced()
-            return _Outcome(0, str(error), damaged, replaced)
-        return _Outcome(self._manifest.checksum)
+            return _Prepared(0, str(error), damaged, replaced)
+        return _Prepared(self._manifest.checksum)
 
     def _is_replaced(self) -> bool:
         return _generation(self._place) != self._generation
@@ -252,7 +252,7 @@ class Loading:
         if self.report and self._strict:
             raise CheckpointError(DOES_NOT_FIT.format(path=self._place, differences=self.report))
         leaves.release()
-        self._parts = Parts(manifest, self._expected, self._found)
+        self._parts = WantedParts(manifest, self._expected, self._found)
         if self._parts.have_data(self._found):
             self._reader = _READERS[manifest.version](self._place, manifest, self._verify)
         self._groups = self._grouped()

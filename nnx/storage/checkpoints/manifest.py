@@ -51,7 +51,7 @@ _HEAD = 128
 """The bytes at the beginning of a manifest that tell a claim from the manifest of a finished checkpoint."""
 
 
-class Part(NamedTuple):
+class PackedPart(NamedTuple):
     """The position of a part of a small array: the process whose pack it is in, its first byte there, and its box."""
 
     process: int
@@ -100,7 +100,7 @@ class Manifest:
     hyperparameters: Mapping[str, list[str]]
     info: Mapping[str, Any]
     arrays: Mapping[str, Zarr] = dataclasses.field(default_factory=dict)
-    parts: Mapping[str, Sequence[Part]] = dataclasses.field(default_factory=dict)
+    parts: Mapping[str, Sequence[PackedPart]] = dataclasses.field(default_factory=dict)
     packs: Sequence[Grid | None] = ()
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     files: Mapping[str, DataFile] = dataclasses.field(default_factory=dict)
@@ -133,7 +133,7 @@ def _grid_to_json(grid: Grid) -> dict[str, Any]:
     return {"shape": grid.shape, "shard": grid.shard, "file": grid.file, "chunk": grid.chunk}
 
 
-def _parts_to_json(parts: Sequence[Part], entry: Entry) -> Any:
+def _parts_to_json(parts: Sequence[PackedPart], entry: Entry) -> Any:
     """Returns the positions of the parts of an array; only the offset of an array that is whole in the first pack."""
     first = parts[0]
     if first.process == 0 and first.box.shape == entry.data_shape:
@@ -306,7 +306,7 @@ def _parse_grid(found: Any, entry: Entry | None = None) -> Grid:
     return grid
 
 
-def _parse_parts(found: Any, entry: Entry, packs: Sequence[Grid | None]) -> Iterator[Part]:
+def _parse_parts(found: Any, entry: Entry, packs: Sequence[Grid | None]) -> Iterator[PackedPart]:
     shape, itemsize = entry.data_shape, entry.data_dtype.itemsize
     rows = [(0, found, (0,) * len(shape), shape)] if isinstance(found, int) else found
     for process, offset, start, extent in rows:
@@ -316,11 +316,11 @@ def _parse_parts(found: Any, entry: Entry, packs: Sequence[Grid | None]) -> Iter
         inside = inside and all(a + n <= size for a, n, size in zip(box.start, box.shape, shape, strict=True))
         if pack is None or not inside or _natural(offset) + box.size * itemsize > pack.shape[0]:
             raise ValueError(f"a part is {short([process, offset, start, extent])}, which does not fit its array")
-        yield Part(process, offset, box)
+        yield PackedPart(process, offset, box)
 
 
 def _check_complete(
-    entries: Mapping[str, Entry], arrays: Mapping[str, Zarr], parts: Mapping[str, Sequence[Part]]
+    entries: Mapping[str, Entry], arrays: Mapping[str, Zarr], parts: Mapping[str, Sequence[PackedPart]]
 ) -> None:
     """Raises a ValueError unless every element of every array is stored once."""
     for path, entry in entries.items():

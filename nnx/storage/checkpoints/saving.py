@@ -16,7 +16,7 @@ from nnx.storage.checkpoints.grid import Grid, grid_of
 from nnx.storage.checkpoints.manifest import (
     FILE_NAME,
     Manifest,
-    Part,
+    PackedPart,
     Zarr,
     claim,
     is_claim,
@@ -242,15 +242,17 @@ class Saving:
             raise CheckpointError(SAVE_FAILED.format(path=self._place, reason=reason)) from error
 
 
-def _joined(written: list[Any]) -> tuple[list[Grid | None], dict[str, list[Part]], dict[str, str]]:
+def _joined(written: list[Any]) -> tuple[list[Grid | None], dict[str, list[PackedPart]], dict[str, str]]:
     """Joins what the processes have written: the layout of their packs, the positions in them, and fingerprints."""
     if len(written) == 1:
         grid, parts, files = written[0]
         return [grid], parts, files
-    joined: dict[str, list[Part]] = {}
+    joined: dict[str, list[PackedPart]] = {}
     for _, found, _ in written:
         for path, rows in found.items():
-            parts = [Part(process, offset, Box(tuple(start), tuple(shape))) for process, offset, (start, shape) in rows]
+            parts = [
+                PackedPart(process, offset, Box(tuple(start), tuple(shape))) for process, offset, (start, shape) in rows
+            ]
             joined.setdefault(path, []).extend(parts)
     files = {name: digits for _, _, found in written for name, digits in found.items()}
     return [grid and Grid(*map(tuple, grid)) for grid, _, _ in written], joined, files

@@ -71,18 +71,18 @@ def identity(value: Any) -> Any:
     return None
 
 
-class Program(NamedTuple):
+class TracedProgram(NamedTuple):
     """A traced function. The fields have the names of those in `jax.stages.Traced`, which can be used in its place."""
 
     jaxpr: Any
     out_tree: Any
 
 
-def trace_program(fun: Callable[..., Any], *operands: Any) -> Program:
+def trace_program(fun: Callable[..., Any], *operands: Any) -> TracedProgram:
     """Traces a function. Unlike in `jax.jit(fun).trace`, tracers that it captures are constants of the program."""
     with with_fresh_traces():
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*operands)
-    return Program(closed, jax.tree.structure(shapes))
+    return TracedProgram(closed, jax.tree.structure(shapes))
 
 
 def evaluate(program: Any, inputs: dict[Any, Any], operands: Any) -> Any:
