@@ -182,7 +182,7 @@ def test_a_stream_without_checks_delivers_every_token_once(stop_tokens):
 def test_weights_that_are_already_in_a_list_are_not_copied():
     listed, scanned = decoder().partition(), decoder(scan_layers=True).partition()
     prompts = programs.Prompt(random_prompts(2, 5), np.array([5, 5], np.int32))
-    plan = programs.Plan(64, 64, 64, num_samples=1, logprobs=False, penalty=False, aligned=True, rules=())
-    assert programs.read(listed, prompts, None, np.int32(0), plan=plan)[1] is None
-    unstacked = programs.read(scanned, prompts, None, np.int32(0), plan=plan)[1]
+    setup = programs.Setup(64, 64, 64, num_samples=1, logprobs=False, penalty=False, aligned=True, rules=())
+    assert programs.read(listed, prompts, None, np.int32(0), setup=setup)[1] is None
+    unstacked = programs.read(scanned, prompts, None, np.int32(0), setup=setup)[1]
     assert unstacked is not None and list(unstacked.states) == list(listed.states)
