@@ -117,10 +117,19 @@ def temporary_bytes(length, **options):
     "options", [{"is_causal": True}, {"logits_soft_cap": 3.0, "sinks": jnp.ones(2)}], ids=["causal", "cap and sinks"]
 )
 def test_memory_grows_linearly(options):
-    with mock.patch.multiple(blocks, LONG=2048 * 2048, SMALLEST=128, LARGEST=512):  # the real ones
+    with mock.patch.multiple(blocks, LONG=2048 * 2048, SMALLEST=128, LARGEST=256):  # the real ones
         short, long = (temporary_bytes(length, **options) for length in (2048, 8192))
     assert long < 5 * short
     assert long < 2 * 8192 * 8192  # half of the weights of one head
+
+
+@pytest.mark.parametrize(("platform", "queries"), [("cpu", 128), ("gpu", 256), ("tpu", 256)])
+def test_blocks_are_small_on_a_cpu_and_for_very_many_keys(platform, queries):
+    x = jax.ShapeDtypeStruct((1, 4096, 2, 8), jnp.float32)
+    with mock.patch.multiple(blocks, LONG=2048 * 2048, SMALLEST=128, LARGEST=256), compiling_for(platform):
+        program = str(jax.make_jaxpr(nnx.dot_product_attention)(x, x, x))
+        assert f"length={4096 // queries}" in program
+        assert blocks.block_size(8192, platform) == 128
 
 
 # The kernel of TPUs, interpreted

@@ -16,7 +16,6 @@ from tests.sharding.transformer import Block, collectives, make, mesh_of, run, t
 
 SETTINGS = {
     "one device": ([("data", 1), ("model", 1)], nnx.fsdp_tensor_parallel_rules()),
-    "data parallel": ([("data", 8)], nnx.data_parallel_rules()),
     "fsdp": ([("data", 8)], nnx.fsdp_rules()),
     "tensor parallel": ([("model", 4)], nnx.tensor_parallel_rules()),
     "fsdp and tensor parallel": ([("data", 2), ("model", 4)], nnx.fsdp_tensor_parallel_rules()),

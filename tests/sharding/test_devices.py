@@ -18,7 +18,7 @@ def seen():
     return json.loads(output.splitlines()[-1])
 
 
-SHARDED = ("data parallel", "fsdp", "tensor parallel", "fsdp and tensor parallel")
+SHARDED = ("fsdp", "tensor parallel", "fsdp and tensor parallel")  # test_recipes trains with data parallelism
 
 
 @pytest.mark.parametrize("setting", SHARDED)
@@ -31,11 +31,6 @@ def test_training_gives_the_losses_of_one_device(seen, setting):
 # Of every kernel of the scanned stack and around it: its part on one device, by setting.
 BLOCK = "blocks/scan_module"
 PARTS = {
-    "data parallel": {
-        "embed/embedding": [64, 32],
-        f"{BLOCK}/attention/query/kernel": [2, 32, 4, 8],
-        f"{BLOCK}/mlp/layers/0/kernel": [2, 32, 128],
-    },
     "fsdp": {
         "embed/embedding": [64, 4],
         f"{BLOCK}/attention/query/kernel": [2, 4, 4, 8],

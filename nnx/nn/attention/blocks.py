@@ -14,6 +14,7 @@ from jax import lax
 
 from nnx.nn.attention.weights import AttentionArrays, AttentionSettings, attend, may_see_nothing
 from nnx.nn.support.settings import cast, compiled_body, statistics_dtype
+from nnx.sharding.target import target
 
 LONG = 2048 * 2048
 """The number of weights per head from which on they are computed in blocks."""
@@ -21,6 +22,7 @@ ENTRIES = 2**20
 """The number of weights per head in a block, as far as `SMALLEST` allows."""
 SMALLEST = 128  # queries of a block, the tile of matrix units on a TPU
 LARGEST = 256
+"""On an H200, 128 take 17 to 31 % longer. On a CPU, they take 7 to 12 % less time: they fit its caches."""
 
 
 def is_long(queries: Any, keys: Any) -> bool:
@@ -28,9 +30,10 @@ def is_long(queries: Any, keys: Any) -> bool:
     return isinstance(queries, int) and isinstance(keys, int) and queries * keys >= LONG and queries >= 2 * SMALLEST
 
 
-def block_size(keys: int) -> int:
-    """Returns the number of queries in a block, for so many keys."""
-    return max(SMALLEST, min(LARGEST, 1 << (max(ENTRIES // max(keys, 1), 1).bit_length() - 1)))
+def block_size(keys: int, platform: str) -> int:
+    """Returns the number of queries in a block, for so many keys on a platform."""
+    largest = SMALLEST if platform == "cpu" else LARGEST
+    return max(SMALLEST, min(largest, 1 << (max(ENTRIES // max(keys, 1), 1).bit_length() - 1)))
 
 
 @compiled_body
@@ -77,7 +80,7 @@ def _attend_to(
 ) -> jax.Array:
     """Attends from queries, the first of which is at the position `offset`, to keys and values in float32."""
     keys = wide[0].shape[-3]
-    size = block_size(keys)
+    size = block_size(keys, target(query, *wide).platform)
     span = _span(options, settings, size, keys)
 
     def block(_: None, start: Any, query: jax.Array, bias: jax.Array | None) -> tuple[None, jax.Array]:

@@ -22,6 +22,7 @@ from jax.lax import PrecisionLike
 from nnx.nn.attention.blocks import block_size, is_long, over_blocks
 from nnx.nn.attention.weights import MASKED
 from nnx.nn.support.settings import statistics_dtype
+from nnx.sharding.target import target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +204,8 @@ def _over_blocks(step: Any, like: Any, counts: tuple[int, int], by_query: tuple[
     if not is_long(*counts):
         return step(None, 0, *by_query)
     sums = jax.tree.map(lambda array: jnp.zeros_like(array, statistics_dtype(array.dtype)), like)
-    return over_blocks(step, sums, block_size(counts[1]), [(array, -4) for array in by_query], -4)
+    size = block_size(counts[1], target(*by_query).platform)
+    return over_blocks(step, sums, size, [(array, -4) for array in by_query], -4)
 
 
 def _by_row(by_query: jax.Array) -> jax.Array:
