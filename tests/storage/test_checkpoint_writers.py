@@ -190,7 +190,7 @@ def test_processes_that_read_different_checkpoints_load_nothing(tmp_path, monkey
             pass
 
         def together(self, work):
-            return [work(), loading._Outcome(123)]
+            return [work(), loading._Prepared(123)]
 
     nnx.save(tmp_path / "c", {"epoch": 1})
     monkeypatch.setattr(loading, "Exchange", OtherProcess)
