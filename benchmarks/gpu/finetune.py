@@ -3,6 +3,7 @@
     python -m benchmarks.gpu.finetune                       every contender, each in a process of its own, on a GPU
     python -m benchmarks.gpu.finetune --only lora           LoRA of rank 16 on every matrix of the layers
     python -m benchmarks.gpu.finetune --only full           all weights
+    python -m benchmarks.gpu.finetune --only loss           the loss of the last layer alone, with and without logits
     python -m benchmarks.gpu.finetune --without "nnx, list" leave a contender out
     python -m benchmarks.gpu.finetune --out FILE.json       write a record (see benchmarks/record.py)
     python -m benchmarks.gpu.finetune --tiny                the default without a GPU: a tiny model, to see that it runs
@@ -11,6 +12,7 @@ A step trains on 4 × 1024 random tokens. Weights, moments and products are in b
 layers are recomputed in the backward pass ("gradient checkpointing"). transformers computes with `torch.compile`, layer
 by layer, which is how it compiles fastest. A contender runs alone on the GPU; "compile" is how much longer its first
 step takes than a later one, "peak" the most memory its arrays and temporaries took. Compilation caches are not used.
+The record is written after every contender.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -104,10 +107,30 @@ def make_ours(
         optimizer.update(grads)
         return loss
 
-    def peak() -> int:
-        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
-
     return Contender(lambda: step(optimizer, tokens), jax.block_until_ready, peak)
+
+
+def make_loss(sizes: Sizes, *, logits: bool) -> Contender:
+    """Makes the gradients of the loss by features and output layer, without logits or with them."""
+    rows = sizes.rows * sizes.length
+    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    features, kernel = draw(jax.random.key(0), (rows, sizes.width)), draw(jax.random.key(1), (sizes.width, sizes.vocab))
+    kernel *= sizes.width**-0.5
+    labels = jax.random.randint(jax.random.key(2), (rows,), 0, sizes.vocab)
+
+    def loss_fn(features: jax.Array, kernel: jax.Array) -> jax.Array:
+        if logits:
+            return nnx.cross_entropy(features @ kernel, labels)
+        return nnx.linear_cross_entropy(features, kernel, labels)
+
+    options = {"compiler_options": OPTIONS if jax.default_backend() == "gpu" else None}
+    step = jax.jit(jax.value_and_grad(loss_fn, (0, 1)), **options)
+    return Contender(lambda: step(features, kernel)[0], jax.block_until_ready, peak)
+
+
+def peak() -> int:
+    """Returns the most memory that this process had in use on the device."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
 def make_theirs(sizes: Sizes, *, lora: bool) -> Contender:
@@ -128,6 +151,10 @@ CONTENDERS: dict[str, dict[str, Callable[[Sizes], Contender]]] = {
         "nnx": functools.partial(make_ours, lora=False),
         "nnx, fp8": functools.partial(make_ours, lora=False, product=nnx.fp8_dot_general),
         "transformers": functools.partial(make_theirs, lora=False),
+    },
+    "loss": {
+        "nnx": functools.partial(make_loss, logits=False),
+        "nnx, logits": functools.partial(make_loss, logits=True),
     },
 }
 
@@ -171,9 +198,11 @@ def main() -> int:
     parser.add_argument("--alone", nargs=2, metavar=("KIND", "NAME"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.alone:
+        os.environ.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)
         kind, name = args.alone
         print(json.dumps(measure(CONTENDERS[kind][name](TINY if args.tiny else Sizes()), args.seconds)))
         return 0
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # this process names the GPU in records and leaves it alone
     ask = "import jax; print(jax.default_backend())"  # in this process, the answer would take the GPU's memory
     asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
     has_gpu = asked.stdout.strip() == "gpu"
@@ -200,14 +229,17 @@ def main() -> int:
                 f"| {rows[name]['peak']:>8.1f} | {found['first_loss']:>10.3f} | {found['last_loss']:>9.3f} |",
                 flush=True,
             )
-        for entry, unit in {"speed": "tokens/s", "compile": "s", "peak": "GiB"}.items():
-            figures[f"{kind}, {entry}"] = record.row(unit, {name: row[entry] for name, row in rows.items()})
+            for entry, unit in {"speed": "tokens/s", "compile": "s", "peak": "GiB"}.items():
+                figures[f"{kind}, {entry}"] = record.row(unit, {name: row[entry] for name, row in rows.items()})
+            if args.out:
+                write(args.out, figures, whole=False)
     if args.out:
-        whole = not tiny and not args.without and args.only is None
-        record.write(
-            args.out, record.make_record("gpu_finetune", "python -m benchmarks.gpu.finetune", figures, whole=whole)
-        )
+        write(args.out, figures, whole=not tiny and not args.without and args.only is None)
     return 0
+
+
+def write(out: pathlib.Path, figures: record.Figures, whole: bool) -> None:
+    record.write(out, record.make_record("gpu_finetune", "python -m benchmarks.gpu.finetune", figures, whole=whole))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """A published model at the speed of the GPU: an 8B Llama in the shape of transformers, next to transformers itself.
 
-    python -m benchmarks.gpu.published 8             tokens per second of 8 rows: bfloat16 (greedy, drawn), int8, int4
-    python -m benchmarks.gpu.published 1             the same of one row
-    python -m benchmarks.gpu.published 64            the same of 64 rows
-    python -m benchmarks.gpu.published prompts       time to the first token of prompts of 512, 2,048 and 4,096
-    python -m benchmarks.gpu.published transformers  both with transformers, its static cache and torch.compile
-    python -m benchmarks.gpu.published 8 --out FILE.json    write a record (see benchmarks/record.py)
+    python -m benchmarks.gpu.published                      every part, ours and transformers at the same time
+    python -m benchmarks.gpu.published 8                    tokens per second of 8 rows: bfloat16, drawn, int8, int4
+    python -m benchmarks.gpu.published 1 64                 the same of one row, and of 64 rows
+    python -m benchmarks.gpu.published prompts              time to the first token of prompts of 512, 2,048 and 4,096
+    python -m benchmarks.gpu.published transformers         both with transformers, its static cache and torch.compile
+    python -m benchmarks.gpu.published --out FILE.json      write a record (see benchmarks/record.py)
     python -m benchmarks.gpu.published 8 --tiny             tiny sizes, to see that it runs; the default on a CPU
 
-Each part takes one to two minutes, most of it to compile, and has a record of its own. It begins nothing new after
-`--limit` seconds. Weights are random: the time does not depend on their values. A run reads 64 tokens and writes 256 in
-each row. "Bandwidth" is the fraction of the memory bandwidth (measured first) that reading the weights, as they are
-stored, and the filled part of the cache once per token would take.
+It takes about four minutes, most of them to compile. The two libraries compile side by side, each in a process of its
+own, and take turns to measure. The record is written after every part, and nothing new is begun after `--limit`
+seconds. Weights are random: the time does not depend on their values. A run reads 64 tokens and writes 256 in each row.
+"Bandwidth" is the fraction of the memory bandwidth (measured first) that reading the weights, as they are stored, and
+the filled part of the cache once per token would take.
 """
 
 # PyTorch and transformers are not among the project's dependencies.
@@ -19,12 +20,21 @@ stored, and the filled part of the cache once per token would take.
 
 import argparse
 import concurrent.futures
+import contextlib
+import fcntl
 import functools
+import json
+import os
 import pathlib
+import queue
+import shutil
 import statistics
+import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -36,9 +46,10 @@ from benchmarks import record
 from benchmarks.gpu.decode import measured_bandwidth
 
 READ, WRITTEN = 64, 256
-ROWS = (1, 8, 64)
+ROWS = (8, 1, 64)
 PROMPTS = (4096, 512, 2048)
 DRAWN = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
+PARTS = (*map(str, ROWS), "prompts", "transformers")
 ROW = "rows: {}"
 FIRST = "first token of {}"
 
@@ -61,29 +72,47 @@ TINY = Sizes(256, 64, 128, 2, 4, 2, 8192)
 
 
 class Clock:
-    """Says what has been measured, and whether there is time for more."""
+    """Says what has been measured, and whether there is time for more.
 
-    def __init__(self, limit: float):
+    Processes that share a GPU share a file: any number of them hold it while they compile, one while it measures.
+    """
+
+    def __init__(self, limit: float, shared: str | None):
         self.began, self.limit, self.complete = time.perf_counter(), limit, True
+        self.shared = shared
 
     def seconds(self) -> float:
         return time.perf_counter() - self.began
 
+    @contextlib.contextmanager
+    def turn(self, alone: bool) -> Iterator[None]:
+        """Waits until nobody else measures or, to be alone, until nobody else does anything."""
+        with contextlib.ExitStack() as held:
+            if self.shared:
+                file = held.enter_context(open(self.shared))
+                fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            yield
+
+    def compile(self, runs: dict[str, Callable[[], Any]]) -> None:
+        """Runs everything once, side by side."""
+        with self.turn(alone=False), concurrent.futures.ThreadPoolExecutor() as pool:
+            list(pool.map(lambda run: run(), runs.values()))
+        print(f"  {', '.join(runs)}: compiled after {self.seconds():.0f} s", file=sys.stderr, flush=True)
+
     def measure(self, name: str, run: Callable[[], Any]) -> float | None:
-        """Returns the median seconds of several runs after the first one; None if there is no time left."""
+        """Returns the median seconds of several runs of what is compiled; None if there is no time left."""
         if self.seconds() > self.limit:
             self.complete = False
-            print(f"  {name}: left out, {self.seconds():.0f} s have passed", flush=True)
+            print(f"  {name}: left out, {self.seconds():.0f} s have passed", file=sys.stderr, flush=True)
             return None
-        began = time.perf_counter()
-        run()
-        first, times = time.perf_counter() - began, []
-        while len(times) < 3 or (len(times) < 9 and sum(times) < 1.5):
-            began = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - began)
+        with self.turn(alone=True):
+            times = []
+            while len(times) < 3 or (len(times) < 9 and sum(times) < 1.5):
+                began = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - began)
         median = statistics.median(times)
-        print(f"  {name}: {1e3 * median:.2f} ms; the first call took {first:.0f} s", file=sys.stderr, flush=True)
+        print(f"  {name}: {1e3 * median:.2f} ms", file=sys.stderr, flush=True)
         return median
 
 
@@ -145,47 +174,65 @@ def bytes_per_step(sizes: Sizes, model: Any, rows: int, new: int) -> float:
     return weights + rows * per_token * (READ + new / 2)
 
 
-def written(sizes: Sizes, clock: Clock, rows: int, new: int) -> record.Figures:
+def written(sizes: Sizes, clock: Clock, made: dict[str, Any], rows: list[int], new: int) -> Iterator[record.Figures]:
     """Measures tokens per second."""
-    bandwidth = measured_bandwidth(1 << (20 if sizes is TINY else 32))
-    tokens, made, runs = prompts(sizes, rows, READ), models(sizes), {}
-    for name, model in made.items():
-        runs[name] = generating(model, tokens, new)
-    runs["bfloat16, drawn"] = generating(made["bfloat16"], tokens, new, **DRAWN)
-    runs["bfloat16"]()  # alone, because XLA times its products while it compiles them; the others have kernels of ours
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(lambda run: run(), runs.values()))
-    print(f"  compiled after {clock.seconds():.0f} s", file=sys.stderr, flush=True)
-    times = {name: clock.measure(f"{name}, {rows} rows", run) for name, run in runs.items()}
-    speeds = {name: rows * new / took for name, took in times.items() if took is not None}
-    fractions = {
-        name: bytes_per_step(sizes, made[name.partition(",")[0]], rows, new) * new / took / bandwidth
-        for name, took in times.items()
-        if took is not None
+    for part in [rows[:1], rows[1:]]:  # what was asked for first is measured first
+        runs: dict[tuple[int, str], Callable[[], Any]] = {}
+        for count in part:
+            tokens = prompts(sizes, count, READ)
+            for name, model in made.items():
+                runs[count, name] = generating(model, tokens, new)
+            runs[count, "bfloat16, drawn"] = generating(made["bfloat16"], tokens, new, **DRAWN)
+        if runs:
+            clock.compile({f"{name}, {count} rows": run for (count, name), run in runs.items()})
+        for (count, name), run in runs.items():
+            took = clock.measure(f"{name}, {count} rows", run)
+            if took is not None:
+                read = bytes_per_step(sizes, made[name.partition(",")[0]], count, new) * new / took
+                yield {
+                    ROW.format(count): record.row("tokens/s", {name: count * new / took}),
+                    f"{ROW.format(count)}, part of the memory bandwidth": record.row("1", {name: read}),
+                }
+
+
+def first_tokens(
+    sizes: Sizes, clock: Clock, made: dict[str, Any], lengths: tuple[int, ...]
+) -> Iterator[record.Figures]:
+    """Measures the time to the first token; quantized, of the longest prompt."""
+    runs = {
+        (length, name): generating(model, prompts(sizes, 1, length), 1)
+        for name, model in made.items()
+        for length in (lengths if name == "bfloat16" else lengths[:1])
     }
+    clock.compile({f"{name}, {length} tokens": run for (length, name), run in runs.items()})
+    for (length, name), run in runs.items():
+        took = clock.measure(f"{name}, {length} tokens", run)
+        yield {FIRST.format(length): record.row("ms", {name: None if took is None else 1e3 * took})}
+
+
+def ours(sizes: Sizes, clock: Clock, parts: list[str], new: int, lengths: tuple[int, ...]) -> Iterator[record.Figures]:
+    """Measures what was asked for with the same models."""
+    made = models(sizes)
     weights = {name: bytes_per_step(sizes, model, 0, new) / 2**30 for name, model in made.items()}
-    return {
+    with clock.turn(alone=True):
+        bandwidth = measured_bandwidth(1 << (20 if sizes is TINY else 32))
+    yield {
         "memory bandwidth": record.row("TB/s", {"measured": bandwidth / 1e12}),
         "weights of a step": record.row("GiB", weights),
-        ROW.format(rows): record.row("tokens/s", speeds),
-        f"{ROW.format(rows)}, part of the memory bandwidth": record.row("1", fractions),
     }
-
-
-def first_tokens(sizes: Sizes, clock: Clock, lengths: tuple[int, ...]) -> record.Figures:
-    """Measures the time to the first token; quantized, of the longest prompt."""
-    times: dict[int, dict[str, float | None]] = {length: {} for length in sorted(lengths)}
-    for name, model in models(sizes).items():
-        for length in lengths if name == "bfloat16" else lengths[:1]:
-            took = clock.measure(f"{name}, {length} tokens", generating(model, prompts(sizes, 1, length), 1))
-            times[length][name] = None if took is None else 1e3 * took
-    return {FIRST.format(length): record.row("ms", times[length]) for length in sorted(lengths)}
+    for figures in written(sizes, clock, made, [int(part) for part in parts if part.isdigit()], new):
+        for row in figures.values():
+            if row["unit"] == "1":
+                row["values"] = {name: value / bandwidth for name, value in row["values"].items()}
+        yield figures
+    if "prompts" in parts:
+        yield from first_tokens(sizes, clock, made, lengths)
 
 
 # transformers
 
 
-def with_transformers(sizes: Sizes, clock: Clock, new: int, lengths: tuple[int, ...]) -> record.Figures:
+def with_transformers(sizes: Sizes, clock: Clock, new: int, lengths: tuple[int, ...]) -> Iterator[record.Figures]:
     """Measures the same with transformers: the first token eagerly, and the others with its static cache, compiled."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -195,7 +242,6 @@ def with_transformers(sizes: Sizes, clock: Clock, new: int, lengths: tuple[int, 
     with torch.device(device):
         model = LlamaForCausalLM(LlamaConfig(**sizes._asdict(), rope_theta=500000.0, attn_implementation="sdpa")).eval()
     torch.set_default_dtype(torch.float32)
-    figures: record.Figures = {}
 
     def ids(rows: int, length: int) -> Any:
         return torch.tensor(prompts(sizes, rows, length), dtype=torch.int64, device=device)
@@ -204,51 +250,105 @@ def with_transformers(sizes: Sizes, clock: Clock, new: int, lengths: tuple[int, 
     def forward(tokens: Any) -> None:
         model(tokens, logits_to_keep=1).logits.argmax(-1).cpu()
 
-    for length in lengths:
-        took = clock.measure(f"transformers, eager, {length} tokens", functools.partial(forward, ids(1, length)))
-        figures[FIRST.format(length)] = record.row("ms", {"transformers": None if took is None else 1e3 * took})
-
     @torch.no_grad()
     def generate(tokens: Any) -> None:
         options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
         model.generate(tokens, cache_implementation="static", pad_token_id=0, **options).cpu()
 
+    def measured(name: str, run: Callable[[], Any]) -> float | None:
+        if clock.seconds() < clock.limit:
+            clock.compile({name: run})
+        return clock.measure(name, run)
+
     for rows in ROWS:
-        took = clock.measure(f"transformers, {rows} rows", functools.partial(generate, ids(rows, READ)))
-        figures[ROW.format(rows)] = record.row(
-            "tokens/s", {"transformers": None if took is None else rows * new / took}
-        )
-    return figures
+        took = measured(f"transformers, {rows} rows", functools.partial(generate, ids(rows, READ)))
+        speed = None if took is None else rows * new / took
+        yield {ROW.format(rows): record.row("tokens/s", {"transformers": speed})}
+    for length in lengths:
+        took = measured(f"transformers, eager, {length} tokens", functools.partial(forward, ids(1, length)))
+        yield {FIRST.format(length): record.row("ms", {"transformers": None if took is None else 1e3 * took})}
 
 
-def measure(part: str, sizes: Sizes, clock: Clock) -> record.Figures:
-    lengths = tuple(length // 64 for length in PROMPTS) if sizes is TINY else PROMPTS
-    new = 8 if sizes is TINY else WRITTEN
-    if part == "prompts":
-        return first_tokens(sizes, clock, lengths)
-    if part == "transformers":
-        return with_transformers(sizes, clock, new, lengths)
-    return written(sizes, clock, int(part), new)
+# Processes
+
+
+def child(parts: list[str], clock: Clock, tiny: bool) -> None:
+    """Measures in this process; prints the figures as they come, one JSON object per line."""
+    sizes, new = (TINY, 8) if tiny else (Sizes(), WRITTEN)
+    lengths = tuple(length // 64 for length in PROMPTS) if tiny else PROMPTS
+    if parts == ["transformers"]:
+        found = with_transformers(sizes, clock, new, lengths)
+    else:
+        found = ours(sizes, clock, parts, new, lengths)
+    for figures in found:
+        print(json.dumps(figures), flush=True)
+    print(json.dumps(clock.complete), flush=True)
+
+
+def lines_of(command: list[str], found: queue.Queue[Any]) -> None:
+    """Runs a process, and hands on what it prints: figures, and in the end whether they are complete."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    complete = False
+    for line in process.stdout:
+        if line.startswith("{"):
+            found.put(json.loads(line))
+        complete = complete or line == "true\n"
+    process.wait()
+    found.put(complete)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=(*map(str, ROWS), "prompts", "transformers"))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; the default without a GPU")
     parser.add_argument("--limit", type=float, default=400.0, help="begin nothing new after so many seconds")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a record of the run")
+    parser.add_argument("--child", metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    tiny = args.tiny or jax.default_backend() != "gpu"
-    clock = Clock(args.limit)
-    figures = measure(args.part, TINY if tiny else Sizes(), clock)
-    print(f"{args.part}, after {clock.seconds():.0f} s:")
-    for name, row in figures.items():
-        print(f"  {name}: " + ", ".join(f"{label} {value:,.3g}" for label, value in row["values"].items()), row["unit"])
-    if args.out:
-        command = f"python -m benchmarks.gpu.published {args.part}"
-        whole = clock.complete and not tiny
-        record.write(args.out, record.make_record(f"gpu_published_{args.part}", command, figures, whole=whole))
+    parts = args.parts or list(PARTS)
+    if not {*parts} <= {*PARTS}:
+        parser.error(f"the parts are {', '.join(PARTS)}")
+    if args.child:
+        child(parts, Clock(args.limit, args.child), args.tiny)
+        return 0
+    tiny = args.tiny or shutil.which("nvidia-smi") is None
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # processes share the GPU, and this one only names it
+    figures: record.Figures = {}
+    found: queue.Queue[Any] = queue.Queue()
+    with tempfile.NamedTemporaryFile() as shared:
+        options = ["--child", shared.name, "--limit", str(args.limit), *["--tiny"] * tiny]
+        command = [sys.executable, "-m", "benchmarks.gpu.published", *options]
+        running = [
+            part
+            for part in ([p for p in parts if p != "transformers"], [p for p in parts if p == "transformers"])
+            if part
+        ]
+        for part in running:
+            threading.Thread(target=lines_of, args=([*command, *part], found)).start()
+        complete: list[bool] = []
+        while len(complete) < len(running):
+            news = found.get()
+            if isinstance(news, bool):
+                complete.append(news)
+                continue
+            for name, row in news.items():
+                print(
+                    f"  {name}: " + ", ".join(f"{k} {v:,.3g}" for k, v in row["values"].items()),
+                    row["unit"],
+                    flush=True,
+                )
+                figures.setdefault(name, {**row, "values": {}})["values"] |= row["values"]
+            if args.out:
+                write(args.out, figures, whole=False)
+        if args.out:
+            write(args.out, figures, whole=all(complete) and not args.parts and not tiny)
     return 0
+
+
+def write(out: pathlib.Path, figures: record.Figures, whole: bool) -> None:
+    command = "python -m benchmarks.gpu.published"
+    record.write(out, record.make_record("gpu_published", command, dict(sorted(figures.items())), whole=whole))
 
 
 if __name__ == "__main__":
