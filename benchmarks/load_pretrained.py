@@ -16,6 +16,7 @@ the first one, in sizes of the largest tensor. Goals: 1.3 times the time of read
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,9 +26,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.llamas import Sizes, published_config, tensors
+
 READ = "safetensors read"
 WAYS = (READ, "nnx", "nnx sharded", "nnx scanned", "nnx to float32")
-FEATURES, HIDDEN, HEADS, KV_HEADS, VOCAB = 2048, 5632, 16, 8, 32000
+SIZES = Sizes(vocab=32000, layers=1, width=2048, heads=16, kv_heads=8, hidden=5632, tied=True, max_length=4096)
 GOALS = {"time": 1.3, "memory": 1.2}
 
 
@@ -45,28 +48,12 @@ def write(directory: Path, megabytes: int, dtype: str) -> dict:
     import safetensors.numpy
 
     kind = jnp.dtype(dtype)
-    wide = FEATURES * KV_HEADS // HEADS
-    layer = {
-        "self_attn.q_proj.weight": (FEATURES, FEATURES),
-        "self_attn.k_proj.weight": (wide, FEATURES),
-        "self_attn.v_proj.weight": (wide, FEATURES),
-        "self_attn.o_proj.weight": (FEATURES, FEATURES),
-        "mlp.gate_proj.weight": (HIDDEN, FEATURES),
-        "mlp.up_proj.weight": (HIDDEN, FEATURES),
-        "mlp.down_proj.weight": (FEATURES, HIDDEN),
-        "input_layernorm.weight": (FEATURES,),
-        "post_attention_layernorm.weight": (FEATURES,),
-    }
-    outer = {"model.embed_tokens.weight": (VOCAB, FEATURES), "model.norm.weight": (FEATURES,)}
-    size = kind.itemsize * sum(int(np.prod(shape)) for shape in layer.values())
-    around = kind.itemsize * sum(int(np.prod(shape)) for shape in outer.values())
+    one = tensors(SIZES._replace(layers=1))
+    around = kind.itemsize * sum(math.prod(one[name]) for name in one if "layers" not in name)
+    size = kind.itemsize * sum(map(math.prod, one.values())) - around
     layers = max(2, round((megabytes * 10**6 - around) / size))
-    shapes = outer | {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
-    config = {
-        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": FEATURES, "intermediate_size": HIDDEN,
-        "num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-        "max_position_embeddings": 4096, "tie_word_embeddings": True,
-    }  # fmt: skip
+    sizes = SIZES._replace(layers=layers)
+    shapes, config = tensors(sizes), {"model_type": "llama", **published_config(sizes)}
     (directory / "config.json").write_text(json.dumps(config))
     random, weight_map, shard, held, number = np.random.default_rng(0), {}, {}, 0, 0
     for i, (name, shape) in enumerate(shapes.items()):
@@ -79,7 +66,7 @@ def write(directory: Path, megabytes: int, dtype: str) -> dict:
             weight_map |= dict.fromkeys(shard, file)
             shard, held = {}, 0
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    largest = kind.itemsize * max(int(np.prod(shape)) for shape in shapes.values())
+    largest = kind.itemsize * max(map(math.prod, shapes.values()))
     return {"size": around + layers * size, "largest": largest, "layers": layers}
 
 

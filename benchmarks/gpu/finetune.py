@@ -16,7 +16,6 @@ The record is written after every contender.
 """
 
 import argparse
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -34,25 +33,20 @@ import optax
 
 import nnx
 from benchmarks import record
+from benchmarks.llamas import EIGHT_BILLION, TINY, Sizes, decoder_config
 
 RATE, RANK = 1e-4, 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """The sizes of a Llama, and of its batches."""
+class Run(NamedTuple):
+    """What is trained: the sizes of a Llama, and the rows and tokens of a batch."""
 
-    vocab: int = 128256
-    layers: int = 32
-    width: int = 4096
-    heads: int = 32
-    kv_heads: int = 8
-    hidden: int = 14336
-    rows: int = 4
-    length: int = 1024
+    sizes: Sizes
+    rows: int
+    length: int
 
 
-TINY = Sizes(vocab=64, layers=2, width=32, heads=4, kv_heads=2, hidden=64, rows=2, length=16)
+WHOLE, SMALL = Run(EIGHT_BILLION, 4, 1024), Run(TINY, 2, 16)
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}  # cuBLAS is faster at these sizes, and needs no search for tiles
 
 
@@ -64,22 +58,9 @@ class Contender(NamedTuple):
     peak: Callable[[], int]
 
 
-def make_ours(
-    sizes: Sizes, *, lora: bool, scan_layers: bool = True, bits: Any = None, product: Any = None
-) -> Contender:
+def make_ours(run: Run, *, lora: bool, scan_layers: bool = True, bits: Any = None, product: Any = None) -> Contender:
     """Makes a step of NNX; `product` replaces the products with the matrices of the layers."""
-    config = nnx.models.DecoderConfig(
-        model_type="llama",
-        vocab_size=sizes.vocab,
-        features=sizes.width,
-        hidden_features=sizes.hidden,
-        num_layers=sizes.layers,
-        num_heads=sizes.heads,
-        num_kv_heads=sizes.kv_heads,
-        max_length=8192,
-        norm_epsilon=1e-5,
-        rotary=nnx.models.RotaryConfig(base=500000.0),
-    )
+    config = decoder_config(run.sizes)
 
     @nnx.jit
     def make_model() -> Any:
@@ -96,7 +77,7 @@ def make_ours(
             layer.dot_general = product
     wrt = nnx.LoRAParam if lora else nnx.Param
     optimizer = nnx.Optimizer(model, optax.adamw(RATE), wrt=wrt)
-    tokens = jax.random.randint(jax.random.key(1), (sizes.rows, sizes.length + 1), 0, sizes.vocab)
+    tokens = jax.random.randint(jax.random.key(1), (run.rows, run.length + 1), 0, run.sizes.vocab)
 
     def loss_fn(model: Any, tokens: jax.Array) -> jax.Array:
         return nnx.linear_cross_entropy(model.features(tokens[:, :-1]), model.head_kernel, tokens[:, 1:])
@@ -110,9 +91,9 @@ def make_ours(
     return Contender(lambda: step(optimizer, tokens), jax.block_until_ready, peak)
 
 
-def make_loss(sizes: Sizes, *, logits: bool) -> Contender:
+def make_loss(run: Run, *, logits: bool) -> Contender:
     """Makes the gradients of the loss by features and output layer, without logits or with them."""
-    rows = sizes.rows * sizes.length
+    sizes, rows = run.sizes, run.rows * run.length
     draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     features, kernel = draw(jax.random.key(0), (rows, sizes.width)), draw(jax.random.key(1), (sizes.width, sizes.vocab))
     kernel *= sizes.width**-0.5
@@ -123,8 +104,8 @@ def make_loss(sizes: Sizes, *, logits: bool) -> Contender:
             return nnx.cross_entropy(features @ kernel, labels)
         return nnx.linear_cross_entropy(features, kernel, labels)
 
-    options = {"compiler_options": OPTIONS if jax.default_backend() == "gpu" else None}
-    step = jax.jit(jax.value_and_grad(loss_fn, (0, 1)), **options)
+    options = OPTIONS if jax.default_backend() == "gpu" else None
+    step = jax.jit(jax.value_and_grad(loss_fn, (0, 1)), compiler_options=options)
     return Contender(lambda: step(features, kernel)[0], jax.block_until_ready, peak)
 
 
@@ -133,14 +114,14 @@ def peak() -> int:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
-def make_theirs(sizes: Sizes, *, lora: bool) -> Contender:
+def make_theirs(run: Run, *, lora: bool) -> Contender:
     """Makes a step of transformers."""
     from benchmarks.gpu import torch_finetune
 
-    return Contender(*torch_finetune.make(sizes, RATE, RANK if lora else None))
+    return Contender(*torch_finetune.make(run, RATE, RANK if lora else None))
 
 
-CONTENDERS: dict[str, dict[str, Callable[[Sizes], Contender]]] = {
+CONTENDERS: dict[str, dict[str, Callable[[Run], Contender]]] = {
     "lora": {
         "nnx": functools.partial(make_ours, lora=True),
         "nnx, list": functools.partial(make_ours, lora=True, scan_layers=False),
@@ -200,21 +181,21 @@ def main() -> int:
     if args.alone:
         os.environ.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)
         kind, name = args.alone
-        print(json.dumps(measure(CONTENDERS[kind][name](TINY if args.tiny else Sizes()), args.seconds)))
+        print(json.dumps(measure(CONTENDERS[kind][name](SMALL if args.tiny else WHOLE), args.seconds)))
         return 0
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # this process names the GPU in records and leaves it alone
     ask = "import jax; print(jax.default_backend())"  # in this process, the answer would take the GPU's memory
     asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
     has_gpu = asked.stdout.strip() == "gpu"
     tiny = args.tiny or not has_gpu
-    sizes, seconds = (TINY, min(args.seconds, 0.2)) if tiny else (Sizes(), args.seconds)
+    run, seconds = (SMALL, min(args.seconds, 0.2)) if tiny else (WHOLE, args.seconds)
     has_peer = has_gpu and all(importlib.util.find_spec(package) for package in ("torch", "transformers"))
     left_out = {*args.without, *(() if has_peer else ("transformers",))}
     figures: record.Figures = {}
     for kind, contenders in CONTENDERS.items():
         if args.only not in (None, kind):
             continue
-        print(f"\n{kind}, {sizes.layers} layers of {sizes.width}, {sizes.rows} × {sizes.length} tokens\n")
+        print(f"\n{kind}, {run.sizes.layers} layers of {run.sizes.width}, {run.rows} × {run.length} tokens\n")
         print("| contender         | tokens/s | ms per step | compile, s | peak GiB | first loss | last loss |")
         print("|-------------------|---------:|------------:|-----------:|---------:|-----------:|----------:|")
         rows: dict[str, dict[str, float]] = {}
@@ -222,7 +203,7 @@ def main() -> int:
             found = None if name in left_out else measured_alone(kind, name, tiny, seconds)
             if found is None:
                 continue
-            speed = sizes.rows * sizes.length / found["step"]
+            speed = run.rows * run.length / found["step"]
             rows[name] = {**found, "speed": speed, "peak": found["peak"] / 2**30}
             print(
                 f"| {name:<17} | {speed:>8,.0f} | {1e3 * found['step']:>11.1f} | {found['compile']:>10.1f} "

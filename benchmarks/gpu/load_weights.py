@@ -14,6 +14,7 @@ twice: the first load also compiles and sets up memory. NNX then compares some p
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -26,42 +27,23 @@ from typing import Any
 import numpy as np
 
 from benchmarks import record
+from benchmarks.llamas import EIGHT_BILLION, published_config, tensors
 
-FEATURES, HIDDEN, HEADS, KV_HEADS, VOCAB = 4096, 14336, 32, 8, 128256
+VOCAB = EIGHT_BILLION.vocab
 SHARD = 5 * 10**9
-
-
-def shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each tensor by name."""
-    wide = FEATURES * KV_HEADS // HEADS
-    layer = {
-        "self_attn.q_proj.weight": (FEATURES, FEATURES),
-        "self_attn.k_proj.weight": (wide, FEATURES),
-        "self_attn.v_proj.weight": (wide, FEATURES),
-        "self_attn.o_proj.weight": (FEATURES, FEATURES),
-        "mlp.gate_proj.weight": (HIDDEN, FEATURES),
-        "mlp.up_proj.weight": (HIDDEN, FEATURES),
-        "mlp.down_proj.weight": (FEATURES, HIDDEN),
-        "input_layernorm.weight": (FEATURES,),
-        "post_attention_layernorm.weight": (FEATURES,),
-    }
-    inner = {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
-    outer = {"model.embed_tokens.weight": (VOCAB, FEATURES), "model.norm.weight": (FEATURES,)}
-    return {**outer, **inner, "lm_head.weight": (VOCAB, FEATURES)}
 
 
 def write(directory: Path, layers: int) -> None:
     """Writes the checkpoint."""
+    sizes = EIGHT_BILLION._replace(layers=layers)
     config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": FEATURES,
-        "intermediate_size": HIDDEN, "num_hidden_layers": layers, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "max_position_embeddings": 8192, "rope_theta": 500000.0,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        **published_config(sizes), "model_type": "llama", "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": "bfloat16", "hidden_act": "silu",
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config))
     shards: list[dict[str, Any]] = [{}]
     size = 0
-    for name, shape in shapes(layers).items():
+    for name, shape in tensors(sizes).items():
         count = 2 * int(np.prod(shape))
         if size + count > SHARD:
             shards.append({})
@@ -277,7 +259,7 @@ def main() -> None:
         }
         whole = options.layers == 32 and not options.tune
         command = "python -m benchmarks.gpu.load_weights" + (" --cold" if options.cold else "")
-        gigabytes = 2 * sum(int(np.prod(shape)) for shape in shapes(options.layers).values()) / 1e9
+        gigabytes = 2 * sum(map(math.prod, tensors(EIGHT_BILLION._replace(layers=options.layers)).values())) / 1e9
         made = record.make_record("gpu_load_weights", command, figures, whole=whole, gigabytes=gigabytes)
         record.write(options.out, made)
 

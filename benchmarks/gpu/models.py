@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import nnx
 from benchmarks.gpu import raw_train
+from benchmarks.llamas import BASE, Sizes, decoder_config
 from examples.gpt.model import GPT, Config
 
 
@@ -28,12 +29,17 @@ class Shape:
 
 SHAPES = {
     "gpt2": Shape(50304, 12, 768, 12, 12, 3072, None),
-    "llama": Shape(128256, 16, 2048, 32, 8, 8192, 500000.0),  # the sizes of Llama 3.2 1B
+    "llama": Shape(128256, 16, 2048, 32, 8, 8192, BASE),  # the sizes of Llama 3.2 1B
 }
 TINY_SHAPES = {
     "gpt2": Shape(64, 2, 32, 2, 2, 128, None, jnp.float32),
-    "llama": Shape(64, 2, 32, 4, 2, 64, 500000.0, jnp.float32),
+    "llama": Shape(64, 2, 32, 4, 2, 64, BASE, jnp.float32),
 }
+
+
+def llama(shape: Shape) -> Sizes:
+    """Returns the sizes of a Llama, whose embedding is its output layer."""
+    return Sizes(shape.vocab, shape.layers, shape.width, shape.heads, shape.kv_heads, shape.hidden, tied=True)
 
 
 @functools.cache
@@ -46,20 +52,7 @@ def make_model(shape: Shape, scanned: bool) -> Any:
         model = GPT(config, ctx=nnx.context(0))
         _set_dtype(model, shape.dtype)
         return model
-    config = nnx.models.DecoderConfig(
-        model_type="llama",
-        vocab_size=shape.vocab,
-        features=shape.width,
-        hidden_features=shape.hidden,
-        num_layers=shape.layers,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        max_length=8192,
-        norm_epsilon=1e-5,
-        rotary=nnx.models.RotaryConfig(base=shape.base),
-        tie_embeddings=True,
-    )
-    return _decoder(config, shape.dtype)
+    return _decoder(decoder_config(llama(shape)), shape.dtype)
 
 
 def raw_params(shape: Shape) -> dict[str, Any]:

@@ -27,6 +27,7 @@ import optax
 import nnx
 from benchmarks import record
 from benchmarks.gpu import models, train
+from benchmarks.llamas import decoder_config
 
 STEPS, TURNS = 8, 3
 NEW = 128  # tokens that a decoding program writes
@@ -62,18 +63,7 @@ def language_step(optimizer: Any, tokens: jax.Array) -> jax.Array:
 def billion(tiny: bool, **options: Any) -> Any:
     """Makes a Decoder with the sizes of Llama 3.2 1B, layers scanned."""
     sizes = models.TINY_SHAPES["llama"] if tiny else models.SHAPES["llama"]
-    config = nnx.models.DecoderConfig(
-        model_type="llama",
-        vocab_size=sizes.vocab,
-        features=sizes.width,
-        hidden_features=sizes.hidden,
-        num_layers=sizes.layers,
-        num_heads=sizes.heads,
-        num_kv_heads=sizes.kv_heads,
-        max_length=8192,
-        rotary=nnx.models.RotaryConfig(base=500000.0),
-        tie_embeddings=True,
-    )
+    config = decoder_config(models.llama(sizes))
     return nnx.models.Decoder(config, dtype=jnp.bfloat16, scan_layers=True, ctx=nnx.context(0), **options)
 
 

@@ -35,7 +35,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ import numpy as np
 import nnx
 from benchmarks import record
 from benchmarks.gpu.decode import measured_bandwidth
+from benchmarks.llamas import EIGHT_BILLION, TINY, Sizes, decoder_config, published_config
 
 READ, WRITTEN = 64, 256
 ROWS = (8, 1, 64)
@@ -52,23 +53,6 @@ DRAWN = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
 PARTS = (*map(str, ROWS), "prompts", "transformers")
 ROW = "rows: {}"
 FIRST = "first token of {}"
-
-
-class Sizes(NamedTuple):
-    """The sizes of the model, named as in a config.json."""
-
-    vocab_size: int = 128256
-    hidden_size: int = 4096
-    intermediate_size: int = 14336
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int = 8
-    max_position_embeddings: int = 8192
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-
-
-TINY = Sizes(256, 64, 128, 2, 4, 2, 8192)
 
 
 class Clock:
@@ -117,26 +101,14 @@ class Clock:
 
 
 def prompts(sizes: Sizes, rows: int, length: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, sizes.vocab_size, (rows, length)).astype(np.int32)
+    return np.random.default_rng(0).integers(0, sizes.vocab, (rows, length)).astype(np.int32)
 
 
 # NNX
 
 
 def make_model(sizes: Sizes) -> Any:
-    config = nnx.models.DecoderConfig(
-        model_type="llama",
-        vocab_size=sizes.vocab_size,
-        features=sizes.hidden_size,
-        hidden_features=sizes.intermediate_size,
-        num_layers=sizes.num_hidden_layers,
-        num_heads=sizes.num_attention_heads,
-        num_kv_heads=sizes.num_key_value_heads,
-        max_length=sizes.max_position_embeddings,
-        norm_epsilon=sizes.rms_norm_eps,
-        rotary=nnx.models.RotaryConfig(base=500000.0),
-        tie_embeddings=sizes.tie_word_embeddings,
-    )
+    config = decoder_config(sizes)
 
     @nnx.jit
     def make() -> Any:
@@ -170,7 +142,7 @@ def models(sizes: Sizes) -> dict[str, Any]:
 def bytes_per_step(sizes: Sizes, model: Any, rows: int, new: int) -> float:
     """Returns the bytes of weights and, on average over the run, filled cache that one step has to read."""
     weights = device_bytes(model.get_state()) - device_bytes(model.embed.get_state())  # of which a step reads a row
-    per_token = 4 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.hidden_size // sizes.num_attention_heads
+    per_token = 4 * sizes.layers * sizes.of_keys
     return weights + rows * per_token * (READ + new / 2)
 
 
@@ -240,7 +212,7 @@ def with_transformers(sizes: Sizes, clock: Clock, new: int, lengths: tuple[int, 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        model = LlamaForCausalLM(LlamaConfig(**sizes._asdict(), rope_theta=500000.0, attn_implementation="sdpa")).eval()
+        model = LlamaForCausalLM(LlamaConfig(**published_config(sizes), attn_implementation="sdpa")).eval()
     torch.set_default_dtype(torch.float32)
 
     def ids(rows: int, length: int) -> Any:
@@ -274,7 +246,7 @@ def with_transformers(sizes: Sizes, clock: Clock, new: int, lengths: tuple[int, 
 
 def child(parts: list[str], clock: Clock, tiny: bool) -> None:
     """Measures in this process; prints the figures as they come, one JSON object per line."""
-    sizes, new = (TINY, 8) if tiny else (Sizes(), WRITTEN)
+    sizes, new = (TINY, 8) if tiny else (EIGHT_BILLION, WRITTEN)
     lengths = tuple(length // 64 for length in PROMPTS) if tiny else PROMPTS
     if parts == ["transformers"]:
         found = with_transformers(sizes, clock, new, lengths)

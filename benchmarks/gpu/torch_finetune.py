@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.llamas import published_config
+
 
 class LowRank(nn.Module):
     """A linear layer whose weights stay fixed, and a product of two thin matrices that is trained."""
@@ -26,28 +28,15 @@ class LowRank(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def make(
-    sizes: Any, rate: float, rank: int | None
-) -> tuple[Callable[[], Any], Callable[[Any], Any], Callable[[], int]]:
+def make(run: Any, rate: float, rank: int | None) -> tuple[Callable[[], Any], Callable[[Any], Any], Callable[[], int]]:
     """Returns a training step, a function that waits for it, and one that returns the peak of memory in bytes.
 
     Args:
-        sizes: the `Sizes` of the benchmark.
+        run: the `Run` of the benchmark.
         rate: the learning rate.
         rank: that of the adapters; None trains all weights.
     """
-    config = LlamaConfig(
-        vocab_size=sizes.vocab,
-        hidden_size=sizes.width,
-        intermediate_size=sizes.hidden,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        max_position_embeddings=8192,
-        rope_theta=500000.0,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+    config = LlamaConfig(**published_config(run.sizes), use_cache=False)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_default_dtype(torch.bfloat16)
@@ -68,7 +57,7 @@ def make(
         layer.compile()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate, fused=device == "cuda")
-    tokens = torch.randint(0, sizes.vocab, (sizes.rows, sizes.length), device=device)
+    tokens = torch.randint(0, run.sizes.vocab, (run.rows, run.length), device=device)
 
     def step() -> Any:
         loss = model(input_ids=tokens, labels=tokens).loss
