@@ -15,6 +15,16 @@ def test_package_runs_no_text_as_code():
     assert house.source_figures(PACKAGE)["uses of exec and eval"] == "0"
 
 
+def test_a_class_name_has_one_meaning():
+    assert house.shared_class_names(PACKAGE) == {}
+
+
+def test_an_underscore_does_not_make_another_name(tmp_path):
+    (tmp_path / "one.py").write_text("class Row: ...\nclass Cell: ...\n")
+    (tmp_path / "two.py").write_text("class _Row: ...\nclass Shape: ...\n")
+    assert [*house.shared_class_names(tmp_path)] == ["Row"]
+
+
 def test_nouns_are_the_terms_before_the_colon_of_a_vocabulary_item(tmp_path):
     items = "- *Cell*, **flat form**: the first of *several*.\n- *Level*: one\n  line more, *twice*.\n"
     (tmp_path / "README.md").write_text(f"# Title\n\n{items}\n*Not a noun*: not an item.\n")

@@ -9,6 +9,7 @@ What the rows mean:
 - A noun is an italic or bold term before the colon of a vocabulary item (`- *Cell*, *flat form*: ...`) of a README in
   the package. The terms that the rest of such an item introduces are counted in a row of their own.
 - The length of a function is counted without its docstring.
+- A class name is shared if classes in several files have it, with or without an underscore.
 - A file is named if the README of its folder has its name in backticks, or its suffix, as in `…_format`.
 - A test file imports internals if it imports any module below `nnx`.
 - A call is counted as the functions of NNX it enters, the files they are in, and how often a function of another file
@@ -88,6 +89,7 @@ def source_figures(package: Path) -> Figures:
         "files in the fullest folder": f"{fullest} ({folder.relative_to(package.parent)})",
         f"functions over {LONG} lines": f"{sum(length > LONG for length in lengths)} of {len(lengths)}",
         "uses of exec and eval": f"{sum(map(runs_text, nodes))}",
+        "shared class names": f"{len(shared_class_names(package))}",
         "full-line comments": f"{sum(line.startswith('#') for line in lines) / len(lines):.1%}",
     }
 
@@ -95,6 +97,16 @@ def source_figures(package: Path) -> Figures:
 def folders(package: Path) -> list[Path]:
     """Returns the folders of the package that hold Python files, the package itself included."""
     return sorted({file.parent for file in package.rglob("*.py")})
+
+
+def shared_class_names(package: Path) -> dict[str, list[Path]]:
+    """Returns the files of classes that have the same name, by name; an underscore before it does not count."""
+    files: dict[str, list[Path]] = {}
+    for file in sorted(package.rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for name in {node.name.lstrip("_") for node in tree.body if isinstance(node, ast.ClassDef)}:
+            files.setdefault(name, []).append(file)
+    return {name: found for name, found in sorted(files.items()) if len(found) > 1}
 
 
 def fullest_folder(package: Path) -> tuple[Path, int]:

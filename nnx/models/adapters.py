@@ -76,7 +76,7 @@ _CHANGES_WEIGHTS = ("pissa", "olora", "loftq", "corda", "lora_ga")
 _SHOWN = 20
 
 
-class Place(NamedTuple):
+class KernelPlace(NamedTuple):
     """Where an adaptation belongs: the kernel's layer, its index in a stack, and its rows of a fused tensor, if any."""
 
     path: str
@@ -203,7 +203,7 @@ def save_adapter(model: Module, directory: str | os.PathLike[str]) -> None:
 # Which layer a name is about
 
 
-def _places(model: Module) -> dict[str, tuple[list[Place], bool]]:
+def _places(model: Module) -> dict[str, tuple[list[KernelPlace], bool]]:
     """Returns the places of every linear layer's tensor, by its module in the published model.
 
     The second of each pair says whether the tensor is `[outputs, inputs]`.
@@ -217,7 +217,7 @@ def _places(model: Module) -> dict[str, tuple[list[Place], bool]]:
             names = [kernels[parameter.path] for parameter in link.parameters]
             rows = _rows(link, [_outputs(layers[name]) for name in names]) if len(names) > 1 else [None]
             places = [
-                Place(name, parameter.index, of)
+                KernelPlace(name, parameter.index, of)
                 for name, parameter, of in zip(names, link.parameters, rows, strict=True)
             ]
             found[link.name.removesuffix(".weight")] = places, link.layout.transposed
@@ -238,7 +238,7 @@ def _rows(link: Any, outputs: list[tuple[int, ...]]) -> list[np.ndarray]:
     return np.split(order, ends[:-1])
 
 
-def _places_of(module: str, known: Mapping[str, Any]) -> list[Place] | None:
+def _places_of(module: str, known: Mapping[str, Any]) -> list[KernelPlace] | None:
     """Returns the places of a module named in an adapter, whose names may start otherwise than those of the model."""
     if module in known:
         return known[module][0]
@@ -356,7 +356,7 @@ def _like(kernel: jax.Array, array: jax.Array) -> jax.Array:
 # Writing
 
 
-def _joined(places: list[Place], held: list[tuple[Place, LoRA]]) -> tuple[np.ndarray, np.ndarray, float]:
+def _joined(places: list[KernelPlace], held: list[tuple[KernelPlace, LoRA]]) -> tuple[np.ndarray, np.ndarray, float]:
     """Returns the two matrices of a tensor and their scale: those of one layer, or of several that are fused."""
     matrices = {
         place.path: (np.asarray(lora.lora_a[place.index]), np.asarray(lora.lora_b[place.index])) for place, lora in held

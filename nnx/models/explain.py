@@ -22,7 +22,7 @@ NOT_A_CONFIG = "explain takes a directory, the entries of a config.json, or a co
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class ExplainedEntry:
     """One entry of a `config.json`.
 
     Attributes:
@@ -52,11 +52,11 @@ class Explanation:
     """
 
     model_type: Any
-    entries: tuple[Entry, ...]
+    entries: tuple[ExplainedEntry, ...]
     error: str | None
 
     @property
-    def not_understood(self) -> tuple[Entry, ...]:
+    def not_understood(self) -> tuple[ExplainedEntry, ...]:
         """The entries because of which the model cannot be opened."""
         return tuple(entry for entry in self.entries if entry.verdict == "not understood")
 
@@ -112,16 +112,17 @@ def _entries(config: Any) -> Mapping[str, Any]:
     raise TypeError(NOT_A_CONFIG.format(got=short(config)))
 
 
-def _of_family(name: str, entries: Mapping[str, Any], family: Family) -> Entry:
+def _of_family(name: str, entries: Mapping[str, Any], family: Family) -> ExplainedEntry:
     value = entries[name]
     if name in family.only and value is not None and not _is_only(family, name, value):
-        return Entry(name, value, "not understood", f"{family.model_type} models here have {family.only[name]!r}")
+        have = f"{family.model_type} models here have {family.only[name]!r}"
+        return ExplainedEntry(name, value, "not understood", have)
     if name in family.known(entries):
-        return Entry(name, value, "understood", _meaning(name, family))
+        return ExplainedEntry(name, value, "understood", _meaning(name, family))
     feature = None if name in family.neutral else missing_feature(name, entries)
     if feature is None:
-        return Entry(name, value, "neutral", "changes nothing that a model computes")
-    return Entry(name, value, "not understood", feature)
+        return ExplainedEntry(name, value, "neutral", "changes nothing that a model computes")
+    return ExplainedEntry(name, value, "not understood", feature)
 
 
 def _is_only(family: Family, name: str, value: Any) -> bool:
@@ -139,10 +140,10 @@ def _meaning(name: str, family: Family) -> str:
     return "the only value there is" if name in family.only else "sets a part of the config"
 
 
-def _of_unknown_family(name: str, entries: Mapping[str, Any], known: str) -> Entry:
+def _of_unknown_family(name: str, entries: Mapping[str, Any], known: str) -> ExplainedEntry:
     if name == "model_type":
-        return Entry(name, entries[name], "not understood", UNKNOWN_TYPE.format(known=known))
+        return ExplainedEntry(name, entries[name], "not understood", UNKNOWN_TYPE.format(known=known))
     feature = None if name in FILE_ENTRIES else missing_feature(name, entries)
     if feature is None:
-        return Entry(name, entries[name], "neutral", "changes nothing that a model computes")
-    return Entry(name, entries[name], "not understood", feature)
+        return ExplainedEntry(name, entries[name], "neutral", "changes nothing that a model computes")
+    return ExplainedEntry(name, entries[name], "not understood", feature)

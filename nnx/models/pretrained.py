@@ -32,7 +32,7 @@ from nnx.models.files.counts import check_counts
 from nnx.models.files.directory import open_weights, read_entries
 from nnx.models.files.layouts import Shape
 from nnx.models.files.quantized_files import AnyFile, decoding, reopened
-from nnx.models.files.reading import Location, Reader, Request
+from nnx.models.files.reading import Reader, ReadRequest, Region
 from nnx.models.files.sending import placed
 from nnx.models.files.table import Link, Parameter
 from nnx.models.files.text_part import text_entries
@@ -312,14 +312,14 @@ def _fill(
     model: Module,
     known: list[Link],
     files: Mapping[str, AnyFile],
-    place: Callable[[Sequence[Request]], Sequence[jax.Array]],
+    place: Callable[[Sequence[ReadRequest]], Sequence[jax.Array]],
 ) -> None:
     """Fills an abstract model with the values in the files."""
     state, values = Module.get_state(model), values_by_path(model)
-    locations, stacks = _located(known, files, values)
+    regions, stacks = _located(known, files, values)
     # In the order of the files, so that reading is sequential.
-    order = sorted(locations, key=lambda path: _position(locations[path][0]))
-    requests = [Request(locations[path], values[path], stacks[path]) for path in order]
+    order = sorted(regions, key=lambda path: _position(regions[path][0]))
+    requests = [ReadRequest(regions[path], values[path], stacks[path]) for path in order]
     filled = dict(zip(order, place(requests), strict=True))
     Module.update_state(
         model, state.map(lambda path, leaf: leaf.replace(filled[path] if path in filled else _zeros(leaf)))
@@ -328,9 +328,9 @@ def _fill(
 
 def _located(
     known: list[Link], files: Mapping[str, AnyFile], values: Mapping[str, Any]
-) -> tuple[dict[str, list[Location]], dict[str, Shape]]:
-    """Returns the locations of each parameter, and the sizes of the leading axes that number them."""
-    locations: dict[str, list[Location]] = {}
+) -> tuple[dict[str, list[Region]], dict[str, Shape]]:
+    """Returns the regions of each parameter, and the sizes of the leading axes that number them."""
+    regions: dict[str, list[Region]] = {}
     stacks: dict[str, Shape] = {}
     for link in known:
         offset, layout = 0, link.layout
@@ -339,18 +339,18 @@ def _located(
         stride = sum(layout.tensor_shape(shape)[0] for shape in shapes) // groups if groups else 0
         for parameter, shape in zip(link.parameters, shapes, strict=True):
             path = parameter.path
-            location = Location(files[link.name], link.name, layout, shape, offset, groups, stride)
-            # Layers and experts come in order, so the locations of a stacked parameter are appended by index.
-            locations.setdefault(path, []).append(location)
+            region = Region(files[link.name], link.name, layout, shape, offset, groups, stride)
+            # Layers and experts come in order, so the regions of a stacked parameter are appended by index.
+            regions.setdefault(path, []).append(region)
             stacks[path] = tuple(values[path].shape[: len(parameter.index)])
             if len(link.parameters) > 1:
                 rows = layout.tensor_shape(shape)[layout.output_axis]
                 offset += 1 if layout.interleaved else rows // (groups or 1)
-    return locations, stacks
+    return regions, stacks
 
 
-def _position(location: Location) -> tuple[Path, int]:
-    return location.file.path, location.file.tensors[location.name].start
+def _position(region: Region) -> tuple[Path, int]:
+    return region.file.path, region.file.tensors[region.name].start
 
 
 def _zeros(leaf: Any) -> jax.Array:
@@ -358,17 +358,17 @@ def _zeros(leaf: Any) -> jax.Array:
     return jnp.zeros(leaf.value.shape, leaf.value.dtype, device=leaf.value.sharding)
 
 
-def _placed_when_run(requests: Sequence[Request]) -> list[jax.Array]:
+def _placed_when_run(requests: Sequence[ReadRequest]) -> list[jax.Array]:
     """Returns parameters inside a trace: their tensors are read when the compiled program runs, if it ever does."""
 
-    def placed_when_run(request: Request) -> jax.Array:
-        locations, target, stack = request
+    def placed_when_run(request: ReadRequest) -> jax.Array:
+        regions, target, stack = request
 
         def read() -> np.ndarray:
             with contextlib.ExitStack() as opened:
-                by_path = {location.file.path: location.file for location in locations}
+                by_path = {region.file.path: region.file for region in regions}
                 files = {path: reopened(file, opened) for path, file in by_path.items()}
-                again = [location._replace(file=files[location.file.path]) for location in locations]
+                again = [region._replace(file=files[region.file.path]) for region in regions]
                 return opened.enter_context(Reader()).read(again, Box.whole(target.shape), target.dtype, stack)
 
         array = jax.pure_callback(read, jax.ShapeDtypeStruct(target.shape, target.dtype))

@@ -11,7 +11,7 @@ import nnx
 from nnx.models.files import mxfp4, reading
 from nnx.models.files.layouts import IN_TURNS, SAME
 from nnx.models.files.mxfp4 import packed_files, unpacked
-from nnx.models.files.reading import Location, Reader
+from nnx.models.files.reading import Reader, Region
 from nnx.storage.safetensors.file import TensorFile
 from tests.models.published import edited, tiny_model
 from tests.models.test_reading import within
@@ -117,15 +117,15 @@ def test_any_part_is_decoded(layout, offset, tmp_path, monkeypatch):
     with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
         files = packed_files({name: file for name in file.tensors})
         assert files.keys() == {"w"} and files["w"].tensors["w"].shape == (5, 96, 22)
-        location = Location(files["w"], "w", layout, parameter.shape, offset)
+        region = Region(files["w"], "w", layout, parameter.shape, offset)
         for bounds in (
             ((0, 5), (0, 96), (0, parameter.shape[2])),
             ((1, 3), (7, 65), (3, 10)),
             ((4, 5), (40, 50), (0, 1)),
         ):
-            part = reader.read([location], within(*bounds), np.float32, stack=())
+            part = reader.read([region], within(*bounds), np.float32, stack=())
             np.testing.assert_array_equal(part, parameter[tuple(slice(*bound) for bound in bounds)])
-            stacked = reader.read([location, location], within((1, 2), *bounds), jnp.bfloat16, stack=(2,))
+            stacked = reader.read([region, region], within((1, 2), *bounds), jnp.bfloat16, stack=(2,))
             np.testing.assert_array_equal(stacked[0].astype(np.float32), part)
 
 

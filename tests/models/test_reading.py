@@ -25,7 +25,7 @@ from nnx.models.files.layouts import (
     SAME,
     TensorLayout,
 )
-from nnx.models.files.reading import Location, Reader, Request
+from nnx.models.files.reading import Reader, ReadRequest, Region
 from nnx.models.files.sending import Sender, is_sent, placed
 from nnx.storage.placing import Box
 from nnx.storage.safetensors import file as safetensors_file
@@ -73,13 +73,13 @@ def test_every_part_of_every_layout_is_found(case, dtype, tmp_path, monkeypatch)
         tensor = np.pad(tensor, around)
     nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": tensor}))
     with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
-        location = Location(file, "w", layout, shape, offset)
+        region = Region(file, "w", layout, shape, offset)
         for bounds in parts_of(shape):
             expected = parameter[tuple(slice(*bound) for bound in bounds)].astype(dtype)
-            part = reader.read([location], within(*bounds), dtype, stack=())
+            part = reader.read([region], within(*bounds), dtype, stack=())
             assert part.dtype == dtype
             np.testing.assert_array_equal(part, expected)
-            stacked = reader.read([location, location, location], within((1, 3), *bounds), dtype, stack=(3,))
+            stacked = reader.read([region, region, region], within((1, 3), *bounds), dtype, stack=(3,))
             np.testing.assert_array_equal(stacked, np.stack([expected, expected]))
 
 
@@ -92,7 +92,7 @@ def test_interleaved_parameters_are_separated(shape, tmp_path):
     nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": tensor}))
     with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
         for number, bounds in itertools.product(range(2), parts_of(shape)):
-            part = reader.read([Location(file, "w", IN_TURNS, shape, number)], within(*bounds), np.float32, stack=())
+            part = reader.read([Region(file, "w", IN_TURNS, shape, number)], within(*bounds), np.float32, stack=())
             np.testing.assert_array_equal(part, parameters[number][tuple(slice(*bound) for bound in bounds)])
 
 
@@ -106,9 +106,9 @@ def test_heads_that_take_turns_by_groups_are_separated(layout, tmp_path):
     nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": tensor}))
     with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
         for parameter, offset in zip(parameters, (0, 9, 12), strict=True):
-            location = Location(file, "w", layout, parameter.shape, offset, groups=2, stride=16)
+            region = Region(file, "w", layout, parameter.shape, offset, groups=2, stride=16)
             for bounds in parts_of(parameter.shape):
-                part = reader.read([location], within(*bounds), np.float32, stack=())
+                part = reader.read([region], within(*bounds), np.float32, stack=())
                 np.testing.assert_array_equal(part, parameter[tuple(slice(*bound) for bound in bounds)])
 
 
@@ -117,8 +117,8 @@ def test_pieces_of_layers_and_experts_are_read_in_order(tmp_path):
     names = {f"{layer}.{expert}": tensors[layer, expert] for layer in range(2) for expert in range(3)}
     nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State(names))
     with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
-        locations = [Location(file, name, LINEAR, (4, 5), 0) for name in names]
-        part = reader.read(locations, within((1, 2), (1, 3), (0, 4), (2, 5)), np.float32, stack=(2, 3))
+        regions = [Region(file, name, LINEAR, (4, 5), 0) for name in names]
+        part = reader.read(regions, within((1, 2), (1, 3), (0, 4), (2, 5)), np.float32, stack=(2, 3))
     np.testing.assert_array_equal(part, tensors[1:, 1:, 2:].swapaxes(-1, -2))
 
 
@@ -131,9 +131,9 @@ def test_matrices_larger_than_a_tile_are_transposed(checksums, tmp_path):
         safetensors.numpy.save_file({"w": weight}, tmp_path / "x.safetensors")
     with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
         assert file.has_checksums is checksums
-        location = Location(file, "w", LINEAR, (2100, 700), 0)
+        region = Region(file, "w", LINEAR, (2100, 700), 0)
         for first, last in ((0, 2100), (0, 30), (1000, 2100)):
-            part = reader.read([location], within((first, last), (0, 700)), np.float32, ())
+            part = reader.read([region], within((first, last), (0, 700)), np.float32, ())
             np.testing.assert_array_equal(part, weight.T[first:last])
 
 
@@ -141,7 +141,7 @@ def test_special_values_survive_conversion_to_float32(tmp_path):
     values = np.array([[0.0, -0.0, np.inf], [-np.inf, 1e-40, np.nan]], jnp.bfloat16)
     nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": values}))
     with TensorFile(tmp_path / "x.safetensors") as file, Reader() as reader:
-        part = reader.read([Location(file, "w", LINEAR, (3, 2), 0)], within((0, 3), (0, 2)), np.float32, ())
+        part = reader.read([Region(file, "w", LINEAR, (3, 2), 0)], within((0, 3), (0, 2)), np.float32, ())
     np.testing.assert_array_equal(part, values.T.astype(np.float32))
     assert math.copysign(1.0, part[1, 0]) == -1.0
 
@@ -161,9 +161,9 @@ class TestSending:
             tensors[f"w{number}"] = np.pad(tensor, around) if offset else tensor
         nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State(tensors))
         with TensorFile(tmp_path / "x.safetensors") as file, sending_to_cpus(piece=40):
-            locations = [Location(file, name, layout, shape, offset) for name in tensors]
-            one = Request(locations[1:2], jax.ShapeDtypeStruct(shape, jnp.bfloat16), ())
-            stacked = Request(locations, jax.ShapeDtypeStruct((3, *shape), jnp.float32), (3,))
+            regions = [Region(file, name, layout, shape, offset) for name in tensors]
+            one = ReadRequest(regions[1:2], jax.ShapeDtypeStruct(shape, jnp.bfloat16), ())
+            stacked = ReadRequest(regions, jax.ShapeDtypeStruct((3, *shape), jnp.float32), (3,))
             assert is_sent(one) and is_sent(stacked)
             arrived = placed([one, stacked])
         np.testing.assert_array_equal(arrived[0], parameters[1].astype(jnp.bfloat16))
@@ -174,7 +174,7 @@ class TestSending:
         values = np.array([[0.0, -0.0, np.inf], [-np.inf, 1e-40, 1e-3]], jnp.bfloat16)
         nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": values}))
         with TensorFile(tmp_path / "x.safetensors") as file, sending_to_cpus():
-            request = Request([Location(file, "w", LINEAR, (3, 2), 0)], jax.ShapeDtypeStruct((3, 2), jnp.float32), ())
+            request = ReadRequest([Region(file, "w", LINEAR, (3, 2), 0)], jax.ShapeDtypeStruct((3, 2), jnp.float32), ())
             (array,) = placed([request])
         assert np.asarray(array).tobytes() == np.ascontiguousarray(values.T.astype(np.float32)).tobytes()
 
@@ -185,8 +185,8 @@ class TestSending:
         raw[-5] ^= 1
         path.write_bytes(raw)
         with TensorFile(path) as file, sending_to_cpus():
-            request = Request(
-                [Location(file, "w", LINEAR, (64, 64), 0)], jax.ShapeDtypeStruct((64, 64), jnp.float32), ()
+            request = ReadRequest(
+                [Region(file, "w", LINEAR, (64, 64), 0)], jax.ShapeDtypeStruct((64, 64), jnp.float32), ()
             )
             with pytest.raises(nnx.CheckpointError, match="damaged"), Sender() as sender:
                 sender.send(request)
@@ -199,7 +199,7 @@ class TestSending:
         )  # rounding it to float32 first would lose the last bit
         nnx.save_safetensors(tmp_path / "x.safetensors", nnx.State({"w": values}))
         with TensorFile(tmp_path / "x.safetensors") as file, sending_to_cpus():
-            request = Request([Location(file, "w", SAME, (1, 2), 0)], jax.ShapeDtypeStruct((1, 2), jnp.bfloat16), ())
+            request = ReadRequest([Region(file, "w", SAME, (1, 2), 0)], jax.ShapeDtypeStruct((1, 2), jnp.bfloat16), ())
             assert not is_sent(request)
             (array,) = placed([request])
         assert array.tolist() == values.astype(jnp.bfloat16).tolist()

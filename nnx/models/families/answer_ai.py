@@ -18,7 +18,7 @@ _NEUTRAL += ("sparse_pred_ignore_index",)
 _EVERY = "global_attn_every_n_layers"
 
 
-class _Windows(Windows):
+class _WindowsToBothSides(Windows):
     """Windows to both sides. The file has the width of the whole window, of which half is on each side."""
 
     def known(self, entries: Mapping[str, Any]) -> set[str]:
@@ -74,7 +74,7 @@ ANSWER_AI = (
         parts=(
             Rotary(160_000.0, local_base=10_000.0, entries=("global_rope_theta", "local_rope_theta")),
             SpecialTokens(),
-            _Windows(rule=lambda i, entries: bool(i % (entries.get(_EVERY) or 3))),
+            _WindowsToBothSides(rule=lambda i, entries: bool(i % (entries.get(_EVERY) or 3))),
         ),
         neutral=_NEUTRAL,
     ),

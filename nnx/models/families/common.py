@@ -1,7 +1,7 @@
 """What families of decoders have in common: entries of the config, and names of tensors.
 
-Tables are put together from *pieces*, the entries of one part of a layer. Pieces that a model does not have (biases,
-norms of queries and keys) do no harm.
+Tables are put together from *sections*, the entries of one part of a layer. Sections that a model does not have
+(biases, norms of queries and keys) do no harm.
 """
 
 import dataclasses
@@ -125,17 +125,17 @@ def skipping_next_tokens(table: Table) -> Callable[[Any], Table]:
 
 
 def table(
-    *pieces: TableEntry,
+    *sections: TableEntry,
     outer: tuple[TableEntry, ...] = OUTER,
     head: tuple[TableEntry, ...] = HEAD,
     prefix: str = "model.",
     layer: str = "layers",
     ignored: tuple[str, ...] = (FREQUENCIES,),
 ) -> Table:
-    """Returns the table of a family, given the pieces of its layers."""
+    """Returns the table of a family, given the sections of its layers."""
     layers = (
         TableEntry(f"{layer}.{{}}.{name}", tuple(f"layers/{{}}/{path}" for path in paths), layout)
-        for name, paths, layout in pieces
+        for name, paths, layout in sections
     )
     return Table((*outer, *layers), head, prefix, ignored=(*ignored, *OTHER_PARTS), others=PREFIXES)
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from nnx.models.files.mxfp4 import PackedFile
-from nnx.models.files.reading import Location, Reader, Request, row_axis, view_of
+from nnx.models.files.reading import Reader, ReadRequest, Region, row_axis, view_of
 from nnx.storage.placing import Assembly, Box, parts_of, takes_pieces
 from nnx.storage.transfer_bar import moved, transfer
 
@@ -48,14 +48,14 @@ class Sender:
         self._pool.shutdown(cancel_futures=True)
         self._compilers.shutdown(cancel_futures=True)
 
-    def send(self, request: Request) -> Assembly:
+    def send(self, request: ReadRequest) -> Assembly:
         """Begins to send a parameter; its assembly is complete after `finish`."""
-        location, sharding = request.locations[0], request.target.sharding
+        region, sharding = request.regions[0], request.target.sharding
         depth = len(request.stack)
-        order = (*range(depth), *[depth + axis for axis in _stored_order(location)])
+        order = (*range(depth), *[depth + axis for axis in _stored_order(region)])
         assembly = Assembly(request.target.shape, request.target.dtype, sharding, order)
         parts = parts_of(request.target.shape, sharding)
-        steps, dtype = list(_steps(location, assembly.part, depth)), location.file.tensors[location.name].dtype
+        steps, dtype = list(_steps(region, assembly.part, depth)), region.file.tensors[region.name].dtype
         for shape in dict.fromkeys(step.shape for step in steps):  # compiled while the first rows are read
             self._compilers.submit(assembly.prepare, shape, dtype)
         for step in steps:
@@ -75,15 +75,15 @@ class Sender:
         moved(assembly.bytes_per_step(step.shape))
 
     def _pieces(
-        self, request: Request, order: tuple[int, ...], parts: list[tuple[Box, Any]], step: Box
+        self, request: ReadRequest, order: tuple[int, ...], parts: list[tuple[Box, Any]], step: Box
     ) -> list[jax.Array]:
         """Reads the pieces of one step and returns them on their devices."""
         depth, found, rows_at, rows = len(request.stack), {}, None, np.empty(0)
 
-        def read_rows(location: Location, start: int, stop: int | None) -> np.ndarray:
+        def read_rows(region: Region, start: int, stop: int | None) -> np.ndarray:
             nonlocal rows, rows_at
-            if rows_at != (location.name, start, stop):  # neighbors need other columns of the same rows
-                rows, rows_at = self._read_rows(location, start, stop), (location.name, start, stop)
+            if rows_at != (region.name, start, stop):  # neighbors need other columns of the same rows
+                rows, rows_at = self._read_rows(region, start, stop), (region.name, start, stop)
             return rows
 
         devices: dict[Box, list[Any]] = {}
@@ -92,22 +92,22 @@ class Sender:
             devices.setdefault(Box(start, step.shape), []).append(device)
         for box, copies in sorted(devices.items(), key=lambda item: item[0].start):
             number = np.ravel_multi_index(box.start[:depth], request.stack) if depth else 0
-            view = view_of(request.locations[int(number)], box.axes(depth), read_rows)
+            view = view_of(request.regions[int(number)], box.axes(depth), read_rows)
             view = view[(None,) * depth].transpose(order)
             pieces = [jax.device_put(_unshared(view), device) for device in copies]
             found.update(zip(copies, jax.block_until_ready(pieces), strict=True))  # then the memory is free again
         return [found[device] for _, device in parts]
 
-    def _read_rows(self, location: Location, start: int, stop: int | None) -> np.ndarray:
+    def _read_rows(self, region: Region, start: int, stop: int | None) -> np.ndarray:
         """Reads rows of a tensor into the memory of this thread."""
-        tensor = location.file.tensors[location.name]
+        tensor = region.file.tensors[region.name]
         size = tensor.nbytes if stop is None else (stop - start) * tensor.nbytes // tensor.shape[0]
         if not hasattr(self._local, "memory") or len(self._local.memory) < size:
             self._local.memory = np.empty(size, np.uint8)
-        return location.file.read(location.name, start, stop, into=self._local.memory)
+        return region.file.read(region.name, start, stop, into=self._local.memory)
 
 
-def placed(requests: Sequence[Request]) -> list[jax.Array]:
+def placed(requests: Sequence[ReadRequest]) -> list[jax.Array]:
     """Returns parameters on their devices."""
     size = sum([math.prod(request.target.shape) * request.target.dtype.itemsize for request in requests])
     with transfer("loading", "parameters", size), Reader() as reader, Sender() as sender:
@@ -116,17 +116,17 @@ def placed(requests: Sequence[Request]) -> list[jax.Array]:
         return [array.finish() if isinstance(array, Assembly) else array for array in found]
 
 
-def is_sent(request: Request) -> bool:
+def is_sent(request: ReadRequest) -> bool:
     """Whether a parameter is sent as it is stored, rather than rearranged by the host."""
     target = request.target
     if math.prod(target.shape) * target.dtype.itemsize < SMALL or not takes_pieces(target.sharding):
         return False
-    for location in request.locations:
-        if isinstance(location.file, PackedFile) and location.file.is_packed(location.name):
+    for region in request.regions:
+        if isinstance(region.file, PackedFile) and region.file.is_packed(region.name):
             return False
-        if location.groups:  # its rows are not next to each other
+        if region.groups:  # its rows are not next to each other
             return False
-        stored = location.file.tensors[location.name].dtype
+        stored = region.file.tensors[region.name].dtype
         if jax.dtypes.canonicalize_dtype(stored) != stored:  # JAX would convert it, to yet another dtype
             return False
     return True
@@ -138,20 +138,20 @@ def _unshared(view: np.ndarray) -> np.ndarray:
     return np.array(view) if jax.default_backend() == "cpu" else view
 
 
-def _stored_order(location: Location) -> tuple[int, ...]:
+def _stored_order(region: Region) -> tuple[int, ...]:
     """Returns the axes of a parameter in the order in which they are stored."""
-    layout, axes = location.layout, tuple(range(len(location.shape)))
+    layout, axes = region.layout, tuple(range(len(region.shape)))
     if layout.order is not None:
         return layout.order
     inputs = layout.inputs or 0
     return (*axes[inputs:], *axes[:inputs]) if layout.transposed else axes
 
 
-def _steps(location: Location, part: tuple[int, ...], depth: int) -> Iterator[Box]:
+def _steps(region: Region, part: tuple[int, ...], depth: int) -> Iterator[Box]:
     """Yields the steps in which the parts of all devices are sent: one per layer or expert, and per so many rows."""
-    inner, axis = part[depth:], row_axis(location)
+    inner, axis = part[depth:], row_axis(region)
     size = inner[axis.number] if axis is not None else 1
-    tensor = location.file.tensors[location.name]
+    tensor = region.file.tensors[region.name]
     count = 1
     if axis is not None:
         row = max(1, tensor.nbytes // max(1, tensor.shape[0])) * axis.rows
