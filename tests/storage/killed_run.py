@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint  # noqa: F401  (so that the children need not)
+import tensorstore  # noqa: F401  (so that the children need not)
 
 import nnx
 

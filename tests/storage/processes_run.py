@@ -4,6 +4,7 @@ Every check returns what this process saw; the test compares it with what the ot
 (`own`) differs between the two on purpose.
 """
 
+import io
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx
@@ -171,10 +172,62 @@ def iterators(directory: Path, own: int):
     return nnx.load(directory / "data", {"data": Counter(0)})["data"].position - own
 
 
+def spread(value: float, mesh: Mesh) -> nnx.State:
+    """Arrays that are spread over both processes by rows and by columns, on all devices, and on this host alone."""
+    array = np.arange(32.0, dtype=np.float32).reshape(8, 4) + value
+    specs = {"rows": P("x"), "columns": P(None, "x"), "everywhere": P()}
+    state = {name: nnx.Param(jax.device_put(array, NamedSharding(mesh, spec))) for name, spec in specs.items()}
+    return nnx.State({**state, "local": nnx.Param(jnp.full(3, value)), "host": np.full(2, value)})
+
+
+def same_parts(a: nnx.State, b: nnx.State) -> bool:
+    """Whether the parts that are here agree."""
+    parts = [
+        [np.asarray(s.data) for s in x.addressable_shards] if isinstance(x, jax.Array) else [x]
+        for state in (a, b)
+        for x in jax.tree.leaves(state)
+    ]
+    half = len(parts) // 2
+    return all(np.array_equal(p, q) for left, right in zip(parts[:half], parts[half:]) for p, q in zip(left, right))
+
+
+def refused(path: Path, state: nnx.State) -> str:
+    try:
+        nnx.save_safetensors(path, state)
+    except nnx.CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def exports(directory: Path):
+    """Safetensors and a log that both processes write."""
+    directory.mkdir(exist_ok=True)
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    target = spread(0.0, mesh)
+    found: dict = {"equal": [], "shardings": []}
+    path = directory / "model.safetensors"
+    for step, size in enumerate((None, 200, None, 150, 100)):
+        nnx.save_safetensors(path, spread(step + 1.0, mesh), max_shard_size=size)
+        loaded = nnx.load_safetensors(path, target)
+        found["equal"].append(same_parts(loaded, spread(step + 1.0, mesh)))
+        found["shardings"].append(loaded["columns"].value.sharding == target["columns"].value.sharding)
+    (directory / "file").write_bytes(b"")
+    found["refused"] = refused(directory / "file" / "model.safetensors", target)
+    stream = io.StringIO()
+    with nnx.TrainLog(total=1, path=directory / "log", file=stream) as log:
+        log.add_sink(lambda step, values: found.update(sink=values))
+        log(0, loss=spread(1.0, mesh)["local"].value[0])
+    found["shown"] = bool(stream.getvalue())
+    nnx.save_safetensors(path, target)  # everybody is here again
+    found["files"] = sorted(os.listdir(directory)), sorted(os.listdir(directory / "log"))
+    return found
+
+
 def checks(directory: Path, own: int):
     return {
+        "exports": exports(directory / "exports"),
         "iterators": iterators(directory, own),
-        "loop": loop(directory, own, int(os.environ.get("NNX_LOOPS", "20"))),
+        "loop": loop(directory, own, int(os.environ.get("NNX_LOOPS", "10"))),
         "managed": managed(directory, own),
         "failing": failing(directory, own),
         "shards": sorted(seen(make(own))["shards"]),

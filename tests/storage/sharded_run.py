@@ -1,4 +1,4 @@
-"""Saves or loads a sharded model: `sharded_run.py save|load DIRECTORY DEVICES`."""
+"""Saves a sharded model with eight devices and loads it on four: `sharded_run.py DIRECTORY`."""
 
 import sys
 
@@ -75,7 +75,8 @@ def load(directory: str, devices: int) -> None:
     for name in ("model", "optimizer"):
         for path, leaf in loaded[name].get_state().items():
             other = wanted[name].get_state()[path]
-            assert leaf.value.dtype == other.value.dtype and (leaf.value == other.value).all(), path
+            assert leaf.value.dtype == other.value.dtype, path
+            assert np.array_equal(np.asarray(leaf.value), np.asarray(other.value)), path  # not a program for each
             assert type(leaf) is type(other), path
     kernel = loaded["model"].big
     assert kernel.sharding == NamedSharding(mesh, P(None, "data"))
@@ -86,4 +87,5 @@ def load(directory: str, devices: int) -> None:
 
 
 if __name__ == "__main__":
-    {"save": save, "load": load}[sys.argv[1]](sys.argv[2], int(sys.argv[3]))
+    save(sys.argv[1], 8)
+    load(sys.argv[1], 4)

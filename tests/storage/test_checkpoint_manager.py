@@ -83,21 +83,48 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeyp
     assert manager.latest_step() == 2
 
 
+FORKS = """
+import os, pathlib, sys
+import jax.numpy as jnp, nnx, tensorstore
+from nnx.storage.checkpoints import saving
+directory = pathlib.Path(sys.argv[1])
+children = {}
+for mode in sys.argv[2:]:
+    children[os.fork()] = mode
+    if 0 in children:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(directory / f"{mode}.{name}", os.O_CREAT | os.O_WRONLY), number)
+        break
+else:
+    for child, mode in children.items():
+        (directory / f"{mode}.code").write_text(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+    os._exit(0)
+"""
+
+
+def run_each(program: str, directory, *modes: str) -> dict[str, tuple[int, str, str]]:
+    """Runs a program in a process for each mode, all forked from one that has made the imports.
+
+    Returns:
+        The exit code of each process, and what it wrote to standard output and standard error, by mode.
+    """
+    done = subprocess.run([sys.executable, "-c", FORKS + program, str(directory), *modes], timeout=250)
+    assert done.returncode == 0
+    texts = {mode: [(directory / f"{mode}.{kind}").read_text() for kind in ("code", "out", "err")] for mode in modes}
+    return {mode: (int(code), out, err) for mode, (code, out, err) in texts.items()}
+
+
 ENDS_AT_ONCE = """
-import sys, jax.numpy as jnp, nnx
-nnx.CheckpointManager(sys.argv[1]).save(0, {"x": jnp.ones(1000)})
+if mode == "cannot":
+    saving.write_pieces = lambda *args: 1 / 0
+nnx.CheckpointManager(directory / mode).save(0, {"x": jnp.ones(1000)})
 """
 
 
 def test_a_program_that_ends_finishes_its_save_or_says_why_it_could_not(tmp_path):
-    command = [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    assert nnx.CheckpointManager(tmp_path / "run").steps() == [0] and done.stderr == "", done.stderr
-    program = f"from nnx.storage.checkpoints import saving\nsaving.write_pieces = lambda *args: 1 / 0\n{ENDS_AT_ONCE}"
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "b")], capture_output=True, text=True, timeout=250
-    )
-    assert "could not be completed: division by zero\nEnd with manager.wait()" in done.stderr
+    found = run_each(ENDS_AT_ONCE, tmp_path, "can", "cannot")
+    assert nnx.CheckpointManager(tmp_path / "can").steps() == [0] and found["can"] == (0, "", "")
+    assert "could not be completed: division by zero\nEnd with manager.wait()" in found["cannot"][2]
 
 
 def test_steps_that_are_not_there_or_there_already_are_named(tmp_path):
@@ -307,16 +334,12 @@ def test_a_policy_that_means_nothing_is_refused(tmp_path, options):
 # SIGTERM
 
 TERMINATED = """
-import os, signal, sys, time
-import jax.numpy as jnp, nnx
-from nnx.storage.checkpoints import manager as manager_module
-from nnx.storage.checkpoints import saving
-directory, mode = sys.argv[1:]
+import signal, time
 slow = saving.write_pieces
 def write_slowly(*args):
     time.sleep(0.5)
     return slow(*args)
-if mode != "sync, handled":
+if mode != "handled":
     saving.write_pieces = write_slowly
 else:
     signal.signal(signal.SIGTERM, lambda *args: (print("mine"), sys.exit(7)))
@@ -325,7 +348,7 @@ else:
         return slow(*args)
     saving.write_pieces = write_and_get_signal
 manager = nnx.CheckpointManager(
-    directory, every_steps=5, save_on_sigterm=mode == "save once more", asynchronous=mode != "sync, handled"
+    directory / mode, every_steps=5, save_on_sigterm=mode == "once more", asynchronous=mode != "handled"
 )
 for step in range(100):
     manager.save(step, {"x": jnp.full(3, step)})
@@ -337,17 +360,14 @@ print("was not ended")
 """
 
 
-@pytest.mark.parametrize(
-    ("mode", "code", "steps"),
-    [("finish", -15, [0, 5]), ("save once more", -15, [0, 5, 8]), ("sync, handled", 7, [0])],
-)
-def test_sigterm_finishes_the_save_under_way(tmp_path, mode, code, steps):
-    command = [sys.executable, "-c", TERMINATED, str(tmp_path / "run"), mode]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert ("mine" in done.stdout) == (code == 7)
-    manager = nnx.CheckpointManager(tmp_path / "run")
-    assert manager.steps() == steps and nnx.load(tmp_path / "run" / str(steps[-1]))["x"].tolist() == [steps[-1]] * 3
+def test_sigterm_finishes_the_save_under_way(tmp_path):
+    expected = {"finish": (-15, [0, 5]), "once more": (-15, [0, 5, 8]), "handled": (7, [0])}
+    found = run_each(TERMINATED, tmp_path, *expected)
+    for mode, (code, steps) in expected.items():
+        assert found[mode][0] == code, found[mode]
+        assert ("mine" in found[mode][1]) == (code == 7)
+        assert nnx.CheckpointManager(tmp_path / mode).steps() == steps
+        assert nnx.load(tmp_path / mode / str(steps[-1]))["x"].tolist() == [steps[-1]] * 3
 
 
 def test_the_handler_of_sigterm_is_given_back(tmp_path):

@@ -16,7 +16,7 @@ import nnx
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
 STEPS = 4000
-KILLS = 12  # `make torture` goes on for longer
+KILLS = 8  # `make torture` goes on for longer
 
 
 def load_script():
