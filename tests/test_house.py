@@ -19,6 +19,10 @@ def test_a_class_name_has_one_meaning():
     assert house.shared_class_names(PACKAGE) == {}
 
 
+def test_a_noun_is_defined_once():
+    assert house.shared_nouns(PACKAGE) == {}
+
+
 def test_an_underscore_does_not_make_another_name(tmp_path):
     (tmp_path / "one.py").write_text("class Row: ...\nclass Cell: ...\n")
     (tmp_path / "two.py").write_text("class _Row: ...\nclass Shape: ...\n")

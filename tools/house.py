@@ -140,6 +140,7 @@ def readme_figures(package: Path) -> Figures:
         "files that no README names": f"{len(unnamed_files(package))}",
         "nouns in all READMEs": f"{sum(nouns for _, nouns, _ in counts)}",
         "further terms in their definitions": f"{sum(terms for *_, terms in counts)}",
+        "nouns that several READMEs define": f"{len(shared_nouns(package))}",
     } | {f"nouns in {file.relative_to(package.parent)}": f"{nouns}" for file, nouns, _ in counts}
 
 
@@ -147,6 +148,16 @@ def vocabulary(text: str) -> tuple[list[int], list[int]]:
     """Counts, for every vocabulary item of a README, the terms before its colon and those after it."""
     split = [item.partition(":") for item in VOCABULARY_ITEM.findall(text)]
     return [len(EMPHASIZED.findall(head)) for head, *_ in split], [len(EMPHASIZED.findall(rest)) for *_, rest in split]
+
+
+def shared_nouns(package: Path) -> dict[str, list[Path]]:
+    """Returns the READMEs that define the same noun, by noun."""
+    files: dict[str, list[Path]] = {}
+    for file in sorted(package.rglob("README.md")):
+        heads = [item.partition(":")[0] for item in VOCABULARY_ITEM.findall(file.read_text(encoding="utf-8"))]
+        for noun in {noun.lower() for head in heads for noun in EMPHASIZED.findall(head)}:
+            files.setdefault(noun, []).append(file)
+    return {noun: found for noun, found in sorted(files.items()) if len(found) > 1}
 
 
 def folders_without_readme(package: Path) -> list[str]:
