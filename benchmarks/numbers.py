@@ -17,6 +17,11 @@ def result(benchmark: str, row: str) -> float:
     return RECORDS[benchmark]["figures"][row]["result"]
 
 
+def program(name: str) -> dict[str, float]:
+    """Returns the figures of a program of the examples, by name."""
+    return {key: row["values"]["nnx"] for key, row in RECORDS[f"program_{name}"]["figures"].items()}
+
+
 def version(benchmark: str, package: str) -> str:
     """Returns the version of a package that took part, without what follows a plus sign (`2.11.0+cu128`)."""
     return RECORDS[benchmark]["versions"][package].partition("+")[0]

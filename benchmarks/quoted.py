@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from benchmarks.numbers import RECORDS, extremes, ratio, result, thousands, value, version, whole
+from benchmarks.numbers import RECORDS, extremes, program, ratio, result, thousands, value, version, whole
 from benchmarks.tables import CALL, GROWING, GROWTH, ROWS, SPEED, against_best_torch, written
 
 FEW_EXPERTS = "2 of 8 experts, 1024 to 4096, 8192 tokens, forward"
@@ -91,12 +91,31 @@ kernels = RECORDS["gpu_profile_gpt2"]["figures"]["kernels"]["values"]
 first_token = RECORDS["gpu_decode_gpt2"]["figures"]["first token of a prompt of 512"]["values"]
 int8_gain = f"{100 * (quantized_speed('int8') - 1):.0f}"
 
+pretraining = program("pretrain_gpu")
+
+
+def millions(figure: str) -> str:
+    return whole(pretraining[figure] / 1e6)
+
+
 SENTENCES: dict[str, list[Quote | Claim]] = {
     "README.md": [
         Quote("trained at {} tokens per second", (thousands(trained("nnx")),)),
         Quote("hand-written JAX reached {} (", (thousands(trained("hand-written JAX")),)),
         Quote("({} with the same optimizations)", (thousands(trained("the same, tuned")),)),
         Quote("`torch.compile` {} with `max_autotune`", (thousands(trained("torch, autotune")),)),
+    ],
+    "docs/programs/pretrain.md": [
+        Quote("{} million parameters, at {} tokens/s", (millions("parameters"), whole(pretraining["speed"]))),
+        Quote("The text here is {} million characters", (millions("characters"),)),
+        Quote(
+            "the tokenizer is trained in {} seconds, the text turned into tokens in {}, and",
+            (f"{pretraining['tokenizer']:.1f}", f"{pretraining['tokens']:.1f}"),
+        ),
+        Quote(
+            "takes {} bits instead of {}. The whole run took {} seconds",
+            (f"{pretraining['bits after']:.2f}", f"{pretraining['bits before']:.2f}", whole(pretraining["time"])),
+        ),
     ],
     "docs/performance.md": [
         Quote("Two CPU cores, jax {}, flax {}, equinox {}.", versions),

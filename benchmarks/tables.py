@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.numbers import RECORDS, faster, percent, ratio, result, seconds, table, value, whole
+from benchmarks.numbers import RECORDS, faster, percent, program, ratio, result, seconds, table, value, whole
 from benchmarks.plan_tables import PLAN_TABLES
 
 # On a CPU
@@ -426,7 +426,7 @@ def programs() -> str:
     for name, (setting, outcome) in PROGRAMS.items():
         for machine in ("", "_gpu"):
             if record := RECORDS.get(f"program_{name}{machine}"):
-                figures = {key: row["values"]["nnx"] for key, row in record["figures"].items()}
+                figures = program(f"{name}{machine}")
                 command = record["command"].replace("python examples/programs/", "").replace(" && ", "`, then `")
                 cells = [
                     f"`{command}`",
@@ -434,7 +434,8 @@ def programs() -> str:
                     duration(figures["time"]),
                     outcome.format(**figures),
                 ]
-                found.append([*cells, record["machine"].partition(" (")[0]])
+                busy = ", busy with other programs" if "busy" in record.get("note", "") else ""
+                found.append([*cells, record["machine"].partition(" (")[0] + busy])
     return table(["program", "setting", "time", "result", "machine"], *found)
 
 

@@ -253,7 +253,7 @@ with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
 
     # What it has learned, and the model as it is published: `evaluate.py` and `finetune.py` read it.
 
-    prompt = "The "
+    prompt = "The"  # a space would keep the next word from having its own, as it has in the text
     written = nnx.generate(
         model,
         np.array([[START, *tokenizer.encode(prompt, add_special_tokens=False)]]),
