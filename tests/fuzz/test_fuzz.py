@@ -14,7 +14,7 @@ from tests.fuzz.programs import draw_program
 from tests.fuzz.runner import run_program, run_seed, run_seeds, shrunk
 from tests.fuzz.threads import run_threads
 
-PROGRAMS, PARTS = 2000, 8
+PROGRAMS, PARTS = 1000, 4
 SHOWN = 3  # how many failures of a part are shrunk and printed in full
 
 
