@@ -1,9 +1,11 @@
 """What checkpoints cost: NNX next to its earlier format, TensorStore alone, Orbax and safetensors.
 
-    python -m benchmarks.checkpoint_io                        one gigabyte in 200 arrays, three rounds
-    python -m benchmarks.checkpoint_io --arrays 774 --gigabytes 0.15
+    python -m benchmarks.checkpoint_io                        one gigabyte in 200 arrays, three rounds; then in 8,
+                                                              then the 774 arrays of a model with 48 layers
+    python -m benchmarks.checkpoint_io --arrays 200 --gigabytes 1
     python -m benchmarks.checkpoint_io --arrays 100000 --gigabytes 0.002 --only nnx
     python -m benchmarks.checkpoint_io --earlier ../nnx-0.2   also version 0.2, which is in that directory
+    python -m benchmarks.checkpoint_io --out FILE.json        write a record (see benchmarks/record.py)
 
 Each contender runs in a process of its own, and they take turns; the lowest of the rounds counts. The seconds of the
 CPU are those of all threads: a busy machine changes them less. Files are read from the page cache, where checksums cost
@@ -30,6 +32,8 @@ import numpy as np
 
 CONTENDERS = ("nnx", "earlier", "tensorstore", "orbax", "safetensors")
 COLUMNS = ("save", "load", "other layout", "blocked")
+UNITS = {"seconds": "s", "cpu": "s of the CPU", "peak": "GB on top"}
+SIZES = ((200, 1.0), (8, 1.0), (774, 0.15))
 
 
 def make(arrays: int, gigabytes: float, empty: bool = False) -> dict[str, jax.Array]:
@@ -221,32 +225,53 @@ def in_a_process(contender: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arrays", type=int, default=200)
-    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--arrays", type=int, help="the number of arrays; by default, one setting after the other")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="their size, together with --arrays")
     parser.add_argument("--devices", type=int, default=4, help="virtual devices, for the other layout")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--earlier", type=Path, help="the directory of an earlier version, to compare with")
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a record of the run")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contender:
         print(json.dumps(run(options.contender, options.folder, options)), flush=True)
         return
+    figures: dict[str, dict[str, Any]] = {}
+    for arrays, gigabytes in SIZES if options.arrays is None else [(options.arrays, options.gigabytes)]:
+        options.arrays, options.gigabytes = arrays, gigabytes
+        figures |= take_turns(options)
+    if options.out:
+        from benchmarks import record  # which contenders, of other versions, cannot import
+
+        command = "python -m benchmarks.checkpoint_io --earlier ../nnx-0.2"
+        whole = len(figures) > 12 and options.only == CONTENDERS and options.earlier is not None and options.rounds > 2
+        record.write(options.out, record.make_record("checkpoint_io", command, figures, whole=whole))
+
+
+def take_turns(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Measures all contenders at one setting, prints the least of the rounds and returns them as rows of a record."""
     contenders = [name for name in CONTENDERS if name in options.only and (name != "earlier" or options.earlier)]
     rounds = [
         {name: in_a_process(name, options) for name in contenders[:: -1 if number % 2 else 1]}
         for number in range(options.rounds)
     ]
-    print(f"{options.gigabytes} GB in {options.arrays} arrays, the least of {options.rounds} rounds:")
-    print(f"{'':12} {'files':>6} " + " ".join(f"{name + ': s, CPU s, GB':>28}" for name in COLUMNS))
+    setting = f"{options.gigabytes} GB in {options.arrays} arrays"
+    print(f"{setting}, the least of {options.rounds} rounds:")
+    print(f"{'':12} {'files':>6} " + " ".join(f"{name + ': s, CPU s, GB':>28}" for name in COLUMNS), flush=True)
+    rows = {f"{setting}, files": {"unit": "files", "values": {name: rounds[0][name]["files"] for name in contenders}}}
     for name in contenders:
         cells = []
         for column in COLUMNS:
             found = [measures[name][column] for measures in rounds if column in measures[name]]
-            least = [min(each[unit] for each in found) for unit in ("seconds", "cpu", "peak")] if found else []
-            cells.append("{:6.3f} {:6.3f} {:6.2f}".format(*least) if found else "-")
-        print(f"{name:12} {rounds[0][name]['files']:6} " + " ".join(f"{cell:>28}" for cell in cells))
+            least = {unit: min(each[unit] for each in found) for unit in UNITS} if found else {}
+            for unit, number in least.items():
+                row = rows.setdefault(f"{setting}, {column}, {unit}", {"unit": UNITS[unit], "values": {}})
+                row["values"][name] = number
+            cells.append("{:6.3f} {:6.3f} {:6.2f}".format(*least.values()) if found else "-")
+        print(f"{name:12} {rounds[0][name]['files']:6} " + " ".join(f"{cell:>28}" for cell in cells), flush=True)
+    return rows
 
 
 if __name__ == "__main__":

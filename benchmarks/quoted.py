@@ -147,6 +147,8 @@ SENTENCES: dict[str, list[Quote | Claim]] = {
         Quote("One NVIDIA H200, jax {}, torch {}; vocabulary", gpu_versions("gpu_train_gpt2")),
         Quote("NVIDIA H200, jax {}, torch {}, weights and caches", gpu_versions("gpu_decode_gpt2")),
         Quote("one NVIDIA H200, jax {}, the best turn", gpu_versions("gpu_moe")[:1]),
+        Quote("{} GB of bfloat16 in the page cache", (f"{RECORDS['gpu_load_weights']['gigabytes']:.1f}",)),
+        Quote("onto one NVIDIA H200 with jax {} and torch {}", gpu_versions("gpu_load_weights")),
         Quote("on one NVIDIA H200 with jax {}; tokens", gpu_versions("gpu_quantize")[:1]),
         Quote(
             "with the layers of DeepSeek-V3 writes {} tokens per second",

@@ -321,6 +321,21 @@ def quantized() -> str:
     )
 
 
+def loading() -> str:
+    """How long a published model takes from files to a GPU."""
+    labels = {
+        "nnx": "**nnx**, layers in a list",
+        "nnx scanned": "**nnx**, scanned layers",
+        "transformers": "transformers",
+        "safetensors": "the package safetensors, tensors as they are in the files",
+    }
+    rows = (
+        [label, *(f"{value('gpu_load_weights', f'{n} load', way):.2f} s" for n in ("first", "second"))]
+        for way, label in labels.items()
+    )
+    return table(["", "first load", "second load"], *rows)
+
+
 def profile() -> str:
     """Where the time of a training step goes."""
     kernels = RECORDS["gpu_profile_gpt2"]["figures"]["kernels"]["values"]
@@ -467,6 +482,7 @@ TABLES: dict[str, str] = {
     "write-llama": writing("gpu_decode_llama", "a Llama of 1.2 billion parameters"),
     "moe": moe(),
     "quantize": quantized(),
+    "loading": loading(),
     "first-steps": first_steps(),
     "plans": plans(),
     "demo": demo(),
