@@ -61,6 +61,13 @@ VARIANTS: dict[str, dict[str, list[Any]]] = {
         **{"global_rope_theta": [160_000.0, 500.0], "local_rope_theta": [100.0, 10_000.0]},
         **{"classifier_activation": ["silu", "gelu"], "norm_eps": [1e-5, 1e-3], "tie_word_embeddings": [True]},
     },
+    "llama4_text": {
+        **{"num_hidden_layers": [2, 4], "head_dim": [8, 12], "intermediate_size_mlp": [24, 40], "hidden_size": [32]},
+        **{"num_local_experts": [4, 6], "num_experts_per_tok": [1, 2], "interleave_moe_layer_step": [2, 1]},
+        **{"no_rope_layer_interval": [2, 3], "attention_chunk_size": [7, 5], "floor_scale": [6, 3]},
+        **{"use_qk_norm": FLAGS, "attn_temperature_tuning": FLAGS, "attn_scale": [0.7, 0.1]},
+        "attention_bias": [False, True],
+    },
     "qwen2_moe": {**EXPERTS, **MOE, "shared_expert_intermediate_size": [24], "norm_topk_prob": FLAGS},
     "olmoe": {**EXPERTS, "norm_topk_prob": FLAGS},
     "flex_olmo": {**EXPERTS, "norm_topk_prob": FLAGS},

@@ -41,6 +41,7 @@ from nnx.models.architectures.whisper import WhisperEncoder as WhisperEncoder
 from nnx.models.block import DecoderBlock as DecoderBlock
 from nnx.models.config import DecoderConfig as DecoderConfig
 from nnx.models.config import LayerSpec as LayerSpec
+from nnx.models.config import PositionScale as PositionScale
 from nnx.models.config import RotaryConfig as RotaryConfig
 from nnx.models.decoder import Decoder as Decoder
 from nnx.models.explain import Explanation as Explanation

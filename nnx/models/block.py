@@ -145,6 +145,7 @@ def _mlp(config: DecoderConfig, spec: LayerSpec, options: dict[str, Any]) -> Gat
             config.num_selected,
             normalize=config.normalize_experts,
             weight_scale=config.expert_weight_scale,
+            weigh_inputs=config.weigh_expert_inputs,
             scores=config.router_scores,
             use_correction=config.use_router_correction,
             groups=config.expert_groups,

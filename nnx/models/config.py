@@ -10,18 +10,21 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+
 from nnx.core.hints.hints import add_hints
 from nnx.core.hints.table import CONFIG
 from nnx.nn.attention.rotary_scaling import RotaryScaling
 from nnx.nn.moe.routing import ExpertGroups
 
-LayerType = Literal["full", "sliding", "linear"]
+LayerType = Literal["full", "sliding", "section", "linear"]
 
 NOT_POSITIVE = "DecoderConfig: expected {name} to be a positive integer, got {got!r}."
 HEADS_DO_NOT_DIVIDE = "DecoderConfig: num_kv_heads={kv_heads} does not divide num_heads={heads}."
 WRONG_LAYER_TYPES = (
-    "DecoderConfig: expected layer_types to be 'full', 'sliding' or 'linear' for each of the {layers} layers, got "
-    "{got!r}."
+    "DecoderConfig: expected layer_types to be 'full', 'sliding', 'section' or 'linear' for each of the {layers} "
+    "layers, got {got!r}."
 )
 NO_SUCH_LAYER = "DecoderConfig: expected {name} to list numbers of the {layers} layers, in order, got {got!r}."
 DENSE_AMONG_NO_EXPERTS = "DecoderConfig: dense_layers={got!r} is about models with experts; num_experts is None."
@@ -37,7 +40,7 @@ UNKNOWN_CHOICE = "DecoderConfig: expected {name} to be {known}, got {got!r}."
 
 CHOICES = {
     "norm": ("rms", "layer"),
-    "qk_norm": ("shared", "separate", "joint"),
+    "qk_norm": ("shared", "separate", "joint", "unit"),
     "router_scores": ("softmax", "sigmoid"),
     "head": ("tokens", "labels", "none"),
 }
@@ -72,6 +75,26 @@ class RotaryConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class PositionScale:
+    """A factor of queries that grows with their positions: `1 + slope * log(1 + floor((position + 1) / length))`.
+
+    Args:
+        length: the number of tokens after which it begins to grow.
+        slope: how fast it grows.
+
+    >>> nnx.models.PositionScale(length=4, slope=0.5)(jnp.array([0, 2, 3])).tolist()
+    [1.0, 1.0, 1.3465735912322998]
+    """
+
+    length: float
+    slope: float
+
+    def __call__(self, positions: jax.Array) -> jax.Array:
+        """Returns the factors at some positions, in float32."""
+        return 1 + self.slope * jnp.log1p(jnp.floor((positions + 1) / self.length))
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerSpec:
     """What one layer of a decoder is made of, where layers may differ.
 
@@ -80,6 +103,7 @@ class LayerSpec:
         window: the number of tokens that a token sees, including itself; all by default.
         rotary: the rotary embedding, if any.
         mlp: "dense" or "experts".
+        section: the number of tokens in a section of the text, if a token sees only its own section.
         mixer_norm: whether the mixer's input is normalized, in models that do so; not if the embedding just was.
 
     >>> config = nnx.models.DecoderConfig(
@@ -93,6 +117,7 @@ class LayerSpec:
     window: int | None
     rotary: RotaryConfig | None
     mlp: Literal["dense", "experts"]
+    section: int | None = None
     mixer_norm: bool = True
 
 
@@ -135,6 +160,7 @@ class DecoderConfig:
         num_selected: the number of experts that each token uses.
         normalize_experts: whether the weights of the selected experts are divided by their sum.
         expert_weight_scale: a number that multiplies these weights.
+        weigh_expert_inputs: whether they multiply what experts read instead of what they return.
         router_scores: "softmax" if experts compete for a token, "sigmoid" if each is scored by itself.
         use_router_correction: whether a bias takes part in choosing experts, but not in their weights.
         expert_groups: the groups of experts of which a token uses a few, if any.
@@ -151,7 +177,7 @@ class DecoderConfig:
         shared_norm: whether it then also shares its norm.
         normalize_qk: whether queries and keys are normalized: each head alone, with one scale for all.
         qk_norm: "shared" for that; "separate" if every head has its own scale, "joint" if all heads of a token are one
-            vector.
+            vector; "unit" if there is no scale, and only layers with a rotary embedding normalize.
         qk_norm_after_rotary: whether they are normalized after the rotary embedding.
         use_qkv_bias, use_out_bias, use_mlp_bias: whether these projections have biases; those of experts are an MLP's.
         use_head_bias: whether the output layer has a bias.
@@ -174,8 +200,10 @@ class DecoderConfig:
         rotary: the rotary embedding; `None` means learned positions.
         local_rotary: the rotary embedding of "sliding" layers, where it differs.
         unrotated_layers: the numbers of the layers without a rotary embedding.
-        layer_types: "full", "sliding" or "linear" for each layer; all "full" by default.
+        layer_types: "full", "sliding", "section" or "linear" for each layer; all "full" by default.
         sliding_window: the number of tokens that a token of a "sliding" layer sees, including itself.
+        section_size: the number of tokens in a section of the text; a token of a "section" layer sees those of its own.
+        unrotated_scale: a factor of the queries of layers without a rotary embedding that grows with their positions.
         query_pre_attn_scalar: attention logits are divided by the square root of this number; `head_dim` by default.
         attention_scale: a number that multiplies them instead.
         attention_soft_cap, logits_soft_cap: the soft caps of attention logits and of the output, if any.
@@ -210,6 +238,7 @@ class DecoderConfig:
     num_selected: int | None = None
     normalize_experts: bool = True
     expert_weight_scale: float = 1.0
+    weigh_expert_inputs: bool = False
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
     use_router_correction: bool = False
     expert_groups: ExpertGroups | None = None
@@ -228,7 +257,7 @@ class DecoderConfig:
     parallel: bool = False
     shared_norm: bool = False
     normalize_qk: bool = False
-    qk_norm: Literal["shared", "separate", "joint"] = "shared"
+    qk_norm: Literal["shared", "separate", "joint", "unit"] = "shared"
     qk_norm_after_rotary: bool = False
     use_qkv_bias: bool = False
     use_out_bias: bool = False
@@ -253,6 +282,8 @@ class DecoderConfig:
     unrotated_layers: tuple[int, ...] = ()
     layer_types: tuple[LayerType, ...] = None  # type: ignore[assignment]
     sliding_window: int | None = None
+    section_size: int | None = None
+    unrotated_scale: PositionScale | None = None
     query_pre_attn_scalar: float | None = None
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
@@ -280,7 +311,12 @@ class DecoderConfig:
                 raise ValueError(NOT_POSITIVE.format(name=name, got=size))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(HEADS_DO_NOT_DIVIDE.format(heads=self.num_heads, kv_heads=self.num_kv_heads))
-        if len(self.layer_types) != self.num_layers or not set(self.layer_types) <= {"full", "sliding", "linear"}:
+        if len(self.layer_types) != self.num_layers or not set(self.layer_types) <= {
+            "full",
+            "sliding",
+            "section",
+            "linear",
+        }:
             raise ValueError(WRONG_LAYER_TYPES.format(layers=self.num_layers, got=self.layer_types))
         self._check_mixers()
         if (self.head == "labels") != bool(self.labels):
@@ -311,6 +347,8 @@ class DecoderConfig:
         needed: dict[str, tuple[str, ...]] = {}
         if self.latent_rank is not None:
             needed["latent_rank"] = ("rotary_dim",)
+        if "section" in self.layer_types:
+            needed["a 'section' layer"] = ("section_size",)
         if "linear" in self.layer_types:
             needed["a 'linear' layer"] = ("delta_heads", "delta_key_heads", "delta_key_dim", "delta_value_dim")
         for what, names in needed.items():
@@ -333,6 +371,7 @@ class DecoderConfig:
             window=self.sliding_window if sliding else None,
             rotary=None if number in self.unrotated_layers or kind == "linear" else rotary,
             mlp="dense" if self.num_experts is None or number in self.dense_layers else "experts",
+            section=self.section_size if kind == "section" else None,
             mixer_norm=number > 0 or not self.embed_norm,
         )
 

@@ -78,7 +78,8 @@ _SETTINGS = (
     *("activation", "gated_activation", "epsilon", "scale_offset", "sliding_window", "scale", "logits_soft_cap"),
     *("base", "rotary_dim", "interleaved", "scaling", "post_norm", "strides", "padding"),
     *("num_buckets", "max_distance", "bidirectional", "reduction_axes", "normalize_after_rotary"),
-    *("parallel", "residual_scale", "is_causal", "normalize", "scores", "weight_scale", "groups"),
+    *("parallel", "residual_scale", "is_causal", "normalize", "scores", "weight_scale", "weigh_inputs", "groups"),
+    *("section_size", "query_scale"),
 )
 # What a directory holds besides config and weights: a tokenizer in any format, templates, and processors.
 _COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")

@@ -33,6 +33,7 @@ def wrapped(directory, name, model_type, prefix, head, changes):
         ("llama", "llava", "language_model.model.", "language_model.", {}),
         ("llama", "smolvlm", "model.text_model.", "", {}),
         ("gemma3_text", "gemma3", "model.language_model.", "", {}),
+        ("llama4_text", "llama4", "language_model.model.", "language_model.", {}),
         ("qwen2", "qwen2_5_vl", "model.", "", {"model_type": "qwen2_5_vl_text", "rope_parameters": SECTIONS}),
         (
             "qwen3",

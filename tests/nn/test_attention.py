@@ -384,6 +384,19 @@ class TestMultiHeadAttention:
         agrees(packed[:3], np.asarray(layer(x[:3], is_causal=True)))
         agrees(packed[3:], np.asarray(layer(x[3:], is_causal=True)))
 
+    def test_a_query_sees_its_own_section_and_is_scaled_by_its_position(self):
+        layer, x = attention(section_size=2, query_scale=nnx.models.PositionScale(2, 3.0)), numpy_normal(2, 5, 16)
+        out = layer(x, is_causal=True)
+        plain = attention(query_scale=layer.query_scale)
+        agrees(out, np.asarray(plain(x, mask=nnx.make_segment_mask(jnp.array([[1, 1, 2, 2, 3]])), is_causal=True)))
+        placed = layer(x, is_causal=True, positions=jnp.arange(7, 12))  # the first section has one token, the next two
+        agrees(placed[:, 0], np.asarray(attention()(x[:, :1])[:, 0]))
+        factor = float(layer.query_scale(jnp.array(9)))
+        assert factor > 4
+        agrees(placed[:, 2], np.asarray(attention(scale=factor / 2)(x[:, 1:3], is_causal=True)[:, 1]))
+        with pytest.raises(ValueError, match="section_size, the tokens of a section, to be at least 1, got 0"):
+            attention(section_size=0)
+
     def test_sliding_window_is_the_mask_of_that_name(self):
         layer, x = attention(sliding_window=2), numpy_normal(2, 5, 16)
         plain = attention()

@@ -18,7 +18,10 @@ VARIANTS = {
     "grouped and rotary": {"num_kv_heads": 2, "rotary": nnx.RotaryEmbedding(4)},
     "window": {"sliding_window": 2, "rotary": nnx.RotaryEmbedding(4)},
     "window as long as the cache": {"sliding_window": MAX_LENGTH},
-    "scale and soft cap": {"scale": 2.0, "logits_soft_cap": 0.5},
+    "sections, scale and soft cap": {
+        **{"scale": 2.0, "logits_soft_cap": 0.5},
+        **{"section_size": 4, "query_scale": nnx.models.PositionScale(length=2, slope=3.0)},
+    },
     "sinks": {"use_sinks": True, "num_kv_heads": 2, "sliding_window": 3, "rotary": nnx.RotaryEmbedding(4)},
     "all": {
         "num_kv_heads": 1,

@@ -37,9 +37,11 @@ def looped(layer: nnx.MoE, x: jax.Array) -> jax.Array:
     biases = [layer.gate_bias, layer.up_bias, layer.down_bias]
     gate_bias, up_bias, down_bias = (jnp.zeros(layer.num_experts) if bias is None else bias for bias in biases)
     for e in range(layer.num_experts):
-        gate, up = x @ layer.gate[e] + gate_bias[e], x @ layer.up[e] + up_bias[e]
+        weight = weights[..., e, None]
+        read, weight = (x * weight, weight > 0) if layer.weigh_inputs else (x, weight)
+        gate, up = read @ layer.gate[e] + gate_bias[e], read @ layer.up[e] + up_bias[e]
         hidden = layer.gated_activation(gate, up) if layer.gated_activation else layer.activation(gate) * up
-        out = out + weights[..., e, None] * (hidden @ layer.down[e] + down_bias[e])
+        out = out + weight * (hidden @ layer.down[e] + down_bias[e])
     return out if layer.shared is None else out + layer.shared(x)
 
 
@@ -54,7 +56,7 @@ def clipped(gate: jax.Array, up: jax.Array) -> jax.Array:
 BIASES = {"use_bias": True, "use_router_bias": True, "bias_init": nnx.initializers.normal(0.5)}
 OPTIONS = {
     "default": {},
-    "sigmoid": {"scores": "sigmoid"},
+    "sigmoid, weighted inputs": {"scores": "sigmoid", "weigh_inputs": True},
     "shared experts": {"num_shared": 2, "scores": "sigmoid", "normalize": False},
     "another activation and width": {"activation": nnx.gelu, "out_features": 5},
     "biases": {**BIASES, "out_features": 5},

@@ -59,11 +59,14 @@ ATTENTION = (
     *norm("self_attn.q_norm", "attention/query_ln"),
     *norm("self_attn.k_norm", "attention/key_ln"),
 )
-MLP = (
-    *linear("mlp.gate_proj", "mlp/gate"),
-    *linear("mlp.up_proj", "mlp/up"),
-    *linear("mlp.down_proj", "mlp/down"),
-)
+
+
+def mlp(name: str = "mlp", path: str = "mlp") -> tuple[TableEntry, ...]:
+    """Returns the entries of a gated MLP."""
+    return tuple(entry for part in ("gate", "up", "down") for entry in linear(f"{name}.{part}_proj", f"{path}/{part}"))
+
+
+MLP = mlp()
 FUSED_MLP = (*linear("mlp.gate_up_proj", GATE_UP), *linear("mlp.down_proj", "mlp/down"))
 POST_NORMS = (
     *norm("post_attention_layernorm", "attention_post_norm"),

@@ -7,11 +7,12 @@ from nnx.models.files.rope_entries import Rotary
 from nnx.models.files.table import norm
 from nnx.models.files.windows import Windows, every
 
+_ATTENTION_CAP = "attn_logit_softcapping"
 _KEYS = {
     **without(activation="hidden_activation"),
     **BIASES,
     "query_pre_attn_scalar": "query_pre_attn_scalar",
-    "attn_logit_softcapping": "attention_soft_cap",
+    _ATTENTION_CAP: "attention_soft_cap",
     "final_logit_softcapping": "logits_soft_cap",
 }
 _CONSTANTS = {"norm_offset": 1.0, "post_norms": True, "scale_embeddings": True}
@@ -58,10 +59,10 @@ GOOGLE = (
         "gemma3_text",
         "Gemma3ForCausalLM",
         _TABLE,
-        _KEYS,
+        {name: key for name, key in _KEYS.items() if name != _ATTENTION_CAP},
         constants={**_CONSTANTS, "normalize_qk": True},
         defaults=_DEFAULTS,
-        only=_ONLY,
+        only={**_ONLY, _ATTENTION_CAP: None},  # transformers passes over it
         parts=(Rotary(1_000_000.0, local_base=10_000.0), SpecialTokens(), Windows(4096, every(6))),
     ),
 )

@@ -102,3 +102,4 @@ STACKED = TensorLayout(order=(0, 2, 1))  # [experts, outputs, inputs] and [exper
 IN_TURNS = TensorLayout(interleaved=2)
 IN_GROUPS = TensorLayout(1, transposed=True, grouped=True)
 FLAT_IN_GROUPS = TensorLayout(flat=True, grouped=True)
+HALVES = TensorLayout(order=(0, 1, 2))  # [experts, inputs, outputs], with fused outputs

@@ -19,7 +19,7 @@ OTHER_PARTS = (
 )
 """Patterns of the tensors of other parts."""
 
-WRAPPERS = ("gemma3", "idefics3", "llava", "llava_next", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
+WRAPPERS = ("gemma3", "idefics3", "llama4", "llava", "llava_next", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
 """The values of `model_type` whose language model can be opened."""
 
 _TYPES = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}

@@ -28,6 +28,8 @@ def make_attention(config: DecoderConfig, spec: LayerSpec, options: dict[str, An
             interleaved=rotary.interleaved,
         ),
         sliding_window=spec.window,
+        section_size=spec.section,
+        query_scale=config.unrotated_scale if rotary is None else None,
         scale=scale if divisor is None else float(divisor) ** -0.5,
         logits_soft_cap=config.attention_soft_cap,
         use_sinks=config.use_sinks,
@@ -35,7 +37,7 @@ def make_attention(config: DecoderConfig, spec: LayerSpec, options: dict[str, An
         normalize_after_rotary=config.qk_norm_after_rotary,
         **options,
     )
-    if config.normalize_qk:
+    if config.normalize_qk and not (config.qk_norm == "unit" and rotary is None):
         # Set here because `normalize_qk=` takes neither the epsilon nor the offset.
         layer.query_ln = make_head_norm(config, config.num_heads, options)
         layer.key_ln = make_head_norm(config, config.num_kv_heads, options)

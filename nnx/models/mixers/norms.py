@@ -23,6 +23,8 @@ def make_head_norm(config: DecoderConfig, heads: int, options: dict[str, Any]) -
     """Returns the norm of queries or keys `[..., heads, head_dim]`."""
     if config.qk_norm == "shared":
         return make_norm(config, config.head_dim, options)
+    if config.qk_norm == "unit":
+        return make_norm(config, config.head_dim, options, use_scale=False)
     if config.qk_norm == "joint":
         joint = {"reduction_axes": (-2, -1), "feature_axes": (-2, -1)}
         return make_norm(config, heads * config.head_dim, options, **joint)

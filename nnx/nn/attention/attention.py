@@ -45,6 +45,7 @@ from nnx.nn.support.settings import PromoteDtype, as_dtype, as_optional_dtype, c
 
 HEADS_DO_NOT_DIVIDE = "MultiHeadAttention: expected qkv_features to be a multiple of num_heads={heads}, got {got}."
 KV_HEADS_DO_NOT_DIVIDE = "MultiHeadAttention: expected num_kv_heads to divide num_heads={heads}, got {got}."
+EMPTY_SECTION = "MultiHeadAttention: expected section_size, the tokens of a section, to be at least 1, got {got}."
 EMPTY_WINDOW = "MultiHeadAttention: sliding_window counts the token itself: expected at least 1, got {got}."
 WRONG_ROTARY = (
     "MultiHeadAttention: expected a rotary embedding with head_dim={expected} (qkv_features // num_heads), got {got}."
@@ -101,6 +102,8 @@ class MultiHeadAttention(Module):
         qkv_dot_general_cls, out_dot_general_cls: classes whose instances are used as such.
         rotary: an embedding that rotates queries and keys by their positions; one instance can serve many layers.
         sliding_window: the number of tokens a query sees, including itself; causal calls only look back.
+        section_size: the number of tokens in a section, if a query sees only its own section of the text.
+        query_scale: a function from the positions of queries to factors of them; it must be hashable.
         scale: the scale of the attention logits; `1 / sqrt(head_dim)` by default.
         logits_soft_cap: a bound that the scaled logits approach smoothly, see `dot_product_attention`.
         use_sinks: whether each head has a learned logit that takes part in the softmax and is then dropped, so that a
@@ -161,6 +164,8 @@ class MultiHeadAttention(Module):
     attention_fn: Callable[..., jax.Array]
     decode: bool | None
     sliding_window: int | None
+    section_size: int | None
+    query_scale: Callable[[jax.Array], jax.Array] | None
     scale: float | None
     logits_soft_cap: float | None
     implementation: Implementation | None
@@ -211,6 +216,8 @@ class MultiHeadAttention(Module):
         out_dot_general_cls: Callable[[], DotGeneral] | None = None,
         rotary: RotaryEmbedding | None = None,
         sliding_window: int | None = None,
+        section_size: int | None = None,
+        query_scale: Callable[[jax.Array], jax.Array] | None = None,
         scale: float | None = None,
         logits_soft_cap: float | None = None,
         use_sinks: bool = False,
@@ -233,6 +240,8 @@ class MultiHeadAttention(Module):
         head_dim = _checked_head_dim(num_heads, num_kv_heads, qkv_features, rotary)
         if sliding_window is not None and sliding_window < 1:
             raise ValueError(EMPTY_WINDOW.format(got=sliding_window))
+        if section_size is not None and section_size < 1:
+            raise ValueError(EMPTY_SECTION.format(got=section_size))
         check_dropout_rate("MultiHeadAttention", dropout_rate)
 
         self.num_heads = num_heads
@@ -252,6 +261,8 @@ class MultiHeadAttention(Module):
         self.attention_fn = attention_fn
         self.decode = decode
         self.sliding_window = sliding_window
+        self.section_size = section_size
+        self.query_scale = query_scale
         self.scale = scale
         self.logits_soft_cap = logits_soft_cap
         self.implementation = implementation
@@ -373,6 +384,7 @@ class MultiHeadAttention(Module):
             query, key, value = self._through_cache(query, key, value, seq_lengths, positions, key_positions, options)
         else:
             query, key = self._rotated(query, key, positions, key_positions)
+            options["mask"] = self._within_sections(mask, query, key, positions, key_positions)
             if seq_lengths is not None:
                 options["key_value_seq_lengths"] = seq_lengths
             if self.sliding_window is not None:
@@ -425,12 +437,13 @@ class MultiHeadAttention(Module):
         if bias is None and is_first:  # a kernel that knows that attention is causal skips half of the work
             seen = LayerCache(cast(key, cache.key.dtype), cast(value, cache.value.dtype))
             options: dict[str, Any] = {"is_causal": True}
+            options["mask"] = self._within_sections(None, query, key, None, None)
             if self.sliding_window is not None:
                 options["local_window_size"] = (self.sliding_window - 1, 0)
         elif bias is None:
-            seen, options = visible_part(cache, positions, self.sliding_window)
+            seen, options = visible_part(cache, positions, self.sliding_window, self.section_size)
         else:  # it covers all slots, so none may be cut off
-            seen, options = cache, causal_options(positions, cache.max_length, self.sliding_window)
+            seen, options = cache, causal_options(positions, cache.max_length, self.sliding_window, self.section_size)
             options["bias"] = bias
         if self.attention_fn is dot_product_attention:
             options["assume_seen"] = True  # a token sees at least its own slot
@@ -528,9 +541,25 @@ class MultiHeadAttention(Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Applies the rotary embedding, and the norms that follow it, if any."""
         query, key = rotate_pair(self.rotary, query, key, positions, key_positions, text_length=text_length)
+        if self.query_scale is not None:
+            factors = self.query_scale(jnp.arange(query.shape[-3]) if positions is None else positions)
+            query = query * cast(factors, query.dtype)[..., None, None]
         if not self.normalize_after_rotary:
             return query, key
         return _normed(self.query_ln, query), _normed(self.key_ln, key)
+
+    def _within_sections(
+        self, mask: Any, query: jax.Array, key: jax.Array, positions: Any, key_positions: Any
+    ) -> jax.Array | None:
+        """Returns a mask that also hides other sections of the text, if it has several."""
+        section = self.section_size
+        if section is None or (positions is None and key_positions is None and key.shape[-3] <= section):
+            return mask
+        places = jnp.arange(query.shape[-3]) if positions is None else positions
+        others = jnp.arange(key.shape[-3]) if key_positions is None else key_positions
+        same = (places // section)[..., :, None] == (others // section)[..., None, :]
+        same = same[..., None, :, :]
+        return same if mask is None else same & mask.astype(bool)
 
     def _check_input(self, name: str, inputs: jax.Array, features: int) -> None:
         shape = shape_of(self, inputs)
@@ -570,10 +599,10 @@ class MultiHeadAttention(Module):
         # `is_causal` would compare queries with slots as if the first query were in slot 0.
         options["is_causal"] = False
         if mask is None:
-            options |= causal_options(slots, cache.max_length, self.sliding_window)
+            options |= causal_options(slots, cache.max_length, self.sliding_window, self.section_size)
         else:
             # A query that sees nothing returns zeros, but no mask may hide that its row has overflowed.
-            visible = cache.mask(slots, self.sliding_window) & mask.astype(bool)
+            visible = cache.mask(slots, self.sliding_window, self.section_size) & mask.astype(bool)
             options["mask"] = visible | ends_poisoned(cache)[..., None, None, None]
         return query, key, value
 

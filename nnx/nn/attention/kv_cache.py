@@ -133,17 +133,18 @@ class KVCache(Module):
         self.key, self.value, self.index = _append(self.key, self.value, self.index, key, value, seq_lengths)
         return self.key, self.value
 
-    def mask(self, positions: jax.Array, window: int | None = None) -> jax.Array:
+    def mask(self, positions: jax.Array, window: int | None = None, section: int | None = None) -> jax.Array:
         """Returns which slots the tokens at `positions` see: themselves and the past.
 
         Args:
             positions: `[batch..., length]`, as returned by `positions` before the append.
             window: the number of most recent tokens to see, including the token itself; all by default.
+            section: the number of slots in a section, if a token sees only its own section.
 
         Returns:
             A boolean mask of shape `[batch..., 1, length, max_length]`.
         """
-        return visible_slots(positions, self.max_length, window)
+        return visible_slots(positions, self.max_length, window, section)
 
     @property
     def overflowed(self) -> jax.Array:
@@ -302,19 +303,31 @@ def next_positions(index: jax.Array, length: int) -> jax.Array:
     return jnp.where(start < 0, start, start + jnp.arange(length, dtype=jnp.int32))
 
 
-def causal_options(positions: jax.Array, max_length: int, window: int | None) -> dict[str, Any]:
-    """Returns the options of `dot_product_attention` with which tokens at `positions` see the slots up to their own."""
+def causal_options(
+    positions: jax.Array, max_length: int, window: int | None, section: int | None = None
+) -> dict[str, Any]:
+    """Returns the options of `dot_product_attention` with which tokens at `positions` see the slots up to their own.
+
+    Args:
+        positions: `[batch..., length]`, the slots of the tokens.
+        max_length: the number of slots.
+        window: the number of slots that a token sees, if not all.
+        section: the number of slots in a section, if a token sees only its own section.
+    """
     # For a single token, the number of filled slots is enough, and a fused kernel skips the others.
-    if positions.shape[-1] == 1 and (window is None or window >= max_length):
+    whole = (window is None or window >= max_length) and (section is None or section >= max_length)
+    if positions.shape[-1] == 1 and whole:
         return {"key_value_seq_lengths": _last_visible(positions[..., 0], max_length) + 1}
-    return {"mask": visible_slots(positions, max_length, window)}
+    return {"mask": visible_slots(positions, max_length, window, section)}
 
 
-def visible_part(cache: LayerCache, positions: jax.Array, window: int | None) -> tuple[LayerCache, dict[str, Any]]:
+def visible_part(
+    cache: LayerCache, positions: jax.Array, window: int | None, section: int | None = None
+) -> tuple[LayerCache, dict[str, Any]]:
     """Returns the part of a cache that tokens at `positions` can see, and the options to attend to it causally."""
     # Cutting the window out of each row moves its slots three times: read, write, read. A mask reads every slot.
-    if positions.shape[-1] != 1 or window is None or 3 * window > cache.max_length:
-        return cache, causal_options(positions, cache.max_length, window)
+    if positions.shape[-1] != 1 or window is None or 3 * window > cache.max_length or section is not None:
+        return cache, causal_options(positions, cache.max_length, window, section)
     end = _last_visible(positions[..., 0], cache.max_length) + 1
 
     def cut(held: jax.Array, start: jax.Array) -> jax.Array:
@@ -327,11 +340,11 @@ def visible_part(cache: LayerCache, positions: jax.Array, window: int | None) ->
     return seen, {"key_value_seq_lengths": end - start}
 
 
-def visible_slots(positions: jax.Array, max_length: int, window: int | None) -> jax.Array:
+def visible_slots(positions: jax.Array, max_length: int, window: int | None, section: int | None = None) -> jax.Array:
     """Returns which slots the tokens at `positions` see, as a mask `[batch..., 1, length, max_length]`."""
     slots = jnp.arange(max_length, dtype=jnp.int32)
     positions = _last_visible(positions, max_length)
-    return positions_visible(positions[..., None, :, None], slots, causal=True, window=window)
+    return positions_visible(positions[..., None, :, None], slots, causal=True, window=window, section=section)
 
 
 def _last_visible(positions: jax.Array, max_length: int) -> jax.Array:

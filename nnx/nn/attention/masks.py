@@ -162,9 +162,20 @@ def combine_masks(*masks: jax.Array | None, dtype: DTypeLike = jnp.float32) -> j
 
 
 def positions_visible(
-    query_positions: jax.Array, key_positions: jax.Array, *, causal: bool, window: int | None
+    query_positions: jax.Array,
+    key_positions: jax.Array,
+    *,
+    causal: bool,
+    window: int | None,
+    section: int | None = None,
 ) -> jax.Array:
-    """Returns whether the query at one position sees the key at another; the arguments broadcast."""
+    """Returns whether the query at one position sees the key at another; the arguments broadcast.
+
+    Of a text in sections of `section` tokens, it sees only keys of its own.
+    """
+    if section is not None:
+        near = query_positions // section == key_positions // section
+        return near & positions_visible(query_positions, key_positions, causal=causal, window=window)
     distance = query_positions - key_positions
     if window is None:
         return distance >= 0 if causal else jnp.ones_like(distance, bool)

@@ -99,6 +99,7 @@ def mixture(
     implementation: Implementation | None,
     axis: str | None,
     capacity_factor: float,
+    weigh_inputs: bool,
     activation: Hook[Callable[[jax.Array], jax.Array]] = silu,
     gated_activation: Hook[GatedActivation | None] = None,
 ) -> tuple[jax.Array, RouterLosses]:
@@ -111,6 +112,8 @@ def mixture(
     )
     x = cast(x, infer_dtype((x, *floats_of(kernels, scales, biases, param_dtype)), dtype))
     rows, choices = jnp.repeat(x, num_selected, axis=0), routing.experts.reshape(-1)  # [tokens * num_selected, …]
+    if weigh_inputs:
+        rows = rows * cast(routing.weights, rows.dtype).reshape(-1, 1)
     run = partial(
         _experts,
         kernels=kernels,
@@ -126,7 +129,8 @@ def mixture(
     else:
         out = exchange(run, rows, choices, kernels.gate.shape[0], axis, capacity_factor)
     out = out.reshape(*routing.weights.shape, -1)
-    return checkpoint_name(jnp.einsum("tko,tk->to", out, cast(routing.weights, out.dtype)), "mlp_out"), losses
+    summed = out.sum(axis=1) if weigh_inputs else jnp.einsum("tko,tk->to", out, cast(routing.weights, out.dtype))
+    return checkpoint_name(summed, "mlp_out"), losses
 
 
 def floats_of(kernels: Kernels, scales: Kernels, biases: Kernels, param_dtype: Any) -> tuple[Any, ...]:

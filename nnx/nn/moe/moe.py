@@ -81,6 +81,7 @@ class MoE(Module):
         scores: "softmax" if the experts compete for a token, "sigmoid" if each is scored by itself.
         normalize: whether the weights of the selected experts are divided by their sum.
         weight_scale: a number that multiplies these weights.
+        weigh_inputs: whether the weights multiply what the experts read instead of what they return.
         groups: the groups of experts of which a token uses a few, see `ExpertGroups`.
         use_correction: whether there is a bias that takes part in choosing experts but not in their weights. Training
             sets it so that all experts are used; it has no gradient.
@@ -144,6 +145,7 @@ class MoE(Module):
     scores: Scores
     normalize: bool
     weight_scale: float
+    weigh_inputs: bool
     groups: ExpertGroups | None
     activation: Callable[[jax.Array], jax.Array]
     gated_activation: GatedActivation | None
@@ -185,6 +187,7 @@ class MoE(Module):
         scores: Scores = "softmax",
         normalize: bool = True,
         weight_scale: float = 1.0,
+        weigh_inputs: bool = False,
         groups: ExpertGroups | None = None,
         use_correction: bool = False,
         activation: Callable[[jax.Array], jax.Array] = silu,
@@ -232,6 +235,7 @@ class MoE(Module):
         self.scores = scores
         self.normalize = normalize
         self.weight_scale = weight_scale
+        self.weigh_inputs = weigh_inputs
         self.groups = groups
         self.activation = activation
         self.gated_activation = gated_activation
@@ -321,6 +325,7 @@ class MoE(Module):
             implementation=self.implementation,
             axis=axis if distributed else None,
             capacity_factor=self.capacity_factor,
+            weigh_inputs=self.weigh_inputs,
             activation=self.activation,
             gated_activation=self.gated_activation,
         )
