@@ -29,9 +29,10 @@ MEASURED = re.compile(
     r"\d[\d.,]*\s?(?:tokens\s(?:per|a)\ssecond|tokens/s|[mµn]s\b|TFLOP/s|[TG]B/s"
     r"|%\s(?:faster|slower|longer|of\sthe\smemory\sbandwidth)|times\s(?:as\s(?:long|fast|much)|faster|slower))"
 )
-# Decisions keep what was measured when they were made, each with its command. The page on planning shows the output of
-# commands, and a comparison with a device that names its versions.
-UNCHECKED_PAGES = ("docs/decisions", "docs/guide/planning.md")
+# Decisions keep what was measured when they were made, each with its command.
+UNCHECKED_PAGES = ("docs/decisions",)
+# The page on planning shows the output of commands, and has figures of a comparison in words. Its tables are checked.
+OWN_FIGURES = ("docs/guide/planning.md",)
 
 
 def pattern(text: str) -> re.Pattern[str]:
@@ -88,7 +89,8 @@ def update(page: pathlib.Path, *, write: bool) -> list[str]:
     name, text = page.relative_to(ROOT).as_posix(), page.read_text(encoding="utf-8")
     sentences = SENTENCES.get(name, [])
     new, problems = updated(text, TABLES, sentences)
-    problems += [f"no stored figure is known for {figure!r}" for figure in unchecked(new, sentences)]
+    if name not in OWN_FIGURES:
+        problems += [f"no stored figure is known for {figure!r}" for figure in unchecked(new, sentences)]
     if new != text and write:
         page.write_text(new, encoding="utf-8")
     elif new != text:

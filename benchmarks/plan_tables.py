@@ -1,4 +1,4 @@
-"""The tables of plans in the docs, by the compilers of machines that were not there."""
+"""The tables of plans in the docs: by the compilers of machines that were not there, and next to one that was."""
 
 from typing import Any
 
@@ -78,8 +78,30 @@ def recipes() -> str:
     )
 
 
+def measured() -> str:
+    """Plans for an H200 next to what it took."""
+    figures = RECORDS["gpu_plans"]["figures"]
+    lines = []
+    for name in (row.removesuffix(", time") for row in figures if row.endswith(", time")):
+        memory, time = (figures[f"{name}, {kind}"]["values"] for kind in ("memory", "time"))
+        peak = memory.get("peak in use", memory["compiled there"])
+        lines.append(
+            [name, f"{_gib(memory['plan'])} GiB", f"{_gib(peak)} GiB", _error(memory["plan"], peak)]
+            + [f"{1e3 * time[side]:.1f} ms" for side in ("plan", "measured")]
+            + [_error(time["plan"], time["measured"]), figures[f"{name}, time"]["bound_by"]]
+        )
+    return table(["step", "memory: plan", "in use", "error", "time: plan", "measured", "error", "bound by"], *lines)
+
+
+def _error(plan: float, real: float) -> str:
+    """Formats how far a plan is off, in percent."""
+    percent = round(100 * (plan / real - 1))
+    return f"{'+' if percent > 0 else '−' if percent < 0 else ''}{abs(percent)} %"
+
+
 PLAN_TABLES = {
     "plan-llamas": llamas(),
     "plan-finetune": finetune(),
     "plan-recipes": recipes(),
+    "plan-measured": measured(),
 }

@@ -1,9 +1,10 @@
 """Chips: what is known about the processors that a plan can be made for.
 
 Rates of multiplication are peaks of data sheets, in operations per second. `attainable` is the part of them that long
-matrix products and long copies reach; it is what makes an estimate of time realistic. For GPUs it was measured on an
-H200. Links are the network between the chips of a pod of TPUs or of a node of GPUs, in bytes per second that one chip
-can receive; for TPUs along one dimension of the torus, in both directions together.
+matrix products and long copies reach, and `attention` the part that fused attention does; they are what makes an
+estimate of time realistic. For GPUs they were measured on an H200. Links are the network between the chips of a pod of
+TPUs or of a node of GPUs, in bytes per second that one chip can receive; for TPUs along one dimension of the torus, in
+both directions together.
 """
 
 from typing import NamedTuple
@@ -25,6 +26,8 @@ class Chip(NamedTuple):
         network: the bytes per second that a chip receives from other nodes; for TPUs the same as `links`.
         host: the bytes per second between the chip and the memory of its host.
         attainable: the parts of the rates of products and of the bandwidth that long programs reach.
+        attention: the parts of the rates of products that cuDNN's attention reaches, forward and backward together, for
+            heads of up to 64 features and for larger ones. Exponentials take as long for either.
         clock: the cycles per second in which the compiler for TPUs estimates; 0 for others.
         node: the chips that links join: those of a node of GPUs, or of the largest slice of TPUs.
         note: what to know about these figures.
@@ -40,6 +43,7 @@ class Chip(NamedTuple):
     network: float
     host: float
     attainable: tuple[float, float]
+    attention: tuple[float, float] = (0.28, 0.5)
     clock: float = 0.0
     node: int = 8
     note: str = ""
@@ -59,7 +63,9 @@ def _tpu(
     by_dtype = {"bf16": rates[0], "8-bit": rates[1]}
     node = 256 if name in ("v5e", "v6e") else 4096
     bytes_of_memory = int(memory * GIB)
-    return Chip(name, "tpu", kind, by_dtype, bytes_of_memory, bandwidth, links, links, 15e9, (0.87, 0.9), clock, node)
+    return Chip(
+        name, "tpu", kind, by_dtype, bytes_of_memory, bandwidth, links, links, 15e9, (0.87, 0.9), clock=clock, node=node
+    )
 
 
 def _gpu(name: str, kind: str, memory: int, bandwidth: float, links: float, network: float, note: str = "") -> Chip:

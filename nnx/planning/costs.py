@@ -39,6 +39,7 @@ class Kernel(NamedTuple):
         bytes: the bytes that it reads from the memory of the device and writes to it.
         host_bytes: the bytes that it moves between the device and the host.
         cycles: the cycles that the compiler expects; 0 if it does not say.
+        heads: the features of a head if this is cuDNN's attention; otherwise 0.
     """
 
     source: str
@@ -47,6 +48,7 @@ class Kernel(NamedTuple):
     bytes: int
     host_bytes: int
     cycles: int
+    heads: int = 0
 
 
 class Costs(NamedTuple):
@@ -138,7 +140,8 @@ class _Walk:
         flops = Counter(self._flops_of(instruction, around))
         moved, host = self._bytes_of(instruction, around)
         cycles = instruction.attribute(r'"estimated_cycles":"(\d+)"')
-        return Kernel(instruction.source, times, dict(flops), moved, host, int(cycles or 0))
+        heads = _features_of_heads(instruction, around)
+        return Kernel(instruction.source, times, dict(flops), moved, host, int(cycles or 0), heads)
 
     # Operations
 
@@ -326,6 +329,13 @@ def _of_gemm(instruction: Instruction, around: dict[str, Instruction]) -> int:
     axes = _numbers(instruction.attribute(r'"lhs_contracting_dimensions":\[([^\]]*)\]'))
     contracted = math.prod(left[0].dims[axis] for axis in axes) if left else 1
     return 2 * math.prod(instruction.shapes[0].dims) * contracted
+
+
+def _features_of_heads(instruction: Instruction, around: dict[str, Instruction]) -> int:
+    if "__cudnn$fmha" not in instruction.attributes:
+        return 0
+    query = _shapes_of(instruction.operands[:1], around)[0]
+    return query.dims[-1] if query.dims else 0
 
 
 def _of_attention(instruction: Instruction, around: dict[str, Instruction], backward: bool) -> int:

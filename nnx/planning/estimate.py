@@ -1,8 +1,8 @@
 """The estimate of a step's time: a lower bound, and what bounds it.
 
 Kernels run one after the other, so their times add up. Each takes the longer of two times: that of its operations at
-the rate which long products reach, and that of its bytes at the bandwidth which long copies reach. Links and the way to
-the host work at the same time, so they count only if they need longer than all kernels together.
+the rate which long products reach (or fused attention), and that of its bytes at the bandwidth which long copies reach.
+Links and the way to the host work at the same time, so they count only if they need longer than all kernels together.
 """
 
 from typing import NamedTuple
@@ -75,6 +75,8 @@ def _seconds(kernel: Kernel, machine: Machine, quick: bool) -> tuple[float, floa
     """Returns the seconds that a kernel needs for its operations, and for its bytes."""
     chip = machine.chip
     reached, part = chip.attainable
+    if kernel.heads:
+        reached = chip.attention[kernel.heads > 64]
     arithmetic = sum(flops / (reached * chip.rate(dtype)) for dtype, flops in kernel.flops.items())
     if kernel.flops and kernel.cycles and not quick:
         arithmetic = kernel.cycles / chip.clock

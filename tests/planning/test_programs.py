@@ -126,6 +126,18 @@ def test_estimate_is_bound_by_what_takes_longest():
     assert estimate(costs, machine_named("cpu-8")) is None
 
 
+@pytest.mark.parametrize(("features", "part"), [(64, 0.28), (128, 0.5)])
+def test_fused_attention_has_a_rate_of_its_own(features, part):
+    shape = f"bf16[4,1024,16,{features}]{{3,2,1,0}}"
+    lines = [f"  %{name} = {shape} parameter({i})" for i, name in enumerate("qkv")]
+    lines.append(f'  ROOT %out = {shape} custom-call(%q, %k, %v), custom_call_target="__cudnn$fmhaSoftmax"')
+    costs = costs_of(read(f"ENTRY %main (q: {shape}) -> {shape} {{\n" + "\n".join(lines) + "\n}"))
+    found, machine = estimate(costs, machine_named("h200-1")), machine_named("h200-1")
+    assert costs.flops == 4 * 4 * 16 * 1024**2 * features
+    assert found is not None and found.bound_by == "compute"
+    assert found.compute == pytest.approx(costs.flops / (part * machine.chip.rate("bf16")))
+
+
 def test_links_between_nodes_are_slower_than_links_within():
     within, between = (collective_of(f"[{8 // n},{n}]<=[8]", 8) for n in (8, 8))
     assert within == between
