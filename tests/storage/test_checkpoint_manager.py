@@ -64,6 +64,28 @@ def test_later_changes_do_not_reach_a_running_save(tmp_path):
         assert (back["x"] == step).all() and (back["counts"] == step).all()
 
 
+def test_a_warning_names_the_saves_that_make_every_step_copy_what_it_donates(tmp_path, monkeypatch):
+    write, stepped = saving.write_pieces, threading.Event()
+    monkeypatch.setattr(saving, "write_pieces", lambda *args: stepped.wait() and write(*args))
+
+    @nnx.jit(donate_argnames="model")
+    def step(model):
+        model.w += 1
+
+    model = make_model()
+    with (
+        nnx.CheckpointManager(tmp_path, keep_last=None) as manager,
+        pytest.warns(UserWarning, match="CheckpointManager"),
+    ):
+        for number in range(4):
+            stepped.clear()
+            manager.save(number, model)
+            step(model)
+            stepped.set()
+            manager.wait()
+    assert [nnx.load(tmp_path / str(number))["w"][0] for number in range(4)] == [0, 1, 2, 3]
+
+
 def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch):
     manager = nnx.CheckpointManager(tmp_path)
     manager.save(0, make_model(1.0))

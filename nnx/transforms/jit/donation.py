@@ -42,8 +42,9 @@ from nnx.transforms.jit.tracer_errors import standing_for
 
 KEEPS_COPYING = """{name} has copied {paths} ({size}) in three calls in a row: these arrays are donated, but something \
 besides the Module holds them, and would have lost them. Each call makes new ones, so it takes hold of them between \
-the calls: a clone, a State (get_state, filter, partition), an average, a list of past values, a variable of the loop. \
-Let go of it before the next call, or do not donate the argument: the copies take the memory that donation saves."""
+the calls: a clone, a State (get_state, filter, partition), an average, a list of past values, a variable of the loop, \
+or a CheckpointManager that is still writing what was saved before the call. Let go of it before the next call, save \
+less often, or do not donate the argument: the copies take the memory that donation saves."""
 
 NO_COUNTS = """{name} donates nothing: the reference counts of this Python ({version}) do not tell whether somebody \
 else holds an array. Standard CPython has such counts."""
