@@ -59,6 +59,10 @@ def planners_memory() -> str:
     return f"{max(max(row['values'].values()) for name, row in rows.items() if name.endswith('peak')):.2f}"
 
 
+def published_speed(one: str, other: str) -> str:
+    return f"{value('gpu_published_8', 'rows: 8', one) / value('gpu_published_8', 'rows: 8', other):.2f}"
+
+
 def gpu_versions(benchmark: str) -> tuple[str, ...]:
     return tuple(version(benchmark, package) for package in ("jax", "torch"))
 
@@ -196,6 +200,15 @@ SENTENCES: dict[str, list[Quote | Claim]] = {
         ),
         Quote("int8 saves half of the memory and is {} % faster", (int8_gain,)),
         Quote("decoding 8 rows takes {} times as long as in bfloat16", (f"{1 / quantized_speed('int4'):.2f}",)),
+        Quote(
+            "int8 and int4 write 8 rows {} and {} times as fast as bfloat16",
+            (published_speed("int8", "bfloat16"), published_speed("int4", "bfloat16")),
+        ),
+        Quote("bfloat16 itself {} times as fast as transformers", (published_speed("bfloat16", "transformers"),)),
+        Quote(
+            "one NVIDIA H200 with jax {} and torch {}, which reads {} TB/s",
+            (*gpu_versions("gpu_published_8"), f"{value('gpu_published_8', 'memory bandwidth', 'measured'):.2f}"),
+        ),
     ],
     "docs/guide/generation.md": [Quote("writes a little faster ({} % on an H200)", (int8_gain,))],
     "docs/guide/sharding.md": [

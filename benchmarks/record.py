@@ -33,7 +33,7 @@ import nnx
 
 STORED = pathlib.Path(__file__).parent / "stored"
 RESULTS = pathlib.Path(__file__).parent / "results"
-PACKAGES = ("jax", "optax", "flax", "equinox", "torch")
+PACKAGES = ("jax", "optax", "flax", "equinox", "torch", "transformers")
 
 Figures = dict[str, dict[str, Any]]
 

@@ -303,6 +303,9 @@ def moe() -> str:
     )
 
 
+BANDWIDTH = "part of the memory bandwidth"
+
+
 def quantized() -> str:
     """Tokens per second and memory of quantized models."""
     labels = {"bfloat16": "bfloat16", "int8": "int8", "int4": "int4, groups of 128"}
@@ -314,7 +317,7 @@ def quantized() -> str:
                 label,
                 f"{value('gpu_quantize', 'weights', name):.2f} GiB",
                 *(whole(written("gpu_quantize", n)[name]) for n in rows),
-                f"{percent(value('gpu_quantize', 'rows: 8, part of the memory bandwidth', name))} %",
+                f"{percent(value('gpu_quantize', f'rows: 8, {BANDWIDTH}', name))} %",
             ]
             for name, label in labels.items()
         ),
@@ -334,6 +337,34 @@ def loading() -> str:
         for way, label in labels.items()
     )
     return table(["", "first load", "second load"], *rows)
+
+
+PUBLISHED = {
+    "bfloat16": "**`nnx.generate`**, bfloat16",
+    "int8": "int8",
+    "int4": "int4, groups of 128",
+    "transformers": "transformers, static cache, compiled, bfloat16",
+}
+
+
+def published() -> str:
+    """Tokens per second of 8 rows of a published model."""
+    found, row = "gpu_published_8", "rows: 8"
+    speeds = RECORDS[found]["figures"][row]["values"]
+    weights, read = (RECORDS[found]["figures"][name]["values"] for name in ("weights of a step", f"{row}, {BANDWIDTH}"))
+    return table(
+        ["8 rows", "tokens/s", "next to bfloat16", "weights of a step", "of the bandwidth"],
+        *(
+            [
+                label,
+                whole(speeds[name]),
+                f"{ratio(speeds[name] / speeds['bfloat16'])} ×",
+                f"{weights[name]:.2f} GiB" if name in weights else "",
+                f"{percent(read[name])} %" if name in read else "",
+            ]
+            for name, label in PUBLISHED.items()
+        ),
+    )
 
 
 def profile() -> str:
@@ -483,6 +514,7 @@ TABLES: dict[str, str] = {
     "moe": moe(),
     "quantize": quantized(),
     "loading": loading(),
+    "published": published(),
     "first-steps": first_steps(),
     "plans": plans(),
     "demo": demo(),

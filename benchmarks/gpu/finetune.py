@@ -5,14 +5,14 @@
     python -m benchmarks.gpu.finetune --only full           all weights
     python -m benchmarks.gpu.finetune --only loss           the loss of the last layer alone, with and without logits
     python -m benchmarks.gpu.finetune --without "nnx, list" leave a contender out
-    python -m benchmarks.gpu.finetune --out FILE.json       write a record (see benchmarks/record.py)
+    python -m benchmarks.gpu.finetune --out DIRECTORY       write a record of each kind (see benchmarks/record.py)
     python -m benchmarks.gpu.finetune --tiny                the default without a GPU: a tiny model, to see that it runs
 
 A step trains on 4 × 1024 random tokens. Weights, moments and products are in bfloat16, the optimizer is AdamW, and
 layers are recomputed in the backward pass ("gradient checkpointing"). transformers computes with `torch.compile`, layer
 by layer, which is how it compiles fastest. A contender runs alone on the GPU; "compile" is how much longer its first
 step takes than a later one, "peak" the most memory its arrays and temporaries took. Compilation caches are not used.
-The record is written after every contender.
+Records are written after every contender.
 """
 
 import argparse
@@ -175,7 +175,7 @@ def main() -> int:
     parser.add_argument("--without", action="append", default=[], help="leave this contender out")
     parser.add_argument("--tiny", action="store_true", help="a tiny model; the default without a GPU")
     parser.add_argument("--seconds", type=float, default=6.0, help="how long to measure each contender")
-    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a record of the run")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIRECTORY", help="write a record of each kind")
     parser.add_argument("--alone", nargs=2, metavar=("KIND", "NAME"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.alone:
@@ -191,7 +191,6 @@ def main() -> int:
     run, seconds = (SMALL, min(args.seconds, 0.2)) if tiny else (WHOLE, args.seconds)
     has_peer = has_gpu and all(importlib.util.find_spec(package) for package in ("torch", "transformers"))
     left_out = {*args.without, *(() if has_peer else ("transformers",))}
-    figures: record.Figures = {}
     for kind, contenders in CONTENDERS.items():
         if args.only not in (None, kind):
             continue
@@ -210,17 +209,18 @@ def main() -> int:
                 f"| {rows[name]['peak']:>8.1f} | {found['first_loss']:>10.3f} | {found['last_loss']:>9.3f} |",
                 flush=True,
             )
-            for entry, unit in {"speed": "tokens/s", "compile": "s", "peak": "GiB"}.items():
-                figures[f"{kind}, {entry}"] = record.row(unit, {name: row[entry] for name, row in rows.items()})
             if args.out:
-                write(args.out, figures, whole=False)
-    if args.out:
-        write(args.out, figures, whole=not tiny and not args.without and args.only is None)
+                write(args.out, kind, rows, whole=not tiny and len(rows) == len(contenders))
     return 0
 
 
-def write(out: pathlib.Path, figures: record.Figures, whole: bool) -> None:
-    record.write(out, record.make_record("gpu_finetune", "python -m benchmarks.gpu.finetune", figures, whole=whole))
+def write(out: pathlib.Path, kind: str, rows: dict[str, dict[str, float]], whole: bool) -> None:
+    figures = {
+        entry: record.row(unit, {name: row[entry] for name, row in rows.items()})
+        for entry, unit in {"speed": "tokens/s", "compile": "s", "peak": "GiB"}.items()
+    }
+    name, command = f"gpu_finetune_{kind}", f"python -m benchmarks.gpu.finetune --only {kind}"
+    record.write(out / f"{name}.json", record.make_record(name, command, figures, whole=whole))
 
 
 if __name__ == "__main__":

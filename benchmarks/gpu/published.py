@@ -1,15 +1,16 @@
 """A published model at the speed of the GPU: an 8B Llama in the shape of transformers, next to transformers itself.
 
-    python -m benchmarks.gpu.published                      every part, ours and transformers at the same time
-    python -m benchmarks.gpu.published 8                    tokens per second of 8 rows: bfloat16, drawn, int8, int4
-    python -m benchmarks.gpu.published 1 64                 the same of one row, and of 64 rows
-    python -m benchmarks.gpu.published prompts              time to the first token of prompts of 512, 2,048 and 4,096
-    python -m benchmarks.gpu.published transformers         both with transformers, its static cache and torch.compile
-    python -m benchmarks.gpu.published --out FILE.json      write a record (see benchmarks/record.py)
-    python -m benchmarks.gpu.published 8 --tiny             tiny sizes, to see that it runs; the default on a CPU
+    python -m benchmarks.gpu.published                  every part
+    python -m benchmarks.gpu.published 8                tokens per second of 8 rows: bfloat16, int8, int4, transformers
+    python -m benchmarks.gpu.published 1 64             the same of one row, and of 64 rows
+    python -m benchmarks.gpu.published drawn            greedy next to drawn with temperature, top_k and top_p
+    python -m benchmarks.gpu.published prompts          time to the first token of prompts of 512, 2,048 and 4,096
+    python -m benchmarks.gpu.published --out DIRECTORY  write a record of each part (see benchmarks/record.py)
+    python -m benchmarks.gpu.published 8 --tiny         tiny sizes, to see that it runs; the default without a GPU
 
 It takes about four minutes, most of them to compile. The two libraries compile side by side, each in a process of its
-own, and take turns to measure. The record is written after every part, and nothing new is begun after `--limit`
+own, and take turns to measure. transformers writes with its static cache and `torch.compile`, and reads eagerly.
+Records are written as figures come; one is whole when its part is complete. Nothing new is begun after `--limit`
 seconds. Weights are random: the time does not depend on their values. A run reads 64 tokens and writes 256 in each row.
 "Bandwidth" is the fraction of the memory bandwidth (measured first) that reading the weights, as they are stored, and
 the filled part of the cache once per token would take.
@@ -23,6 +24,7 @@ import concurrent.futures
 import contextlib
 import fcntl
 import functools
+import importlib.util
 import json
 import os
 import pathlib
@@ -50,9 +52,12 @@ READ, WRITTEN = 64, 256
 ROWS = (8, 1, 64)
 PROMPTS = (4096, 512, 2048)
 DRAWN = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
-PARTS = (*map(str, ROWS), "prompts", "transformers")
+PARTS = (*map(str, ROWS), "drawn", "prompts")
 ROW = "rows: {}"
+BANDWIDTH = "rows: {}, part of the memory bandwidth"
 FIRST = "first token of {}"
+Found = tuple[str, str, dict[str, Any]]
+"""A part, a row of its figures, and what is new in this row."""
 
 
 class Clock:
@@ -79,8 +84,12 @@ class Clock:
 
     def compile(self, runs: dict[str, Callable[[], Any]]) -> None:
         """Runs everything once, side by side."""
-        with self.turn(alone=False), concurrent.futures.ThreadPoolExecutor() as pool:
-            list(pool.map(lambda run: run(), runs.values()))
+        with self.turn(alone=False):
+            if len(runs) == 1:  # PyTorch keeps CUDA graphs for the main thread
+                next(iter(runs.values()))()
+            else:
+                with concurrent.futures.ThreadPoolExecutor() as pool:
+                    list(pool.map(lambda run: run(), runs.values()))
         print(f"  {', '.join(runs)}: compiled after {self.seconds():.0f} s", file=sys.stderr, flush=True)
 
     def measure(self, name: str, run: Callable[[], Any]) -> float | None:
@@ -146,30 +155,49 @@ def bytes_per_step(sizes: Sizes, model: Any, rows: int, new: int) -> float:
     return weights + rows * per_token * (READ + new / 2)
 
 
-def written(sizes: Sizes, clock: Clock, made: dict[str, Any], rows: list[int], new: int) -> Iterator[record.Figures]:
+def ours(sizes: Sizes, clock: Clock, parts: list[str], new: int, lengths: tuple[int, ...]) -> Iterator[Found]:
+    """Measures parts with the same models."""
+    made = models(sizes)
+    with clock.turn(alone=True):
+        bandwidth = measured_bandwidth(1 << (20 if sizes is TINY else 32))
+    for part in parts:
+        if part == "prompts":
+            yield from first_tokens(sizes, clock, made, lengths)
+        elif part == "drawn":
+            yield from drawn(sizes, clock, made["bfloat16"], new)
+        else:
+            weights = {name: bytes_per_step(sizes, model, 0, new) / 2**30 for name, model in made.items()}
+            yield part, "memory bandwidth", record.row("TB/s", {"measured": bandwidth / 1e12})
+            yield part, "weights of a step", record.row("GiB", weights)
+            yield from written(sizes, clock, made, int(part), new, bandwidth)
+
+
+def written(sizes: Sizes, clock: Clock, made: dict[str, Any], rows: int, new: int, bandwidth: float) -> Iterator[Found]:
     """Measures tokens per second."""
-    for part in [rows[:1], rows[1:]]:  # what was asked for first is measured first
-        runs: dict[tuple[int, str], Callable[[], Any]] = {}
-        for count in part:
-            tokens = prompts(sizes, count, READ)
-            for name, model in made.items():
-                runs[count, name] = generating(model, tokens, new)
-            runs[count, "bfloat16, drawn"] = generating(made["bfloat16"], tokens, new, **DRAWN)
-        if runs:
-            clock.compile({f"{name}, {count} rows": run for (count, name), run in runs.items()})
-        for (count, name), run in runs.items():
-            took = clock.measure(f"{name}, {count} rows", run)
-            if took is not None:
-                read = bytes_per_step(sizes, made[name.partition(",")[0]], count, new) * new / took
-                yield {
-                    ROW.format(count): record.row("tokens/s", {name: count * new / took}),
-                    f"{ROW.format(count)}, part of the memory bandwidth": record.row("1", {name: read}),
-                }
+    runs = {name: generating(model, prompts(sizes, rows, READ), new) for name, model in made.items()}
+    clock.compile({f"{name}, {rows} rows": run for name, run in runs.items()})
+    for name, run in runs.items():
+        took = clock.measure(f"{name}, {rows} rows", run)
+        if took is not None:
+            read = bytes_per_step(sizes, made[name], rows, new) * new / took
+            yield str(rows), ROW.format(rows), record.row("tokens/s", {name: rows * new / took})
+            yield str(rows), BANDWIDTH.format(rows), record.row("1", {name: read / bandwidth})
 
 
-def first_tokens(
-    sizes: Sizes, clock: Clock, made: dict[str, Any], lengths: tuple[int, ...]
-) -> Iterator[record.Figures]:
+def drawn(sizes: Sizes, clock: Clock, model: Any, new: int) -> Iterator[Found]:
+    """Measures greedy decoding next to drawing, in turns."""
+    runs = {
+        (rows, name): generating(model, prompts(sizes, rows, READ), new, **rules)
+        for rows in ROWS
+        for name, rules in (("greedy", {}), ("drawn", DRAWN))
+    }
+    clock.compile({f"{name}, {rows} rows": run for (rows, name), run in runs.items()})
+    for (rows, name), run in runs.items():
+        took = clock.measure(f"{name}, {rows} rows", run)
+        yield "drawn", ROW.format(rows), record.row("tokens/s", {name: None if took is None else rows * new / took})
+
+
+def first_tokens(sizes: Sizes, clock: Clock, made: dict[str, Any], lengths: tuple[int, ...]) -> Iterator[Found]:
     """Measures the time to the first token; quantized, of the longest prompt."""
     runs = {
         (length, name): generating(model, prompts(sizes, 1, length), 1)
@@ -179,33 +207,14 @@ def first_tokens(
     clock.compile({f"{name}, {length} tokens": run for (length, name), run in runs.items()})
     for (length, name), run in runs.items():
         took = clock.measure(f"{name}, {length} tokens", run)
-        yield {FIRST.format(length): record.row("ms", {name: None if took is None else 1e3 * took})}
-
-
-def ours(sizes: Sizes, clock: Clock, parts: list[str], new: int, lengths: tuple[int, ...]) -> Iterator[record.Figures]:
-    """Measures what was asked for with the same models."""
-    made = models(sizes)
-    weights = {name: bytes_per_step(sizes, model, 0, new) / 2**30 for name, model in made.items()}
-    with clock.turn(alone=True):
-        bandwidth = measured_bandwidth(1 << (20 if sizes is TINY else 32))
-    yield {
-        "memory bandwidth": record.row("TB/s", {"measured": bandwidth / 1e12}),
-        "weights of a step": record.row("GiB", weights),
-    }
-    for figures in written(sizes, clock, made, [int(part) for part in parts if part.isdigit()], new):
-        for row in figures.values():
-            if row["unit"] == "1":
-                row["values"] = {name: value / bandwidth for name, value in row["values"].items()}
-        yield figures
-    if "prompts" in parts:
-        yield from first_tokens(sizes, clock, made, lengths)
+        yield "prompts", FIRST.format(length), record.row("ms", {name: None if took is None else 1e3 * took})
 
 
 # transformers
 
 
-def with_transformers(sizes: Sizes, clock: Clock, new: int, lengths: tuple[int, ...]) -> Iterator[record.Figures]:
-    """Measures the same with transformers: the first token eagerly, and the others with its static cache, compiled."""
+def theirs(sizes: Sizes, clock: Clock, parts: list[str], new: int, lengths: tuple[int, ...]) -> Iterator[Found]:
+    """Measures the same with transformers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -232,42 +241,53 @@ def with_transformers(sizes: Sizes, clock: Clock, new: int, lengths: tuple[int, 
             clock.compile({name: run})
         return clock.measure(name, run)
 
-    for rows in ROWS:
-        took = measured(f"transformers, {rows} rows", functools.partial(generate, ids(rows, READ)))
-        speed = None if took is None else rows * new / took
-        yield {ROW.format(rows): record.row("tokens/s", {"transformers": speed})}
-    for length in lengths:
-        took = measured(f"transformers, eager, {length} tokens", functools.partial(forward, ids(1, length)))
-        yield {FIRST.format(length): record.row("ms", {"transformers": None if took is None else 1e3 * took})}
+    for part in parts:
+        if part.isdigit():
+            rows = int(part)
+            took = measured(f"transformers, {rows} rows", functools.partial(generate, ids(rows, READ)))
+            speed = None if took is None else rows * new / took
+            yield part, ROW.format(rows), record.row("tokens/s", {"transformers": speed})
+        for length in lengths if part == "prompts" else ():
+            took = measured(f"transformers, eager, {length} tokens", functools.partial(forward, ids(1, length)))
+            yield part, FIRST.format(length), record.row("ms", {"transformers": None if took is None else 1e3 * took})
 
 
 # Processes
 
 
-def child(parts: list[str], clock: Clock, tiny: bool) -> None:
-    """Measures in this process; prints the figures as they come, one JSON object per line."""
+LIBRARIES: dict[str, Callable[..., Iterator[Found]]] = {"nnx": ours, "transformers": theirs}
+
+
+def child(library: str, parts: list[str], clock: Clock, tiny: bool) -> None:
+    """Measures in this process; prints what is found, one JSON array per line."""
     sizes, new = (TINY, 8) if tiny else (EIGHT_BILLION, WRITTEN)
     lengths = tuple(length // 64 for length in PROMPTS) if tiny else PROMPTS
-    if parts == ["transformers"]:
-        found = with_transformers(sizes, clock, new, lengths)
-    else:
-        found = ours(sizes, clock, parts, new, lengths)
-    for figures in found:
-        print(json.dumps(figures), flush=True)
-    print(json.dumps(clock.complete), flush=True)
+    for found in LIBRARIES[library](sizes, clock, parts, new, lengths):
+        print(json.dumps(found), flush=True)
 
 
 def lines_of(command: list[str], found: queue.Queue[Any]) -> None:
-    """Runs a process, and hands on what it prints: figures, and in the end whether they are complete."""
+    """Runs a process, and hands on what it finds; in the end, None."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    complete = False
     for line in process.stdout:
-        if line.startswith("{"):
+        if line.startswith("["):
             found.put(json.loads(line))
-        complete = complete or line == "true\n"
     process.wait()
-    found.put(complete)
+    found.put(None)
+
+
+def is_whole(part: str, figures: record.Figures) -> bool:
+    """Whether a part has a figure of every contender."""
+    if part == "drawn":
+        return all(len(figures.get(ROW.format(rows), {"values": {}})["values"]) == 2 for rows in ROWS)
+    forms = {"bfloat16", "int8", "int4"}
+    longest = FIRST.format(PROMPTS[0]) if part == "prompts" else ROW.format(part)
+    others = [FIRST.format(length) for length in PROMPTS[1:]] if part == "prompts" else []
+    expected = {longest: forms, **dict.fromkeys(others, {"bfloat16"})}
+    return all(
+        {*wanted, "transformers"} <= {*figures.get(row, {"values": {}})["values"]} for row, wanted in expected.items()
+    )
 
 
 def main() -> int:
@@ -275,52 +295,45 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; the default without a GPU")
     parser.add_argument("--limit", type=float, default=400.0, help="begin nothing new after so many seconds")
-    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write a record of the run")
-    parser.add_argument("--child", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIRECTORY", help="write a record of each part")
+    parser.add_argument("--alone", nargs=2, metavar=("LIBRARY", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     parts = args.parts or list(PARTS)
     if not {*parts} <= {*PARTS}:
         parser.error(f"the parts are {', '.join(PARTS)}")
-    if args.child:
-        child(parts, Clock(args.limit, args.child), args.tiny)
+    if args.alone:
+        library, shared = args.alone
+        child(library, parts, Clock(args.limit, shared), args.tiny)
         return 0
     tiny = args.tiny or shutil.which("nvidia-smi") is None
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # processes share the GPU, and this one only names it
-    figures: record.Figures = {}
+    has_peer = all(importlib.util.find_spec(package) for package in ("torch", "transformers"))
+    running = ["nnx", *["transformers"] * has_peer]
+    figures: dict[str, record.Figures] = {part: {} for part in parts}
     found: queue.Queue[Any] = queue.Queue()
     with tempfile.NamedTemporaryFile() as shared:
-        options = ["--child", shared.name, "--limit", str(args.limit), *["--tiny"] * tiny]
-        command = [sys.executable, "-m", "benchmarks.gpu.published", *options]
-        running = [
-            part
-            for part in ([p for p in parts if p != "transformers"], [p for p in parts if p == "transformers"])
-            if part
-        ]
-        for part in running:
-            threading.Thread(target=lines_of, args=([*command, *part], found)).start()
-        complete: list[bool] = []
-        while len(complete) < len(running):
+        for library in running:
+            options = ["--alone", library, shared.name, "--limit", str(args.limit), *["--tiny"] * tiny]
+            command = [sys.executable, "-m", "benchmarks.gpu.published", *options, *parts]
+            threading.Thread(target=lines_of, args=(command, found)).start()
+        while running:
             news = found.get()
-            if isinstance(news, bool):
-                complete.append(news)
+            if news is None:
+                running.pop()
                 continue
-            for name, row in news.items():
-                print(
-                    f"  {name}: " + ", ".join(f"{k} {v:,.3g}" for k, v in row["values"].items()),
-                    row["unit"],
-                    flush=True,
-                )
-                figures.setdefault(name, {**row, "values": {}})["values"] |= row["values"]
+            part, name, row = news
+            figures[part].setdefault(name, {**row, "values": {}})["values"] |= row["values"]
+            values = ", ".join(f"{label} {value:,.3g}" for label, value in row["values"].items())
+            print(f"  {name}: {values} {row['unit']}", flush=True)
             if args.out:
-                write(args.out, figures, whole=False)
-        if args.out:
-            write(args.out, figures, whole=all(complete) and not args.parts and not tiny)
+                write(args.out, part, figures[part], tiny)
     return 0
 
 
-def write(out: pathlib.Path, figures: record.Figures, whole: bool) -> None:
-    command = "python -m benchmarks.gpu.published"
-    record.write(out, record.make_record("gpu_published", command, dict(sorted(figures.items())), whole=whole))
+def write(out: pathlib.Path, part: str, figures: record.Figures, tiny: bool) -> None:
+    name, command = f"gpu_published_{part}", f"python -m benchmarks.gpu.published {part}"
+    whole = not tiny and is_whole(part, figures)
+    record.write(out / f"{name}.json", record.make_record(name, command, figures, whole=whole))
 
 
 if __name__ == "__main__":
