@@ -51,7 +51,7 @@ from nnx.core.variables.variables import TreeNode as TreeNode
 from nnx.core.variables.variables import Variable as Variable
 from nnx.core.variables.variables import with_metadata as with_metadata
 from nnx.core.variables.variables import with_partitioning as with_partitioning
-from nnx.storage.load_report import LoadReport as LoadReport
+from nnx.storage.errors import LoadReport as LoadReport
 
 # isort: split
 # sharding: logical axes to meshes
@@ -284,7 +284,7 @@ from nnx.interop.export import export as export
 from nnx.interop.exported import Exported as Exported
 from nnx.interop.exported import load_exported as load_exported
 from nnx.interop.torch_state_dict import load_torch_state_dict as load_torch_state_dict
-from nnx.storage.listing import checkpoint_entries as checkpoint_entries
+from nnx.storage.checkpoints.checkpoint import checkpoint_entries as checkpoint_entries
 from nnx.storage.safetensors.safetensors import load_safetensors as load_safetensors
 from nnx.storage.safetensors.safetensors import save_safetensors as save_safetensors
 

@@ -29,7 +29,7 @@ ROOMS = (
 
 
 # `Module.load_state` is a method of Modules, and matching a mapping with a Module is the business of storage.
-CALLED_UPWARD = {"core/module/module.py": ("nnx.storage.load_state", "nnx.storage.load_report")}
+CALLED_UPWARD = {"core/module/module.py": ("nnx.storage.load_state", "nnx.storage.errors")}
 
 
 def package_root() -> Path:

@@ -31,7 +31,7 @@ _NAMED_LIKE_THEIR_FOLDER = (
 # Modules whose file has another name or is in another room now, with the modules that have its contents. Only those
 # with something that a pickle can name: a class of values, or a function that a Module can hold.
 _RENAMED = {
-    "nnx.core.load_report": ("nnx.storage.load_report",),
+    "nnx.core.load_report": ("nnx.storage.errors",),
     "nnx.core.static_keys": ("nnx.core.statics.keys",),
     "nnx.interop.safetensors": ("nnx.storage.safetensors.safetensors",),
     "nnx.models.activations": ("nnx.models.activations_by_name",),

@@ -15,9 +15,8 @@ from nnx.core.variables.variables import BatchStat, Container, Param
 from nnx.interop.torch_layers import Conversion, Mismatch, Rule, dotted, layer_rule, unchanged
 from nnx.interop.torch_recurrent import recurrent_rule
 from nnx.storage.entry import Entry
-from nnx.storage.fitting import misfit
-from nnx.storage.load_report import LoadReport
-from nnx.storage.matching import TWO_VALUES, Texts, match
+from nnx.storage.errors import LoadReport
+from nnx.storage.matching import TWO_VALUES, Texts, match, misfit
 
 NOT_A_MODULE = "load_torch_state_dict takes the Module to load into first, got {got}."
 NOT_A_STATE_DICT = """load_torch_state_dict takes a state dict, i.e. a mapping from names such as "encoder.weight" to \

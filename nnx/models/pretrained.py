@@ -43,11 +43,9 @@ from nnx.nn.support.settings import as_dtype
 from nnx.sharding.placement import shard
 from nnx.sharding.rules import RulesLike
 from nnx.storage.entry import Entry
-from nnx.storage.errors import CheckpointError
+from nnx.storage.errors import CheckpointError, LoadReport
 from nnx.storage.files import atomic_file, local_path
-from nnx.storage.fitting import misfit
-from nnx.storage.load_report import LoadReport
-from nnx.storage.matching import Texts, match
+from nnx.storage.matching import Texts, match, misfit
 from nnx.storage.placing import Box
 from nnx.storage.processes import Exchange, is_first
 from nnx.storage.safetensors.file import Pending

@@ -18,10 +18,9 @@ from nnx.core.structure.flat import Flat, flat_of
 from nnx.core.structure.walk import named_modules
 from nnx.core.variables.variables import Container, values_equal
 from nnx.storage.entry import describe
+from nnx.storage.errors import LoadReport
 from nnx.storage.expected import Expected, converted
-from nnx.storage.fitting import misfit
-from nnx.storage.load_report import LoadReport
-from nnx.storage.matching import TWO_VALUES, Texts, match
+from nnx.storage.matching import TWO_VALUES, Texts, match, misfit
 
 NOT_A_MAPPING = """load_state takes a State, or a flat or nested mapping of arrays such as {{"encoder/kernel": w}} or \
 {{"encoder": {{"kernel": w}}}}; got {got}."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import nnx
-from nnx.storage.checkpoints import array_reader, grid, loading, saving
+from nnx.storage.checkpoints import array_reader, loading, saving, zarr
 from tests.checks import sealed
 
 
@@ -85,8 +85,8 @@ def test_every_flipped_bit_truncation_and_loss_of_every_file_is_noticed(saved, m
 
 
 def test_every_exchange_of_two_files_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(grid, "CHUNK", 64)
-    monkeypatch.setattr(grid, "FILE", 128)
+    monkeypatch.setattr(zarr, "CHUNK", 64)
+    monkeypatch.setattr(zarr, "FILE", 128)
     monkeypatch.setattr(saving, "LARGE", 100)
     x = jnp.arange(60, dtype=jnp.float32).reshape(20, 3)
     model = nnx.Dict(a=nnx.Param(x), b=nnx.Param(x.at[-1].set(1)), small=nnx.Param(x[:4]))
@@ -254,12 +254,12 @@ SHAPES = [(3,), (100,), (7, 9), (2, 3, 40), (1, 1, 5), (3, 1000), (2, 2, 2, 2), 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_every_box_is_found_where_the_shards_were_stored(monkeypatch, shape, shards):
-    monkeypatch.setattr(grid, "CHUNK", 64)
-    monkeypatch.setattr(grid, "FILE", 200)
+    monkeypatch.setattr(zarr, "CHUNK", 64)
+    monkeypatch.setattr(zarr, "FILE", 200)
     draw = random.Random(0)
     axis = shape.index(max(shape))
     whole = tuple(n * shards if i == axis else n for i, n in enumerate(shape))
-    found = grid.grid_of(whole, shape, 4)
+    found = zarr.grid_of(whole, shape, 4)
     assert np.prod(found.chunk) * 4 <= 64 and np.prod(found.file) * 4 <= 200
     waste = np.prod([-(-n // size) * size for n, size in zip(shape, found.chunk)]) / np.prod(shape)
     assert waste <= 1.34, "padding of more than a third"
@@ -282,8 +282,8 @@ def test_every_box_is_found_where_the_shards_were_stored(monkeypatch, shape, sha
 
 @pytest.mark.parametrize("shape", [(6, 5), (64, 3), (1, 50), (4, 4, 4)])
 def test_arrays_saved_in_chunks_are_loaded(tmp_path, monkeypatch, shape):
-    monkeypatch.setattr(grid, "CHUNK", 40)
-    monkeypatch.setattr(grid, "FILE", 100)
+    monkeypatch.setattr(zarr, "CHUNK", 40)
+    monkeypatch.setattr(zarr, "FILE", 100)
     monkeypatch.setattr(saving, "LARGE", 1)
     monkeypatch.setattr(loading, "SMALL", 1)
     x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)

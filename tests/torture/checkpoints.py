@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 import nnx
-from nnx.storage.checkpoints import grid, saving
+from nnx.storage.checkpoints import saving, zarr
 from nnx.storage.locations import Location, location
 from tests.storage import killed_export
 from tests.storage.test_processes import finish_pair, start_pair
@@ -292,8 +292,8 @@ def flip_bits(place: Location, count: int) -> None:
 
 def swaps(count: int) -> None:
     draw = random.Random(0)
-    before = saving.LARGE, grid.CHUNK, grid.FILE
-    saving.LARGE, grid.CHUNK, grid.FILE = 1000, 1000, 4000
+    before = saving.LARGE, zarr.CHUNK, zarr.FILE
+    saving.LARGE, zarr.CHUNK, zarr.FILE = 1000, 1000, 4000
     try:
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder) / "c"
@@ -321,7 +321,7 @@ def swaps(count: int) -> None:
                     other.write_bytes(second)
             nnx.load(place)
     finally:
-        saving.LARGE, grid.CHUNK, grid.FILE = before
+        saving.LARGE, zarr.CHUNK, zarr.FILE = before
     print(f"swaps: {count} exchanges among {len(files)} files, all noticed", flush=True)
 
 

@@ -64,7 +64,7 @@ M = TypeVar("M", bound="Module")
 
 
 if TYPE_CHECKING:
-    from nnx.storage.load_report import LoadReport
+    from nnx.storage.errors import LoadReport
 
     _ProtocolType = abc.ABCMeta
 else:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nnx.storage.aligned_memory import aligned_arrays, aligned_bytes
-from nnx.storage.checkpoints.grid import Grid
 from nnx.storage.checkpoints.manifest import DAMAGED, Manifest, PackedPart
 from nnx.storage.checkpoints.zarr import (
     REMOTE,
+    Grid,
     chunk_in_file,
     file_of,
     fingerprints,

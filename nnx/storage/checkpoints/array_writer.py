@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from nnx.storage.checkpoints.grid import Grid, grid_of
 from nnx.storage.checkpoints.manifest import PackedPart, Zarr
-from nnx.storage.checkpoints.zarr import file_of, fingerprints, open_array, pack_name, stored_dtype
+from nnx.storage.checkpoints.zarr import Grid, file_of, fingerprints, grid_of, open_array, pack_name, stored_dtype
 from nnx.storage.entry import Entry
 from nnx.storage.files import sync_directory
 from nnx.storage.locations import Location, reason_of

@@ -1,16 +1,20 @@
 """Saving and loading: `save(path, obj)`, `load(path, target)` and `checkpoint_entries(path)`."""
 
+import contextlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
 from nnx.core.hints.hints import refuse_foreign_file
 from nnx.storage.checkpoints.loading import Loading, load_all
 from nnx.storage.checkpoints.manifest import read_manifest
 from nnx.storage.checkpoints.saving import Saving
-from nnx.storage.load_report import LoadReport
+from nnx.storage.errors import LoadReport
 from nnx.storage.locations import location
+from nnx.storage.safetensors.shards import holds_safetensors, open_model
+from nnx.storage.safetensors.source import Source
 from nnx.storage.transfer_bar import transfer
 
 T = TypeVar("T")
@@ -75,25 +79,48 @@ class CheckpointEntry(NamedTuple):
 
 
 def checkpoint_entries(path: str | os.PathLike[str]) -> dict[str, CheckpointEntry]:
-    """Lists the entries of a checkpoint by path, without reading arrays.
+    """Lists what a checkpoint or a safetensors file contains, by path, without reading arrays.
+
+    Args:
+        path: the directory or URL of a checkpoint; or a safetensors file, an index, or a directory that contains one of
+            them.
+
+    Returns:
+        The type, shape and dtype of each entry, by path.
 
     Raises:
         FileNotFoundError: there is nothing at the path.
-        CheckpointError: the checkpoint is damaged or incomplete.
+        CheckpointError: the file or directory is damaged, malformed or incomplete.
 
     >>> import tempfile
-    >>> path = tempfile.mkdtemp() + "/model"
-    >>> nnx.save(path, nnx.Linear(2, 3, ctx=nnx.context(0)))
-    >>> for name, entry in nnx.checkpoint_entries(path).items():
+    >>> path, model = tempfile.mkdtemp(), nnx.Linear(2, 3, ctx=nnx.context(0))
+    >>> nnx.save(path + "/model", model)
+    >>> for name, entry in nnx.checkpoint_entries(path + "/model").items():
     ...     print(name, entry.dtype, entry.shape, entry.type)
     bias float32 (3,) Param
     kernel float32 (2, 3) Param
+    >>> nnx.save_safetensors(path + "/model.safetensors", model)
+    >>> sorted(nnx.checkpoint_entries(path + "/model.safetensors"))
+    ['bias', 'kernel']
     """
-    manifest = read_manifest(location(path))
-    return {
-        name: CheckpointEntry(entry.kind, entry.shape, entry.dtype, entry.type)
-        for name, entry in manifest.entries.items()
-    }
+    place = location(path)
+    if place.local is not None and holds_safetensors(place.local):
+        return entries_of_safetensors(place.local)
+    entries = read_manifest(place).entries
+    return {name: CheckpointEntry(entry.kind, entry.shape, entry.dtype, entry.type) for name, entry in entries.items()}
+
+
+def entries_of_safetensors(path: Path) -> dict[str, CheckpointEntry]:
+    """Lists the tensors of a safetensors file, an index or a directory.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: a file is malformed.
+    """
+    with contextlib.ExitStack() as opened:
+        source = Source(open_model(path, opened), None)
+        entries = {name: source.describe(name) for name in source.names}
+        return {name: CheckpointEntry(entry.kind, entry.shape, entry.dtype, "") for name, entry in entries.items()}
 
 
 # Loading

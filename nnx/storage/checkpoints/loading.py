@@ -18,15 +18,13 @@ import jax
 import numpy as np
 
 from nnx.storage.checkpoints.array_reader import ArrayReader
-from nnx.storage.checkpoints.format_1 import Format1Reader
-from nnx.storage.checkpoints.format_2 import Format2Reader
 from nnx.storage.checkpoints.manifest import FILE_NAME, Manifest, read_manifest
 from nnx.storage.checkpoints.matching import match_entries
+from nnx.storage.checkpoints.old_formats import Format1Reader, Format2Reader
 from nnx.storage.entry import Entry
-from nnx.storage.errors import CheckpointError, DamagedError, first_line
+from nnx.storage.errors import CheckpointError, DamagedError, LoadReport, first_line
 from nnx.storage.expected import Expected
 from nnx.storage.leaves import Leaves
-from nnx.storage.load_report import LoadReport
 from nnx.storage.locations import Location
 from nnx.storage.placing import Box
 from nnx.storage.processes import Exchange, ProcessError

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 
 from nnx.core.repr import short
-from nnx.storage.checkpoints.grid import Grid
+from nnx.storage.checkpoints.zarr import Grid
 from nnx.storage.entry import Entry, parse_entry
 from nnx.storage.errors import CheckpointError, DamagedError
 from nnx.storage.files import unique_token

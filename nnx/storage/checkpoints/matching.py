@@ -8,11 +8,10 @@ from nnx.core.state.paths import listing
 from nnx.storage.checkpoints.hyperparameters import changes
 from nnx.storage.checkpoints.manifest import Manifest
 from nnx.storage.entry import IN_MANIFEST, Entry, entry_of
+from nnx.storage.errors import LoadReport
 from nnx.storage.expected import Expected
-from nnx.storage.fitting import misfit
 from nnx.storage.leaves import Leaves, resolve_alias
-from nnx.storage.load_report import LoadReport
-from nnx.storage.matching import Texts, match
+from nnx.storage.matching import Texts, match, misfit
 from nnx.storage.renaming import renamed, selected
 
 ONLY_NOTHING = "only={only!r} matches no path of the target; its paths are: {paths}"

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from nnx.storage.checkpoints.array_writer import Piece, on_host, pieces_of, write_pieces
-from nnx.storage.checkpoints.grid import Grid, grid_of
 from nnx.storage.checkpoints.manifest import (
     FILE_NAME,
     Manifest,
@@ -23,6 +22,7 @@ from nnx.storage.checkpoints.manifest import (
     leftovers,
     new_data_folder,
 )
+from nnx.storage.checkpoints.zarr import Grid, grid_of
 from nnx.storage.entry import Entry, check_dtype, check_savable, entry_of
 from nnx.storage.errors import CheckpointError, first_line
 from nnx.storage.leaves import Leaves

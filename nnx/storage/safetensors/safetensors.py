@@ -20,13 +20,11 @@ from nnx.core.module.module import Module
 from nnx.core.repr import short
 from nnx.core.state.state import State
 from nnx.storage.entry import check_savable, describe
-from nnx.storage.errors import CheckpointError, first_line
+from nnx.storage.errors import CheckpointError, LoadReport, first_line
 from nnx.storage.expected import Expected
 from nnx.storage.files import local_path, only_writer, sync_directory
-from nnx.storage.fitting import misfit
 from nnx.storage.leaves import Leaves
-from nnx.storage.load_report import LoadReport
-from nnx.storage.matching import TWO_VALUES, Texts, match
+from nnx.storage.matching import TWO_VALUES, Texts, match, misfit
 from nnx.storage.processes import Exchange, ProcessError, is_first
 from nnx.storage.safetensors.file import Pending
 from nnx.storage.safetensors.header import data_order, make_header
