@@ -109,6 +109,15 @@ SENTENCES: dict[str, list[Quote | Claim]] = {
         Quote("({} with the same optimizations)", (thousands(trained("the same, tuned")),)),
         Quote("`torch.compile` {} with `max_autotune`", (thousands(trained("torch, autotune")),)),
     ],
+    "docs/programs/evaluate.md": [
+        Quote("This took {} seconds", (whole(program("evaluate")["time"]),)),
+        Quote("likeliest {}% of 500", (f"{program('evaluate')['accuracy']:.1f}",)),
+        Quote("by chance {}%", (f"{program('evaluate')['chance']:.1f}",)),
+    ],
+    "docs/programs/finetune.md": [
+        Quote("answers {}% of the held-out sums after 300 steps", (f"{program('finetune')['after']:.1f}",)),
+        Quote("on an H200, the same 300 steps end at {}%", (f"{program('finetune_gpu')['after']:.1f}",)),
+    ],
     "docs/programs/pretrain.md": [
         Quote("{} million parameters, at {} tokens/s", (millions("parameters"), whole(pretraining["speed"]))),
         Quote("The text here is {} million characters", (millions("characters"),)),
