@@ -1,11 +1,11 @@
 """Attention on a GPU: the rate of the fused kernel, and the form in blocks for what it does not take.
 
-    python -m benchmarks.gpu.attention                 about half a minute on a GPU
+    python -m benchmarks.gpu.attention                 under two minutes on a GPU
     python -m benchmarks.gpu.attention --tiny          the default without a GPU: short texts, to see that it runs
     python -m benchmarks.gpu.attention --out FILE.json write a record (see benchmarks/record.py)
 
 *Fused* is cuDNN's kernel for causal attention in bfloat16; backward is the gradient without the forward pass that it
-contains. `nnx.plan` expects its rate of this kernel (see `Chip.attainable`). *In blocks* is the form of
+contains. `nnx.plan` takes its rate from here (see `Chip.attention`). *In blocks* is the form of
 `nnx/nn/attention/blocks.py`, for blocks of several numbers of queries.
 """
 
