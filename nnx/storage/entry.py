@@ -252,6 +252,7 @@ def _check_entry(entry: Entry) -> None:
         raise ValueError(f"an array has the impossible shape {list(entry.shape)}")
 
 
+@functools.lru_cache(maxsize=64)  # a model has many arrays and few dtypes
 def _check_dtype(name: str) -> None:
     try:
         dtype = jnp.dtype(name)

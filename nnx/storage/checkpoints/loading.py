@@ -106,6 +106,10 @@ class WantedParts:
         self._expected, self._found = expected, found
         self._entries = {path: manifest.entries[saved] for path, saved in found.items()}
         self._boxes = {path: expected[path].boxes(entry) for path, entry in self._entries.items() if entry.has_data}
+        self._sizes = {
+            path: sum([box.size for box in boxes]) * self._entries[path].data_dtype.itemsize
+            for path, boxes in self._boxes.items()
+        }
 
     def have_data(self, paths: Iterable[str]) -> bool:
         """Whether anything has to be read for some paths."""
@@ -113,8 +117,7 @@ class WantedParts:
 
     def size(self, path: str) -> int:
         """Returns the bytes to be read for a path."""
-        boxes = self._boxes.get(path)
-        return sum([box.size for box in boxes]) * self._entries[path].data_dtype.itemsize if boxes else 0
+        return self._sizes.get(path, 0)
 
     def boxes(self, paths: Iterable[str]) -> dict[str, list[Box]]:
         """Returns the boxes to read, by path in the checkpoint; two values may need the same array."""
