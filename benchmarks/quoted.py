@@ -102,6 +102,14 @@ def millions(figure: str) -> str:
     return whole(pretraining[figure] / 1e6)
 
 
+def learned(name: str) -> tuple[str, str]:
+    return f"{program(name)['before']:.1f}", f"{program(name)['after']:.1f}"
+
+
+def phases(name: str) -> tuple[str, ...]:
+    return tuple(whole(program(name)[phase]) for phase in ("sampling", "scoring", "learning"))
+
+
 SENTENCES: dict[str, list[Quote | Claim]] = {
     "README.md": [
         Quote("trained at {} tokens per second", (thousands(trained("nnx")),)),
@@ -117,6 +125,12 @@ SENTENCES: dict[str, list[Quote | Claim]] = {
     "docs/programs/finetune.md": [
         Quote("answers {}% of the held-out sums after 300 steps", (f"{program('finetune')['after']:.1f}",)),
         Quote("on an H200, the same 300 steps end at {}%", (f"{program('finetune_gpu')['after']:.1f}",)),
+    ],
+    "docs/programs/grpo.md": [
+        Quote("gets from {}% to {}% of the held-out sums", learned("grpo")),
+        Quote("samples for {} ms, scores for {} ms and learns for {} ms", phases("grpo")),
+        Quote("answers {}%, and 160 steps of GRPO bring it to no more than {}%", learned("grpo_gpu")),
+        Quote("A step takes {} ms of learning there", phases("grpo_gpu")[2:]),
     ],
     "docs/programs/pretrain.md": [
         Quote("{} million parameters, at {} tokens/s", (millions("parameters"), whole(pretraining["speed"]))),
