@@ -32,6 +32,7 @@ MAX_OUTPUT = 60
 
 NOT_A_MODULE = "nnx.summary takes a Module, got {value} of type {type}."
 NOT_CALLED = "FLOPs in parentheses are those of the submodules: the Module was not called itself, as in a loop over it."
+SHAPE_GIVEN = "If {shape} is the shape of an input, write jax.ShapeDtypeStruct({shape}, jnp.float32)."
 NOT_COUNTABLE = """nnx.count_params takes a Module, a State or a Pure, got {value} of type {type}. For a plain pytree \
 of arrays: sum(x.size for x in jax.tree.leaves(tree))."""
 
@@ -229,9 +230,19 @@ def summary(
         kwargs["ctx"] = ctx
     recording = None
     if inputs or kwargs or peak_memory or method is not None:
-        recording = record(model, method or "__call__", inputs, kwargs, backward=backward)
+        try:
+            recording = record(model, method or "__call__", inputs, kwargs, backward=backward)
+        except (TypeError, ValueError) as error:
+            shape = next((value for value in inputs if _is_shape(value)), None)
+            if shape is not None:
+                error.add_note(SHAPE_GIVEN.format(shape=shape))
+            raise
     warn_of_untied("nnx.summary", model, Module.filter(model, Param).items())
     return summarize(model, recording, recording.peaks() if recording is not None and peak_memory else None)
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and value != () and all(type(size) is int for size in value)
 
 
 def summarize(model: Module, recording: Recording | None, peaks: Peaks | None = None) -> Summary:

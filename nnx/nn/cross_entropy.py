@@ -19,7 +19,8 @@ from nnx.sharding.target import Target, lowered_on, target
 LARGEST_KERNEL_SIZE = 2**31  # the kernel counts entries in int32
 
 NOT_INTEGERS = "{name}: targets are the numbers of the right classes: expected integers, got {dtype}{hint}."
-WRONG_TARGETS = "{name}: expected targets of shape {expected}, one for each row of the logits {logits}, got {got}."
+WRONG_TARGETS = "{name}: expected targets of shape {}, one for each row of the logits {}, got {}.{hint}"
+ONE_HOT = " Targets that are one-hot or probabilities are for `optax.softmax_cross_entropy(logits, targets)`."
 WRONG_MASK = "{name}: expected a boolean mask of shape {expected}, as the targets, got {dtype} {got}."
 NO_CLASSES = "{name}: expected logits [..., classes] of a floating-point dtype, got {dtype} {got}."
 NO_KERNEL = "nnx.cross_entropy: implementation='triton' is not possible here: {obstacle}."
@@ -88,9 +89,11 @@ def check_targets(name: str, logits: Any, targets: jax.Array, mask: jax.Array | 
     if logits.ndim == 0 or logits.shape[-1] == 0 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(NO_CLASSES.format(name=name, dtype=logits.dtype, got=logits.shape))
     if targets.shape != logits.shape[:-1]:
-        raise ValueError(
-            WRONG_TARGETS.format(name=name, expected=logits.shape[:-1], logits=logits.shape, got=targets.shape)
+        hint, shapes = (
+            ONE_HOT if targets.shape == logits.shape else "",
+            (logits.shape[:-1], logits.shape, targets.shape),
         )
+        raise ValueError(WRONG_TARGETS.format(*shapes, name=name, hint=hint))
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         hint = ""
         if jnp.issubdtype(targets.dtype, jnp.floating):

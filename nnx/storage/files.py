@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath, PurePosixPath
 from typing import BinaryIO
 
+NOT_A_PATH = "Expected a path, got {got}. The path comes first: nnx.save(path, model), nnx.load(path, model)."
 URL_NOT_LOCAL = """{path!r} is a URL, and files are read and written on local disks only: object stores and other \
 remote file systems are not supported yet, and nothing is fetched from a network. {advice}"""
 
@@ -47,13 +48,20 @@ _PARSED_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):[/\\]")  # two le
 # What users pass
 
 
+def path_text(path: str | os.PathLike[str]) -> str:
+    """Returns a path that a user passed as text."""
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(NOT_A_PATH.format(got=type(path).__name__))
+    return os.fsdecode(os.fspath(path))
+
+
 def local_path(path: str | os.PathLike[str]) -> Path:
     """Returns a path that a user passed as a Path.
 
     Raises:
         ValueError: it is a URL, or was one before `pathlib` took it apart.
     """
-    text = os.fspath(path)
+    text = path_text(path)
     # `pathlib.Path("gs://bucket")` is `gs:/bucket`.
     url = _PARSED_URL.match(text) if isinstance(path, PurePath) else _URL.match(text)
     if url is not None or "://" in text:

@@ -22,6 +22,7 @@ from nnx.core.variables.variables import Node, Spec, spec_of
 from nnx.storage.checkpoints.hyperparameters import hyperparameters_of
 from nnx.storage.states import methods_of, set_state, state_of
 
+CLASS_GIVEN = "The class {cls} was given{where} in place of a Module: make one, such as {cls}(..., ctx=nnx.context(0))."
 SAME_PATH = "Two leaves have the same path, {path!r}: keys of dicts must differ as text. Nothing was saved or changed."
 
 Rebuild = Callable[[Mapping[str, Any]], Any]
@@ -83,6 +84,8 @@ class Leaves:
             elif isinstance(leaf, Node):
                 inner = self._collect(path, leaf.value, type(leaf).__name__)
                 parts.append(_boxed(spec_of(leaf), inner))
+            elif isinstance(leaf, type) and issubclass(leaf, ModuleBase):
+                raise TypeError(CLASS_GIVEN.format(cls=leaf.__name__, where=f" at {path!r}" if path else ""))
             else:
                 self._add(path, leaf, type_name)
                 if methods_of(leaf) is not None:

@@ -21,7 +21,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from nnx.storage.files import sync_directory
+from nnx.storage.files import path_text, sync_directory
 
 UNKNOWN_SCHEME = """{path!r} is a URL that cannot be read or written. A path is local, or begins with file://, gs://, \
 s3:// or memory://."""
@@ -195,7 +195,7 @@ def location(path: str | os.PathLike[str]) -> Location:
     """
     if isinstance(path, Location):
         return path
-    text = os.fsdecode(os.fspath(path))
+    text = path_text(path)
     url = _URL.fullmatch(text)
     if url is None:
         if "://" in text:

@@ -37,6 +37,7 @@ NOT_CLASSES = "Accuracy expected integer labels, got {dtype}."
 NOT_MERGEABLE = "{metric}.merge takes another {metric} made with the same arguments, got {other}."
 METRIC_NAME = "MultiMetric cannot hold a metric under the name {name!r}, which is part of its interface."
 NOT_A_METRIC = "MultiMetric takes metrics by name, e.g. loss=nnx.Average(); {name!r} is {got}."
+METRIC_CLASS = "the class {name}: write `{name}()`"
 
 
 class MetricState(Variable[T]):
@@ -350,7 +351,9 @@ class MultiMetric(Metric):
             if hasattr(MultiMetric, name) or name == "names":
                 raise ValueError(METRIC_NAME.format(name=name))
             if not isinstance(metric, Metric):
-                raise TypeError(NOT_A_METRIC.format(name=name, got=type(metric).__name__))
+                is_class = isinstance(metric, type)
+                got = METRIC_CLASS.format(name=metric.__name__) if is_class else type(metric).__name__
+                raise TypeError(NOT_A_METRIC.format(name=name, got=got))
             setattr(self, name, metric)
         self.names = tuple(metrics)
 

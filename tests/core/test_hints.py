@@ -266,6 +266,17 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: N.generate(linear(), [[1]], max_new_tokens=1, do_sample=True),
         "`temperature=0`",
     ),
+    "nnx.save(model, path)": (lambda: N.save(linear(), "run"), "nnx.save(path, model)"),
+    "nnx.load(model, path)": (lambda: N.load(linear(), "run"), "nnx.load(path, model)"),
+    "nnx.save(path, nnx.Linear)": (lambda: N.save("run", nnx.Linear), "make one, such as Linear(..., ctx="),
+    "model.train(False)": (lambda: N.Module.train(linear(), False), "model.eval() evaluation"),
+    "MultiMetric(accuracy=nnx.Accuracy)": (lambda: N.MultiMetric(accuracy=nnx.Accuracy), "write `Accuracy()`"),
+    "cross_entropy of one-hot targets": (
+        lambda: nnx.cross_entropy(jnp.ones((2, 3)), jnp.ones((2, 3), int)),
+        "`optax.softmax_cross_entropy(logits, targets)`",
+    ),
+    "Linear(2, 3, ctx=key)": (lambda: linear(ctx=jax.random.key(0)), "`ctx=nnx.context(key)`"),
+    "nnx.dropout(x, 0.5)": (lambda: N.dropout(1.0, 0.5), "nnx.Dropout(0.5)"),
     "add_lora(model, r=8)": (lambda: N.add_lora(linear(), r=8, ctx=nnx.context(0)), "`rank`"),
     "model.generate(tokens)": (lambda: linear().generate(1), "nnx.generate(model, prompts"),
     "model.save_pretrained(d)": (lambda: linear().save_pretrained("d"), "nnx.models.save_pretrained(model, directory)"),
@@ -386,6 +397,7 @@ TABLES = {
     "TRAIN_STATE": table.TRAIN_STATE,
     "SCAN_MODULE": table.SCAN_MODULE,
     "TOKENIZER": table.TOKENIZER,
+    "CHECKPOINT_MANAGER": table.CHECKPOINT_MANAGER,
     "CONFIG": table.CONFIG,
 }
 CLASSES = {
@@ -397,6 +409,7 @@ CLASSES = {
     "TRAIN_STATE": nnx.TrainState,
     "SCAN_MODULE": type(two_layers()),
     "TOKENIZER": nnx.models.Tokenizer,
+    "CHECKPOINT_MANAGER": nnx.CheckpointManager,
     "CONFIG": nnx.models.DecoderConfig,
 }
 SIZES: Any = {
@@ -417,6 +430,7 @@ OWNERS = {
     "optimizer": nnx.Optimizer,
     "train_state": nnx.TrainState,
     "config": nnx.models.DecoderConfig(**SIZES),
+    "manager": nnx.CheckpointManager,
 }
 
 

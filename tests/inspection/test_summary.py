@@ -104,6 +104,12 @@ def test_without_inputs_there_are_no_outputs_and_no_flops():
     assert str(summary).splitlines()[0].split() == ["path", "layer", "parameters", "bytes"]
 
 
+def test_a_shape_in_place_of_an_input_is_noted():
+    with pytest.raises(TypeError) as raised:
+        nnx.summary(nnx.Linear(4, 4, ctx=nnx.context(0)), (1, 4))
+    assert "jax.ShapeDtypeStruct((1, 4), jnp.float32)" in "".join(raised.value.__notes__)
+
+
 def test_a_model_whose_mode_nobody_has_set_can_be_looked_at():
     model = nnx.Sequence([nnx.Linear(4, 4, ctx=nnx.context(0)), nnx.BatchNorm(4), nnx.Dropout(0.5)])
     assert "Dropout" in str(nnx.summary(model, jnp.ones((2, 4))))

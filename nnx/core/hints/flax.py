@@ -126,6 +126,12 @@ FILES = {
     ".msgpack": "flax",
 }
 
+MANAGER = {
+    "restore": "manager.load(target, step)",
+    "all_steps": "manager.steps()",
+    "wait_until_finished": "manager.wait()",
+}
+
 CHECKPOINT_MANAGER = {
     "max_to_keep": "`keep_last=`; nnx.CheckpointManager takes its options itself",
     "save_interval_steps": "`every_steps=`",

@@ -196,7 +196,9 @@ def _constructor_hint(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], 
     if name == "rngs" or (name is not None and is_ours):
         return keyword_hint(name, CONSTRUCTOR)
     if ctx is not None and not hasattr(type(ctx), "make_rng"):
-        return WRONG_CTX.format(got=type(ctx).__name__, seed=ctx if isinstance(ctx, int) else 0)
+        return WRONG_CTX.format(
+            got=type(ctx).__name__, seed="key" if _is_key(ctx) else ctx if isinstance(ctx, int) else 0
+        )
     if "required keyword-only argument: 'ctx'" in text:
         return MISSING_CTX
     if "positional arguments but" in text:

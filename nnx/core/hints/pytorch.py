@@ -47,6 +47,7 @@ PACKAGE = {
     "L1Loss": "jnp.abs(prediction - target).mean()",
     "BCEWithLogitsLoss": _BINARY,
     "BCELoss": _BINARY,
+    "dropout": "a layer, nnx.Dropout(0.5), called with ctx=nnx.context(dropout=0)",
     "Dropout1d": _DROPOUT_ND,
     "Dropout2d": _DROPOUT_ND,
     "Dropout3d": _DROPOUT_ND,

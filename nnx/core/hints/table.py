@@ -60,6 +60,9 @@ CONSTRUCTOR: Hints = {"PyTorch": pytorch.CONSTRUCTOR, "Flax": flax.CONSTRUCTOR, 
 CALL: Hints = {"Flax": flax.CALL, "Equinox": equinox.CALL}
 """What keyword arguments of the call of a Module are called here."""
 
+CHECKPOINT_MANAGER: Hints = {"Orbax": flax.MANAGER}
+"""What to write instead of `manager.<name>`."""
+
 TOKENIZER: Hints = {"transformers": transformers.TOKENIZER}
 """What to write instead of `tokenizer.<name>`."""
 

@@ -43,7 +43,7 @@ from nnx.core.module.mutable_leaf import MutableLeaf
 from nnx.core.module.printing import module_repr, module_str
 from nnx.core.module.scopes import scope_calls
 from nnx.core.module.views import make_view
-from nnx.core.old_names import former_names
+from nnx.core.old_names import adds_hint, former_names
 from nnx.core.repr import article, short
 from nnx.core.state.filters import Filter
 from nnx.core.state.moduledef import ModuleDef
@@ -59,6 +59,8 @@ from nnx.core.trace import current_level
 from nnx.core.variables.refs import Ref
 from nnx.core.variables.ties import own_values
 from nnx.core.variables.variables import Static, Variable, spec_of
+
+MODE_WITHOUT_ARGUMENT = "It takes no argument: model.train() sets training, model.eval() evaluation."
 
 M = TypeVar("M", bound="Module")
 
@@ -404,6 +406,7 @@ class Module(ModuleBase, metaclass=ModuleType):
             if isinstance(module, module_type):
                 fn(module)
 
+    @adds_hint(lambda error, kwargs: MODE_WITHOUT_ARGUMENT)
     def train(self: Self) -> Self:
         """Switches every layer that has a mode (dropout, batch statistics) to training; a call can override it."""
         set_mode(self, True)

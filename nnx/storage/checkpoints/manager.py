@@ -16,7 +16,8 @@ from typing import Any, Literal, TypeVar
 import jax
 from jax.experimental import multihost_utils
 
-from nnx.core.hints.hints import explain_keywords
+from nnx.core.hints.hints import add_hints, explain_keywords
+from nnx.core.hints.table import CHECKPOINT_MANAGER
 from nnx.core.repr import short
 from nnx.storage.checkpoints import sigterm
 from nnx.storage.checkpoints.checkpoint import load
@@ -487,3 +488,4 @@ def _report_at_exit() -> None:
 
 
 atexit.register(_report_at_exit)
+add_hints(CheckpointManager, CHECKPOINT_MANAGER)
