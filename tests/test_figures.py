@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import figures, record, store
+from benchmarks import figures, programs, record, store
 from benchmarks.__main__ import QUESTIONS
 from benchmarks.numbers import RECORDS, ratio, seconds
 from benchmarks.quoted import SENTENCES, Claim, Quote
@@ -86,6 +86,17 @@ def test_durations_have_three_digits(number: float, text: str):
 
 def test_ratios_have_three_digits():
     assert [ratio(number) for number in (0.0731, 0.9324, 1.1, 25.46)] == ["0.073", "0.932", "1.10", "25.5"]
+
+
+# Runs of programs
+
+
+def test_a_run_of_a_program_gives_the_figures_that_it_printed_last():
+    run = programs.Run("one.py", {"loss": ("1", "the loss is {} now"), "speed": ("rows/s", "{} rows/s")})
+    found = programs.figures_of(run, "the loss is 4.5 now\n1,234.5 rows/s\nthe  loss is 2 now\n")
+    assert {name: row["values"]["nnx"] for name, row in found.items()} == {"loss": 2.0, "speed": 1234.5}
+    with pytest.raises(ValueError, match=r"one.py printed nothing like '\{\} rows/s'"):
+        programs.figures_of(run, "the loss is 4.5 now")
 
 
 # Storing
