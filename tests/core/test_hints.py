@@ -266,6 +266,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: N.generate(linear(), [[1]], max_new_tokens=1, do_sample=True),
         "`temperature=0`",
     ),
+    "LSTMCell(3, 4)(x)": (lambda: N.LSTMCell(3, 4, ctx=nnx.context(0))(jnp.ones((2, 3))), "nnx.RNN(cell)"),
     "nnx.save(model, path)": (lambda: N.save(linear(), "run"), "nnx.save(path, model)"),
     "nnx.load(model, path)": (lambda: N.load(linear(), "run"), "nnx.load(path, model)"),
     "nnx.save(path, nnx.Linear)": (lambda: N.save("run", nnx.Linear), "make one, such as Linear(..., ctx="),

@@ -33,6 +33,7 @@ KEY_AS_ARGUMENT = "Random keys are passed as a Context, by keyword: `ctx=nnx.con
 NO_CTX = """{owner} initializes no parameters, so its constructor takes neither `ctx` nor `rngs`{call}."""
 CTX_OF_A_CALL = ": pass the Context to the call, `layer(x, ctx=ctx)`"
 MISSING_CTX_OF_A_CALL = "Pass a Context to the call, such as `ctx=nnx.context(dropout=1)`."
+CELL_OF_A_STEP = "A cell takes one step, cell(carry, inputs); nnx.RNN(cell) runs it over a sequence."
 KEYWORD = "The argument {name!r} is from {origin}. Here: {hint}."
 SWAPPED = "Mind the order of the arguments: {hint}, in PyTorch it is the other way around."
 FORWARD_ONLY = """{owner} cannot be called: it defines `forward`, as in PyTorch, but no `__call__`. Rename the method \
@@ -238,6 +239,12 @@ def call_hint(function: Callable[..., Any], text: str) -> str | None:
         return keyword_hint(unexpected[1], CALL)
     if text.startswith(f"{name}() missing") and text.endswith("required keyword-only argument: 'ctx'"):
         return MISSING_CTX_OF_A_CALL
+    if (
+        text.startswith(f"{name}() missing")
+        and text.endswith("positional argument: 'inputs'")
+        and _takes(function, "carry")
+    ):
+        return CELL_OF_A_STEP
     return None
 
 
