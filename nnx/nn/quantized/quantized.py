@@ -147,8 +147,8 @@ def as_operand(
 def kept_apart(x: jax.Array, integers: jax.Array) -> jax.Array:
     """Returns `x`, made from integers of 4 bits, so that XLA for GPUs computes it before what uses it.
 
-    It would otherwise convert int4 inside of the kernel of a product, which gives wrong results where it does not
-    time several kernels and compare them (`--xla_gpu_autotune_level=0`), and also crashed while it compiled.
+    It would otherwise convert int4 inside of the kernel of a product, which gives wrong results: often where it does
+    not time several kernels and compare them (`--xla_gpu_autotune_level=0`), once where it does. It also crashed.
     """
     at = target(integers)
     if integers.dtype != INTEGERS[4] or at.platform not in ("gpu", "any"):
