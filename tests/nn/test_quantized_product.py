@@ -69,8 +69,9 @@ def test_the_kernel_multiplies_with_the_weight_that_the_integers_represent(bits,
     expected = by_hand(x, *weight, transposed)
     assert error(kernel, expected) < 1e-6  # sums are float32, also of bfloat16
     assert error(xla, expected) < (1e-2 if dtype == jnp.bfloat16 else 1e-6)
-    half = multiply_at_once(x, *weight, transposed=transposed, implementation="triton")
-    assert half.dtype == dtype and error(half, expected) < (4e-3 if dtype == jnp.bfloat16 else 1e-6)
+    if dtype == jnp.bfloat16:
+        half = multiply_at_once(x, *weight, transposed=transposed, implementation="triton")
+        assert half.dtype == dtype and error(half, expected) < 4e-3
 
 
 @pytest.mark.parametrize("rows", [1, 16, 33])
