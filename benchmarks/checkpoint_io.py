@@ -1,7 +1,7 @@
 """What checkpoints cost: NNX next to its earlier format, TensorStore alone, Orbax and safetensors.
 
-    python -m benchmarks.checkpoint_io                        one gigabyte in 200 arrays, three rounds; then in 8,
-                                                              then the 774 arrays of a model with 48 layers
+    python -m benchmarks.checkpoint_io                        one gigabyte in 200 arrays, three rounds; then the 774
+                                                              arrays of a model with 48 layers
     python -m benchmarks.checkpoint_io --arrays 200 --gigabytes 1
     python -m benchmarks.checkpoint_io --arrays 100000 --gigabytes 0.002 --only nnx
     python -m benchmarks.checkpoint_io --earlier ../nnx-0.2   also version 0.2, which is in that directory
@@ -33,7 +33,7 @@ import numpy as np
 CONTENDERS = ("nnx", "earlier", "tensorstore", "orbax", "safetensors")
 COLUMNS = ("save", "load", "other layout", "blocked")
 UNITS = {"seconds": "s", "cpu": "s of the CPU", "peak": "GB on top"}
-SIZES = ((200, 1.0), (8, 1.0), (774, 0.15))
+SIZES = ((200, 1.0), (774, 0.15))
 
 
 def make(arrays: int, gigabytes: float, empty: bool = False) -> dict[str, jax.Array]:
@@ -239,14 +239,17 @@ def main() -> None:
         print(json.dumps(run(options.contender, options.folder, options)), flush=True)
         return
     figures: dict[str, dict[str, Any]] = {}
-    for arrays, gigabytes in SIZES if options.arrays is None else [(options.arrays, options.gigabytes)]:
+    settings = SIZES if options.arrays is None else [(options.arrays, options.gigabytes)]
+    for arrays, gigabytes in settings:
         options.arrays, options.gigabytes = arrays, gigabytes
         figures |= take_turns(options)
     if options.out:
         from benchmarks import record  # which contenders, of other versions, cannot import
 
         command = "python -m benchmarks.checkpoint_io --earlier ../nnx-0.2"
-        whole = len(figures) > 12 and options.only == CONTENDERS and options.earlier is not None and options.rounds > 2
+        whole = (
+            options.arrays is None and options.only == CONTENDERS and options.earlier is not None and options.rounds > 1
+        )
         record.write(options.out, record.make_record("checkpoint_io", command, figures, whole=whole))
 
 

@@ -22,7 +22,7 @@ from nnx.storage.transfer_bar import moved
 
 IN_FLIGHT = 256 << 20
 """The maximum number of bytes waiting to be written, so that transfers do not fill the memory of the host."""
-PACK_FILE = 16 << 20
+PACK_FILE = 32 << 20
 """The maximum size of a file of a pack in bytes. Batches of that size are copied in memory that is used again."""
 
 
@@ -164,8 +164,9 @@ class _Write(NamedTuple):
 class _WriteQueue:
     """The writes in progress, of a limited number of bytes; one that is larger than the limit goes alone.
 
-    A file on a local disk is synced once, as soon as it is complete, while TensorStore writes later ones. There are no
-    threads for it, because a program that ends still finishes its save, and can start none by then.
+    As soon as a file on a local disk is complete, the system is asked to write it there, and only at the end is it
+    waited for: what is written by then shares a commit of the file system's journal, where waiting for each file takes
+    one for each. There are no threads for it, because a program that ends still finishes its save, and can start none.
 
     Args:
         folder: the data folder.
@@ -173,13 +174,14 @@ class _WriteQueue:
 
     def __init__(self, folder: Location) -> None:
         self._folder = folder.local
+        self._files: list[str] = []  # those that are complete
         self._pending: collections.deque[_Write] = collections.deque()
         self._size = 0
         self._spare: list[np.ndarray] = []
 
     def memory(self, size: int) -> np.ndarray:
         """Returns memory for a batch; that of an earlier one, if possible, since fresh memory costs time."""
-        while not self._spare and self._size + size > 4 * PACK_FILE:
+        while not self._spare and self._size + size > 2 * PACK_FILE:
             self._await_first()
         memory = self._spare.pop() if self._spare else np.empty(size, np.uint8)
         return memory[:size] if len(memory) >= size else np.empty(size, np.uint8)
@@ -199,8 +201,9 @@ class _WriteQueue:
         if first.memory is not None:
             self._spare.append(first.memory)
         if self._folder is not None:
+            self._files += first.files
             for name in first.files:
-                _sync(self._folder / name)
+                _begin_sync(self._folder / name)
         moved(first.size)
 
     def finish(self) -> None:
@@ -208,6 +211,8 @@ class _WriteQueue:
         while self._pending:
             self._await_first()
         if self._folder is not None:
+            for name in self._files:
+                _sync(self._folder / name)
             for folder in [*self._folder.iterdir(), self._folder]:
                 if folder.is_dir():
                     sync_directory(folder)
@@ -216,6 +221,18 @@ class _WriteQueue:
         """Waits without looking at the results, so that nothing is written any more when the caller cleans up."""
         for write in self._pending:
             write.done.exception()
+
+
+def _begin_sync(file: Path) -> None:
+    """Asks the system to begin to write a file to the disk, if there is a way to ask."""
+    if hasattr(os, "posix_fadvise"):
+        handle = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)  # what is not yet on the disk stays in memory
+        except OSError:  # advice is never the reason that a save fails
+            pass
+        finally:
+            os.close(handle)
 
 
 def _sync(file: Path) -> None:
