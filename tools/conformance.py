@@ -174,6 +174,10 @@ def of_entries(family: str, tokens: np.ndarray) -> Iterator[tuple[str, str]]:
     """Yields every change of an entry of a family's config, and what became of it."""
     with tempfile.TemporaryDirectory() as folder:
         base = Reference(tiny(family), pathlib.Path(folder), tokens)
+        found = verdict(base.directory, base.logits, tokens)
+        if found != "ok":
+            yield f"{family} as it is", found
+            return
         before = nnx.models.from_pretrained(base.directory, abstract=True).config.replace(extra=())
     for name, value in tiny(family).to_dict().items():
         for changed in [] if name in SKIPPED else variants(name, value):

@@ -37,7 +37,7 @@ DIFFERENT = [
         "gpt_neox",
         "gpt_oss",
     ),
-    *("llama", "mixtral", "phi3", "phi3_long", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "stablelm"),
+    *("llama", "llama4_text", "phi3", "phi3_long", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "stablelm"),
 ]
 WRITERS = [name for name in GOLDENS if "greedy" in json.loads((golden_files.FOLDER / f"{name}.json").read_text())]
 ENCODERS = [name for name in ALL_GOLDENS if name not in GOLDENS]

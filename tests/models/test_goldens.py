@@ -16,7 +16,6 @@ from tests.models.published import (
     relative_error,
 )
 
-BRIEF = [name for name in GOLDENS if name not in WRITERS]
 families = pytest.mark.parametrize("name", WRITERS)
 
 
@@ -43,26 +42,19 @@ def test_every_family_has_a_golden():
     assert set(ALL_GOLDENS.values()) == set(nnx.models.ARCHITECTURES)
 
 
-@families
-def test_logits_agree(name):
-    inputs, expected = golden_arrays(name)
-    out = nnx.jit(lambda model, tokens: model(tokens))(golden_model(name), inputs["tokens"])
-    assert out.dtype == jnp.float32
-    assert relative_error(out, expected["logits"]) < 1e-4
-
-
-@pytest.mark.parametrize("name", BRIEF)
+@pytest.mark.parametrize("name", GOLDENS)
 def test_logits_agree_without_and_with_a_cache(name):
     # Called operation by operation: families share nearly all compiled operations, but no compiled model.
     model, (inputs, expected) = golden_model(name), golden_arrays(name)
     tokens = jnp.asarray(inputs["tokens"])
     out = model(tokens)
+    assert out.dtype == jnp.float32
     assert relative_error(out, expected["logits"]) < 1e-4
     if not model.config.causal:
         with pytest.raises(ValueError, match="in a .* model every token sees all others"):
             model.decode(tokens, model.init_cache(2, 24))
-        return
-    np.testing.assert_allclose(model.decode(tokens, model.init_cache(2, 24))[0], out, atol=2e-4)
+    elif name not in WRITERS:  # those write a text below
+        np.testing.assert_allclose(model.decode(tokens, model.init_cache(2, 24))[0], out, atol=2e-4)
 
 
 @families
@@ -70,11 +62,11 @@ def test_greedy_tokens_through_the_cache_are_identical(name):
     model, (inputs, expected) = golden_model(name), golden_arrays(name)
     rows, length = inputs["tokens"].shape
     decode = nnx.jit(lambda model, tokens, cache: model.decode(tokens, cache))
-    logits, cache = decode(model, inputs["tokens"], model.init_cache(rows, length + 32))
+    logits, cache = model.decode(jnp.asarray(inputs["tokens"]), model.init_cache(rows, length + 32))
     assert relative_error(logits, expected["logits"]) < 1e-4
     written = [logits[:, -1].argmax(-1)]
     for _ in range(31):
         logits, cache = decode(model, written[-1][:, None], cache)
         written.append(logits[:, -1].argmax(-1))
     np.testing.assert_array_equal(np.stack(written, axis=1), golden_text(name))
-    assert decode.trace_count == 2
+    assert decode.trace_count == 1

@@ -40,6 +40,7 @@ HUGGINGFACE = (
         {**without("head_dim"), **BIASES, **MLP_BIAS, "no_rope_layers": _NO_ROPE},
         defaults={"tie_embeddings": True, "num_kv_heads": 4, "unrotated_layers": _every_fourth},
         only={"use_sliding_window": False, "no_rope_layer_interval": 4},
+        neutral=("sliding_window", "max_window_layers"),  # without the switch
         parts=(Rotary(2_000_000.0), SpecialTokens()),
     ),
     Family(
