@@ -154,7 +154,7 @@ class Plans(tuple[Plan, ...]):
 def plan(
     step: Callable[..., Any],
     *args: Any,
-    on: list[str] | tuple[str, ...],
+    on: list[str] | list[Mesh] | tuple[str | Mesh, ...],
     mesh: Mapping[str, int] | None = None,
     rules: RulesLike = None,
     search: bool = False,
@@ -177,7 +177,7 @@ def plan(
 def plan(
     step: Callable[..., Any],
     *args: Any,
-    on: str | list[str] | tuple[str, ...] | Mesh,
+    on: str | list[str] | list[Mesh] | tuple[str | Mesh, ...] | Mesh,
     mesh: Mapping[str, int] | None = None,
     rules: RulesLike = None,
     search: bool = False,
@@ -197,8 +197,8 @@ def plan(
             Modules are the batch, which is split as the rules say for "batch". What is already placed on the mesh that
             `on` is (`nnx.shard`) stays as it is.
         on: a machine, as chip and number of chips: `v4-N`, `v5e-N`, `v5p-N`, `v6e-N`, `a100-N`, `h100-N`, `h200-N`, or
-            `cpu-N` for virtual devices; a list of them; or a mesh of devices. (Google's names count the cores of v4 and
-            v5p, two for each chip.)
+            `cpu-N` for virtual devices; a mesh of devices; or a list of either. (Google's names count the cores of v4
+            and v5p, two for each chip.)
         mesh: the axes of the mesh and their sizes, e.g. `{"data": 4, "model": 4}`; by default `{"data": N}`.
         rules: the rules by which arguments are split; by default those of `nnx.logical_axis_rules`, or else
             `nnx.fsdp_rules()`, with tensor parallelism if the mesh has an axis "model".
