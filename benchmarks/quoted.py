@@ -117,6 +117,18 @@ SENTENCES: dict[str, list[Quote | Claim]] = {
         Quote("({} with the same optimizations)", (thousands(trained("the same, tuned")),)),
         Quote("`torch.compile` {} with `max_autotune`", (thousands(trained("torch, autotune")),)),
     ],
+    "docs/programs/diffusion.md": [
+        Quote(
+            "After 4,000 steps the distance is {}, that of the training set {}, and that of noise {}",
+            (
+                f"{program('diffusion')['distance']:.1f}",
+                f"{program('diffusion')['distance of the training set']:.1f}",
+                whole(program("diffusion")["distance of noise"]),
+            ),
+        ),
+        Quote("reads {}% of the drawings", (f"{program('diffusion')['read as asked']:.1f}",)),
+        Quote("{}% with guidance", (f"{program('diffusion')['read as asked, guided']:.0f}",)),
+    ],
     "docs/programs/evaluate.md": [
         Quote("This took {} seconds", (whole(program("evaluate")["time"]),)),
         Quote("likeliest {}% of 500", (f"{program('evaluate')['accuracy']:.1f}",)),
