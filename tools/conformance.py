@@ -11,7 +11,8 @@ every family here, the same with one entry of the config changed, once per value
 - *refused*: NNX raises an error that names the reason;
 - DIFFERS: NNX opens it and computes something else. Any of these fails the run.
 
-Changes that `transformers` itself refuses are not counted. Runs in the environment of `make parity`.
+Changes that `transformers` itself refuses are not counted. The counts of families are stored for the table of the guide
+(`family_table`). Runs in the environment of `make parity`.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import family_table
 import numpy as np
 import reference
 import torch
@@ -224,6 +226,8 @@ def main() -> int:
         differ += count["DIFFERS"]
         total += count if title != "types" else collections.Counter()
         print(f"{title}: {dict(count)}", flush=True)
+        if title != "types":
+            family_table.store(title, {kind: count[kind] for kind in ("ok", "refused", "DIFFERS")})
     print(f"entries in all: {dict(total)}; {time.perf_counter() - start:.0f} s")
     return 1 if differ else 0
 

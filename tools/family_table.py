@@ -3,7 +3,8 @@
     python tools/family_table.py    writes the table again
 
 `docs/parity.json` has, for each family of decoders, how many random configurations were compared with `transformers`,
-the worst relative error of each way, and how many greedy texts were equal.
+the worst relative error of each way, and how many greedy texts were equal; and, if `conformance` ran, for how many
+changes of its config the result agreed (`ok`), was refused, or differed.
 """
 
 import json
@@ -25,17 +26,17 @@ def stored() -> dict[str, dict[str, Any]]:
 
 
 def store(family: str, found: Mapping[str, Any]) -> None:
-    """Stores what was found about one family, with two digits of each error."""
+    """Stores what was found about one family, with two digits of each error, next to what is known of it."""
     rounded = {key: float(f"{value:.1e}") if isinstance(value, float) else value for key, value in found.items()}
-    everything = dict(sorted({**stored(), family: rounded}.items()))
+    everything = dict(sorted({**stored(), family: {**stored().get(family, {}), **rounded}}.items()))
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in everything.items())
     DATA.write_text("{\n" + lines + "\n}\n")
 
 
 def table() -> str:
     """Returns the table: a row per family, with a dash where nothing was compared."""
-    rows = ["| family | class | configurations | read | written | scanned | bfloat16 | greedy texts |"]
-    rows.append("|---|---|---|---|---|---|---|---|")
+    rows = ["| family | class | configurations | read | written | scanned | bfloat16 | greedy texts | changes |"]
+    rows.append("|---|---|---|---|---|---|---|---|---|")
     data = stored()
     for name, family in nnx.models.FAMILIES.items():
         found = data.get(name, {})
@@ -43,6 +44,7 @@ def table() -> str:
         errors = [f"{found[way]:.0e}" if way in found else "—" for way in ("read", "scanned", "bfloat16")]
         cells = [f"`{name}`", f"`{family.class_of(None)}`" if isinstance(family.classes, str) else "—"]
         cells += [str(found.get("configurations", "—")), errors[0], written, *errors[1:], found.get("greedy", "—")]
+        cells.append(f"{found['ok']} + {found['refused']}" if "ok" in found else "—")
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 

@@ -40,9 +40,6 @@ from nnx.models.architectures.whisper import WhisperDecoderBlock as WhisperDecod
 from nnx.models.architectures.whisper import WhisperEncoder as WhisperEncoder
 from nnx.models.block import DecoderBlock as DecoderBlock
 from nnx.models.config import DecoderConfig as DecoderConfig
-from nnx.models.config import LayerSpec as LayerSpec
-from nnx.models.config import PositionScale as PositionScale
-from nnx.models.config import RotaryConfig as RotaryConfig
 from nnx.models.decoder import Decoder as Decoder
 from nnx.models.explain import Explanation as Explanation
 from nnx.models.explain import explain as explain
@@ -52,6 +49,9 @@ from nnx.models.inputs.audio import log_mel as log_mel
 from nnx.models.inputs.images import ImageProcessor as ImageProcessor
 from nnx.models.inputs.images import resize_image as resize_image
 from nnx.models.inputs.tokenizer import Tokenizer as Tokenizer
+from nnx.models.layer_spec import LayerSpec as LayerSpec
+from nnx.models.layer_spec import PositionScale as PositionScale
+from nnx.models.layer_spec import RotaryConfig as RotaryConfig
 from nnx.models.masked_lm_head import MaskedLMHead as MaskedLMHead
 from nnx.models.pretrained import from_pretrained as from_pretrained
 from nnx.models.pretrained import save_pretrained as save_pretrained

@@ -11,7 +11,8 @@ from nnx.core.context import Context
 from nnx.core.module.dict_sequence import Sequence
 from nnx.core.module.module import Module
 from nnx.models.activations_by_name import ClampedSwiGLU, activation_of
-from nnx.models.config import DecoderConfig, LayerSpec
+from nnx.models.config import DecoderConfig
+from nnx.models.layer_spec import LayerSpec
 from nnx.models.mixers.mixers import MIXERS
 from nnx.models.mixers.norms import make_norm
 from nnx.nn.mlp import MLP, GatedMLP

@@ -20,8 +20,9 @@ from nnx.core.module.dict_sequence import Sequence
 from nnx.core.module.module import Module
 from nnx.core.variables.variables import Variable
 from nnx.models.block import DecoderBlock, Period, constrained, run_block
-from nnx.models.config import DecoderConfig, LayerSpec
+from nnx.models.config import DecoderConfig
 from nnx.models.inputs.tokens import check_tokens, too_long, without_negatives
+from nnx.models.layer_spec import LayerSpec
 from nnx.models.masked_lm_head import MaskedLMHead
 from nnx.models.mixers.norms import make_norm
 from nnx.nn.attention.kv_cache import DecoderCache

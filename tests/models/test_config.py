@@ -7,9 +7,9 @@ import re
 import pytest
 
 import nnx
-from nnx.models.config import Stack
 from nnx.models.families.families import FAMILIES, config_from_dict, config_to_dict
 from nnx.models.family import Family
+from nnx.models.layer_spec import Stack
 from tests.models.published import GOLDENS, golden_config, golden_directory, golden_model, tiny_config
 
 LLAMA = {

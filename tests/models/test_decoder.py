@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import nnx
-from nnx.models.config import Stack
+from nnx.models.layer_spec import Stack
 from tests.models.published import DIFFERENT, golden_model, tiny_config, tiny_model, tokens_for
 
 WINDOWS = {"layer_types": ("sliding", "sliding", "full") * 2 + ("sliding",), "num_layers": 7, "sliding_window": 3}

@@ -16,3 +16,4 @@ def test_every_stored_comparison_is_of_a_family_and_agrees():
         same, compared = found["greedy"].split(" of ")
         assert same == compared and found["write"] == 0, family
         assert max(found["read"], found["fresh"], found["scanned"]) <= 1e-4, family
+        assert found.get("DIFFERS", 0) == 0, family

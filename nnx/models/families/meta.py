@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nnx.models.config import DecoderConfig, PositionScale
+from nnx.models.config import DecoderConfig
 from nnx.models.families.common import (
     BIASES,
     COMMON,
@@ -22,6 +22,7 @@ from nnx.models.files.config_entries import NOT_A_NUMBER, SpecialTokens, checked
 from nnx.models.files.layouts import HALVES, LINEAR
 from nnx.models.files.rope_entries import Rotary
 from nnx.models.files.table import TableEntry
+from nnx.models.layer_spec import PositionScale
 
 _ROTATED, _SPARSE, _GROWS = "no_rope_layers", "moe_layers", "attn_temperature_tuning"
 _RULES = {"no_rope_layer_interval": 4, "interleave_moe_layer_step": 1}

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from nnx.models.config import RotaryConfig
+from nnx.models.layer_spec import RotaryConfig
 from nnx.nn.attention.rotary_scaling import (
     DynamicNTKScaling,
     LinearScaling,

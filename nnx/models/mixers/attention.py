@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from nnx.models.config import DecoderConfig, LayerSpec
+from nnx.models.config import DecoderConfig
+from nnx.models.layer_spec import LayerSpec
 from nnx.models.mixers.norms import make_head_norm
 from nnx.nn.attention.attention import MultiHeadAttention
 from nnx.nn.attention.rotary import RotaryEmbedding

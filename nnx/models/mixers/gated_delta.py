@@ -2,7 +2,8 @@
 
 from typing import Any, cast
 
-from nnx.models.config import DecoderConfig, LayerSpec
+from nnx.models.config import DecoderConfig
+from nnx.models.layer_spec import LayerSpec
 from nnx.nn.recurrent.gated_delta import GatedDeltaNet
 
 

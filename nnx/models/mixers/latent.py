@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from nnx.models.config import DecoderConfig, LayerSpec
+from nnx.models.config import DecoderConfig
+from nnx.models.layer_spec import LayerSpec
 from nnx.nn.attention.latent import LatentAttention
 from nnx.nn.attention.rotary import RotaryEmbedding
 from nnx.nn.attention.rotary_scaling import YaRNScaling

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 import jax
 from jax.typing import DTypeLike
 
-from nnx.models.config import DecoderConfig, LayerSpec
+from nnx.models.config import DecoderConfig
+from nnx.models.layer_spec import LayerSpec
 from nnx.models.mixers.attention import make_attention
 from nnx.models.mixers.gated_delta import make_gated_delta
 from nnx.models.mixers.latent import make_latent
