@@ -247,9 +247,7 @@ def main() -> None:
         from benchmarks import record  # which contenders, of other versions, cannot import
 
         command = "python -m benchmarks.checkpoint_io --earlier ../nnx-0.2"
-        whole = (
-            options.arrays is None and options.only == CONTENDERS and options.earlier is not None and options.rounds > 1
-        )
+        whole = settings == SIZES and options.only == CONTENDERS and options.earlier is not None and options.rounds > 1
         record.write(options.out, record.make_record("checkpoint_io", command, figures, whole=whole))
 
 

@@ -367,6 +367,36 @@ def published() -> str:
     )
 
 
+CHECKPOINTS = {
+    "nnx": "**nnx**, format 3",
+    "earlier": "format 2, of NNX 0.2",
+    "tensorstore": "TensorStore alone",
+    "orbax": "Orbax",
+    "safetensors": "the package safetensors",
+}
+
+
+def checkpoints(setting: str) -> str:
+    """What saving and loading cost: files, seconds of the CPU, peaks of memory, and how long a save blocks."""
+    figures = RECORDS["checkpoint_io"]["figures"]
+
+    def cell(contender: str, what: str, form: str) -> str:
+        values = figures[f"{setting}, {what}"]["values"]
+        return form.format(values[contender]) if contender in values else ""
+
+    cells = {
+        "files": ("files", "{:.0f}"),
+        "save": ("save, cpu", "{:.2f} s"),
+        "peak": ("save, peak", "{:.2f} GB"),
+        "load": ("load, cpu", "{:.2f} s"),
+        "peak of it": ("load, peak", "{:.2f} GB"),
+        "to four devices": ("other layout, cpu", "{:.2f} s"),
+        "blocked": ("blocked, seconds", "{:.3f} s"),
+    }
+    rows = ([label, *(cell(name, *what) for what in cells.values())] for name, label in CHECKPOINTS.items())
+    return table(["", *cells], *rows)
+
+
 def profile() -> str:
     """Where the time of a training step goes."""
     kernels = RECORDS["gpu_profile_gpt2"]["figures"]["kernels"]["values"]
@@ -514,6 +544,8 @@ TABLES: dict[str, str] = {
     "moe": moe(),
     "quantize": quantized(),
     "loading": loading(),
+    "checkpoints": checkpoints("1.0 GB in 200 arrays"),
+    "checkpoints-774": checkpoints("0.15 GB in 774 arrays"),
     "published": published(),
     "first-steps": first_steps(),
     "plans": plans(),
