@@ -32,12 +32,14 @@ class TestPrograms:
 
     def test_a_finetuned_model_is_evaluated_and_trained_by_rewards(self, programs, tmp_path):
         model, tuned = tmp_path / "model" / "model", tmp_path / "tuned"
-        printed = run_script(programs / "finetune.py", "--smoke", "--output", str(tmp_path / "model"))
+        printed = run_script(programs / "finetune.py", "--smoke", "--batch", "32", "--output", str(tmp_path / "model"))
         assert 0 <= final_figure(printed) <= 1
         assert 0 <= final_figure(run_script(programs / "evaluate.py", str(model), "--smoke")) <= 1
         printed = run_script(programs / "evaluate.py", str(model), "--text", str(programs / "ppo.py"), "--window", "64")
         assert float(re.findall(r"^ppo.py +([\d.]+)", printed, re.MULTILINE)[0]) > 1
-        printed = run_script(programs / "grpo.py", str(model), "--smoke", "--output", str(tmp_path / "grpo"))
+        printed = run_script(
+            programs / "grpo.py", str(model), "--smoke", "--prompts", "8", "--output", str(tmp_path / "grpo")
+        )
         assert 0 <= final_figure(printed) <= 1
         chats = tmp_path / "chats.jsonl"
         chats.write_text("\n".join(json.dumps({"question": f"say {i}", "answer": f"<{i}>"}) for i in range(40)))
