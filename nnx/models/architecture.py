@@ -10,9 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from nnx.core.context import context
 from nnx.core.module.module import Module
+from nnx.core.state.filters import Not
+from nnx.core.variables.variables import Loss
 from nnx.models.family import Family
 from nnx.models.files.table import Link, Parameter
+from nnx.transforms.control.eval_shape import eval_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,3 +85,15 @@ class Architecture:
             entry.name for entry in table.head
         }
         return tied or table.ignores(name)
+
+
+def abstract_model(architecture: Architecture, config: Any, param_dtype: Any, **options: Any) -> Any:
+    """Returns a model with shapes and dtypes in place of arrays."""
+    return eval_shape(lambda: architecture.build(config, param_dtype=param_dtype, ctx=context(0), **options))
+
+
+def values_by_path(model: Module) -> dict[str, Any]:
+    """Returns the values that a checkpoint holds, by path: all but losses and Variables that hold None."""
+    state = Module.filter(model, Not(Loss))
+    values = {path: getattr(leaf, "value", leaf) for path, leaf in state.items()}
+    return {path: value for path, value in values.items() if value is not None}

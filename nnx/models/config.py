@@ -25,6 +25,7 @@ NO_SUCH_LAYER = "DecoderConfig: expected {name} to list numbers of the {layers} 
 DENSE_AMONG_NO_EXPERTS = "DecoderConfig: dense_layers={got!r} is about models with experts; num_experts is None."
 INCOMPLETE = "DecoderConfig: {what} needs {name}, a positive integer, got {got!r}."
 LABELS_AND_HEAD = "DecoderConfig: labels={labels!r} are those of head='labels', and head={head!r} was given."
+NO_BIAS = "DecoderConfig: use_head_bias is for an output layer of its own, and tie_embeddings says that there is none."
 NO_WINDOW = "DecoderConfig: layer_types has 'sliding' layers, which need a sliding_window >= 1, got {got!r}."
 WRONG_EXPERTS = (
     "DecoderConfig: expected num_experts and num_selected to be both None, or integers with 1 <= num_selected <= "
@@ -237,6 +238,8 @@ class DecoderConfig:
         self._check_mixers()
         if (self.head == "labels") != bool(self.labels):
             raise ValueError(LABELS_AND_HEAD.format(head=self.head, labels=self.labels))
+        if self.use_head_bias and self.tie_embeddings:
+            raise ValueError(NO_BIAS)
         window = self.sliding_window
         if "sliding" in self.layer_types and not (isinstance(window, int) and window >= 1):
             raise ValueError(NO_WINDOW.format(got=window))

@@ -19,15 +19,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from nnx.core.context import context
 from nnx.core.hints.hints import explain_keywords
 from nnx.core.module.info import info_of
 from nnx.core.module.module import Module
-from nnx.core.repr import short
-from nnx.core.state.filters import Not
 from nnx.core.trace import is_tracer
-from nnx.core.variables.variables import Loss
-from nnx.models.architecture import Architecture
+from nnx.models.architecture import Architecture, abstract_model, values_by_path
 from nnx.models.files.counts import check_counts
 from nnx.models.files.directory import open_weights, read_entries
 from nnx.models.files.layouts import Shape
@@ -38,7 +34,7 @@ from nnx.models.files.table import Link, Parameter
 from nnx.models.files.text_part import text_entries
 from nnx.models.files.tied_head import with_own_head
 from nnx.models.registry import architecture_named, architecture_of, entry_names
-from nnx.nn.quantized.quantize import is_quantized
+from nnx.models.savable import SHOWN, check_savable
 from nnx.nn.support.settings import as_dtype
 from nnx.sharding.placement import shard
 from nnx.sharding.rules import RulesLike
@@ -51,41 +47,16 @@ from nnx.storage.processes import Exchange, is_first
 from nnx.storage.safetensors.file import Pending
 from nnx.storage.safetensors.safetensors import write_arrays
 from nnx.storage.safetensors.shards import refuse_pickles
-from nnx.transforms.control.eval_shape import eval_shape
 
 DOES_NOT_FIT = "The tensors in {path} do not fit its config.json (model_type {family!r}):\n{differences}"
 NOT_FLOATS = "Parameters are stored as floating-point numbers: expected such a dtype, got {got}."
 NO_OPTION = "{where}: {option}={got!r} is not an option of {family} models, whose layers are in a list."
-NOT_IN_TABLE = (
-    "Cannot save this model as a published {family} checkpoint: the format has no place for {paths}. (Low-rank "
-    "adaptations are merged into the weights with `nnx.merge_lora(model)`; nnx.save saves any model.)"
-)
-QUANTIZED = (
-    "Cannot save a quantized model as a published {family} checkpoint, whose format has no place for integers and "
-    "scales (those of {paths}). Call `nnx.dequantize(model)` first; nnx.save saves any model."
-)
-NOT_ITS_CONFIG = (
-    "Cannot save this model as a published checkpoint: it is not the one that its config describes, so whoever loads "
-    "it would compute something else.\n{differences}\nChange the model or `model.config`; nnx.save saves any model."
-)
-ABSTRACT = "Cannot save a model without values: {path!r} is {value}."
-
-# The attributes of layers that the config sets and that change the output. (A norm's scale is a parameter, that of
-# attention a setting.)
-_SETTINGS = (
-    *("activation", "gated_activation", "epsilon", "scale_offset", "sliding_window", "scale", "logits_soft_cap"),
-    *("base", "rotary_dim", "interleaved", "scaling", "post_norm", "strides", "padding"),
-    *("num_buckets", "max_distance", "bidirectional", "reduction_axes", "normalize_after_rotary"),
-    *("parallel", "residual_scale", "is_causal", "normalize", "scores", "weight_scale", "weigh_inputs", "groups"),
-    *("section_size", "query_scale"),
-)
 # What a directory holds besides config and weights: a tokenizer in any format, templates, and processors.
 _COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
 _COMPANIONS += ("generation_config.json", "preprocessor_config.json", "processor_config.json", "spiece.model")
 _COMPANIONS += ("chat_template.json",)
 # The directories that models were loaded from, by ModuleInfo.
 _origins: weakref.WeakKeyDictionary[Any, Path] = weakref.WeakKeyDictionary()
-_SHOWN = 30  # lines of an error; a wrong config makes every tensor wrong
 
 
 @explain_keywords
@@ -197,7 +168,7 @@ def save_pretrained(
     fields = architecture.write_config(config)
     values = values_by_path(model)
     known = architecture.links(config, values, ())
-    _check_savable(model, architecture, values, known)
+    check_savable(model, architecture, values, known)
     tensors = {link.name: pending_tensor(link, values) for link in known}
     by_name = {link.name: link for link in known}
     constants = architecture.constants(config, known)
@@ -238,18 +209,6 @@ def _stored_dtype(architecture: Architecture, config: Any, found: Mapping[str, A
     names = (link.name for link in architecture.links(config, architecture.dtype_paths, found))
     # A missing tensor is reported with everything else that does not fit.
     return next((found[name].dtype for name in names if name in found), jnp.float32)
-
-
-def abstract_model(architecture: Architecture, config: Any, param_dtype: Any, **options: Any) -> Any:
-    """Returns a model with shapes and dtypes in place of arrays."""
-    return eval_shape(lambda: architecture.build(config, param_dtype=param_dtype, ctx=context(0), **options))
-
-
-def values_by_path(model: Module) -> dict[str, Any]:
-    """Returns the values that a checkpoint holds, by path: all but losses and Variables that hold None."""
-    state = Module.filter(model, Not(Loss))
-    values = {path: getattr(leaf, "value", leaf) for path, leaf in state.items()}
-    return {path: value for path, value in values.items() if value is not None}
 
 
 def _shape(parameter: Parameter, values: Mapping[str, Any]) -> Shape:
@@ -301,8 +260,8 @@ def _check(
     lines += [f"{have}, expected {want}" for have, want in report.mismatched.values()]
     lines += [f"unexpected: {name}" for name in report.unexpected]
     if lines:
-        if len(lines) > _SHOWN:
-            lines[_SHOWN:] = [f"… and {len(lines) - _SHOWN} more"]
+        if len(lines) > SHOWN:
+            lines[SHOWN:] = [f"… and {len(lines) - SHOWN} more"]
         differences = "\n".join(f"  {line}" for line in lines)
         raise CheckpointError(DOES_NOT_FIT.format(path=path, family=config.model_type, differences=differences))
 
@@ -379,25 +338,6 @@ def _placed_when_run(requests: Sequence[ReadRequest]) -> list[jax.Array]:
 # Saving
 
 
-def _check_savable(model: Module, architecture: Architecture, values: Mapping[str, Any], known: list[Link]) -> None:
-    """Raises `ValueError` if whoever loads the checkpoint would not get this model."""
-    config = cast(Any, model).config
-    for name, value in values.items():
-        if isinstance(value, jax.ShapeDtypeStruct) or is_tracer(value):
-            raise ValueError(ABSTRACT.format(path=name, value=short(value)))
-    quantized = [name for name, module in Module.named_modules(model) if is_quantized(module)]
-    if quantized:
-        raise ValueError(QUANTIZED.format(family=config.model_type, paths=_listed(quantized)))
-    covered = {parameter.path for link in known for parameter in link.parameters}
-    if covered != values.keys():
-        raise ValueError(NOT_IN_TABLE.format(family=config.model_type, paths=_listed(values.keys() - covered)))
-    dtype = cast(Any, model).param_dtype
-    expected = abstract_model(architecture, config, dtype, **architecture.options_of(model))
-    differences = _differences(model, expected)
-    if differences:
-        raise ValueError(NOT_ITS_CONFIG.format(differences="\n".join(f"  {line}" for line in differences[:_SHOWN])))
-
-
 def _write(file: Path, text: str) -> None:
     if is_first():
         with atomic_file(file) as opened:
@@ -414,31 +354,9 @@ def _copy_files(origin: Path, directory: Path) -> None:
                         opened.write(file.read_bytes())
 
 
-def _differences(model: Module, expected: Module) -> list[str]:
-    """Lists the differences between a model and the one its config describes, as far as they affect the output."""
-    ours, theirs = values_by_path(model), values_by_path(expected)
-    lines = [f"{path} is missing" for path in theirs if path not in ours]
-    for path, value in ours.items():
-        if path in theirs and value.shape != theirs[path].shape:
-            lines.append(f"{path} is {list(value.shape)}, the config means {list(theirs[path].shape)}")
-    modules = dict(Module.named_modules(model))
-    for path, described in Module.named_modules(expected):
-        for name in _SETTINGS:
-            wanted, got = getattr(described, name, None), getattr(modules.get(path), name, None)
-            if not isinstance(wanted, (jax.Array, jax.ShapeDtypeStruct)) and wanted != got:
-                lines.append(f"{path}: {name} is {short(got)}, the config means {short(wanted)}")
-    return lines
-
-
 def _tensor(link: Link, values: Mapping[str, Any]) -> Any:
     """Returns the tensor of a link; for arrays that are spread over processes, all of them must call it."""
     held = ((values[parameter.path], parameter.index) for parameter in link.parameters)
     arrays = [value[index] if index else value for value, index in held]
     parts = [link.layout.to_tensor(array) for array in arrays]
     return parts[0] if len(parts) == 1 else link.layout.joined(parts, [array.shape for array in arrays])
-
-
-def _listed(names: Any) -> str:
-    names = sorted(names)
-    shown = ", ".join(map(repr, names[:8]))
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from nnx.generation.generate import generate
+from nnx.models.architecture import abstract_model
 from nnx.models.decoder import Decoder
-from nnx.models.pretrained import abstract_model
 from nnx.models.registry import architecture_named
 from nnx.nn.cross_entropy import cross_entropy
 from nnx.training.optimizer import Optimizer

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 import nnx
+from nnx.models.architecture import abstract_model, values_by_path
 from nnx.models.families.families import config_from_dict
-from nnx.models.pretrained import abstract_model, pending_tensor, values_by_path
+from nnx.models.pretrained import pending_tensor
 from nnx.models.registry import DECODERS
 from nnx.storage.safetensors.header import NAMES
 from tests.models.published import (

@@ -300,6 +300,7 @@ def test_unknown_activations_list_the_known_ones():
         ({"num_heads": True}, "num_heads to be a positive integer, got True"),
         ({"num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),
         ({"layer_types": ("full",)}, "for each of the 2 layers"),
+        ({"use_head_bias": True, "tie_embeddings": True}, "an output layer of its own"),
         ({"layer_types": ("full", "round")}, "'full', 'sliding', 'section' or 'linear'"),
         ({"layer_types": ("full", "sliding")}, "need a sliding_window >= 1, got None"),
         ({"norm": "batch"}, "'rms' or 'layer', got 'batch'"),
