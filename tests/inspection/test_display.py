@@ -21,13 +21,16 @@ BROWSERS = (
 
 # The tree is drawn into a shadow root, which --dump-dom leaves out: copy the text that can be seen into the page.
 COLLECT = """<script>
-addEventListener("load", () => setTimeout(() => {
+const timer = setInterval(() => {  // until the page has unpacked itself, which takes longer on a busy machine
   const roots = [...document.querySelectorAll("*")].map(element => element.shadowRoot).filter(root => root);
+  const text = roots.flatMap(root => [...root.children]).map(child => child.innerText).join("\\n");
+  if (!text.includes("TinyNet(")) return;
+  clearInterval(timer);
   const seen = document.createElement("pre");
   seen.id = "seen";
-  seen.textContent = roots.flatMap(root => [...root.children]).map(child => child.innerText).join("\\n");
+  seen.textContent = text;
   document.body.append(seen);
-}, 500));
+}, 100);
 </script>"""
 
 
@@ -116,7 +119,7 @@ def test_a_browser_shows_the_layer_names(tmp_path):
     path = nnx.display(model(), tmp_path / "model.html")
     assert path is not None
     path.write_text(path.read_text(encoding="utf-8").replace("</body>", f"{COLLECT}</body>"), encoding="utf-8")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=60000", "--dump-dom"]
     run = subprocess.run([browser, *options, path.as_uri()], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     seen = run.stdout.partition('<pre id="seen">')[2]
