@@ -32,11 +32,10 @@ BAIDU = (
             **{"num_experts": 64, "num_selected": 6, "shared_features": lambda values: 2 * values["hidden_features"]},
         },
         only={
-            **{"use_bias": False, "moe_layer_interval": 1},
+            **{"use_bias": False, "moe_layer_interval": 1, "moe_norm_min": 1e-12},
             "moe_layer_end_index": lambda values: values["num_layers"] - 1,
         },
         parts=_PARTS,
-        neutral=("moe_norm_min",),
         aliases={"num_experts_per_tok": "moe_k", "num_local_experts": "moe_num_experts"},
     ),
 )
