@@ -440,9 +440,10 @@ def compare(family: str, seed: int, folder: pathlib.Path) -> Comparison:
         difference = forward(model, tokens).astype(np.float32) - expected
         return float(np.sqrt(np.mean(difference**2) / np.mean(expected**2)))
 
-    wide = reference.TOLERANCES.get(family, TOLERANCE)
-    tolerances = wide, HALF_TOLERANCE if model.config.num_experts is None else ROUTED_TOLERANCE
-    return Comparison(read, *map(attempt, (write, fresh, scanned, half)), greedy, tolerances)
+    errors = [read, *map(attempt, (write, fresh, scanned))]
+    wide = max(errors) > TOLERANCE and reference.ROUNDINGS * reference.rounding(folder / "theirs", tokens, expected)
+    tolerances = max(TOLERANCE, wide), HALF_TOLERANCE if model.config.num_experts is None else ROUTED_TOLERANCE
+    return Comparison(*errors, attempt(half), greedy, tolerances)
 
 
 def compare_family(family: str, cases: int) -> bool:
