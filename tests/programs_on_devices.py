@@ -27,10 +27,9 @@ def print_until_the_loss(*texts: Any, **options: Any) -> None:
         raise SystemExit
 
 
-folder, *programs = sys.argv[1:]
-found = {}
-for program in programs:
-    name, steps = program.split("=")
+def losses(folder: str, name: str, steps: str) -> list[float]:
+    """Returns the last loss of a program on one device, and on all."""
+    found = []
     for devices, printing in ((1, print), (jax.device_count(), print_until_the_loss)):
         script, output = pathlib.Path(folder) / f"{name}.py", pathlib.Path(folder) / f"{name}-{devices}"
         with (
@@ -38,5 +37,10 @@ for program in programs:
             mock.patch.object(builtins, "print", printing),
         ):
             printed = run_script(script, "--smoke", "--steps", steps, "--output", str(output))
-        found.setdefault(name, []).append(float(LOSS.findall(printed)[0]))
-print(json.dumps(found))
+        found.append(float(LOSS.findall(printed)[0]))
+    return found
+
+
+if __name__ == "__main__":
+    folder, *programs = sys.argv[1:]
+    print(json.dumps({name: losses(folder, name, steps) for name, steps in (text.split("=") for text in programs)}))
