@@ -377,21 +377,21 @@ CHECKPOINTS = {
 
 
 def checkpoints(setting: str) -> str:
-    """What saving and loading cost: files, seconds of the CPU, peaks of memory, and how long a save blocks."""
+    """What saving and loading cost: files, seconds of the clock and CPU, peaks of memory, how long a save blocks."""
     figures = RECORDS["checkpoint_io"]["figures"]
 
-    def cell(contender: str, what: str, form: str) -> str:
-        values = figures[f"{setting}, {what}"]["values"]
-        return form.format(values[contender]) if contender in values else ""
+    def cell(contender: str, form: str, *names: str) -> str:
+        found = [figures[f"{setting}, {name}"]["values"].get(contender) for name in names]
+        return "" if None in found else form.format(*found)
 
     cells = {
-        "files": ("files", "{:.0f}"),
-        "save": ("save, cpu", "{:.2f} s"),
-        "peak": ("save, peak", "{:.2f} GB"),
-        "load": ("load, cpu", "{:.2f} s"),
-        "peak of it": ("load, peak", "{:.2f} GB"),
-        "to four devices": ("other layout, cpu", "{:.2f} s"),
-        "blocked": ("blocked, seconds", "{:.3f} s"),
+        "files": ("{:.0f}", "files"),
+        "save, CPU": ("{:.2f}, {:.2f} s", "save, seconds", "save, cpu"),
+        "peak": ("{:.2f} GB", "save, peak"),
+        "load, CPU": ("{:.2f}, {:.2f} s", "load, seconds", "load, cpu"),
+        "peak of it": ("{:.2f} GB", "load, peak"),
+        "to four devices": ("{:.2f}, {:.2f} s", "other layout, seconds", "other layout, cpu"),
+        "blocked": ("{:.3f} s", "blocked, seconds"),
     }
     rows = ([label, *(cell(name, *what) for what in cells.values())] for name, label in CHECKPOINTS.items())
     return table(["", *cells], *rows)
