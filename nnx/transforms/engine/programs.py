@@ -14,16 +14,25 @@ from jax.core import eval_jaxpr
 from nnx.transforms.engine.inner_traces import with_fresh_traces
 
 _ARRAYS = (jax.Array, np.ndarray)
+_ATOMS = frozenset({type(None), bool, int, float, str, type(np.dtype("float32"))})
 
 
 def programs_in(eqn: Any) -> list[Any]:
     """Returns the programs that an equation calls, closed or not."""
     # JAX's newer primitives (`jax_custom_vjp3`, `jax_remat3`) are objects with parameters of their own, and some of
     # these are what `jax.jit(f).trace(...)` returns.
-    held = [*eqn.params.values(), *getattr(eqn.params.get("_prim"), "params", {}).values()]
-    values = [v for value in held for v in (value if isinstance(value, (tuple, list)) else (value,))]
-    programs = [value if hasattr(value, "eqns") else getattr(value, "jaxpr", None) for value in values]
-    return [program for program in programs if hasattr(program, "eqns")]
+    held = eqn.params.values()
+    if "_prim" in eqn.params:
+        held = (*held, *getattr(eqn.params["_prim"], "params", {}).values())
+    programs = []
+    for value in held:  # a large program has tens of thousands of equations, most of which hold atoms only
+        if type(value) not in _ATOMS:
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                if type(item) not in _ATOMS:
+                    program = item if hasattr(item, "eqns") else getattr(item, "jaxpr", None)
+                    if hasattr(program, "eqns"):
+                        programs.append(program)
+    return programs
 
 
 def is_rule(eqn: Any) -> bool:
