@@ -2,11 +2,13 @@
 
 import itertools
 import types
+from unittest import mock
 
 import jax.numpy as jnp
 import pytest
 
 import nnx
+from nnx.transforms.engine.routes import Route
 
 
 class Weight(nnx.Module):
@@ -169,3 +171,17 @@ def test_an_empty_list_that_fills_with_other_things_costs_no_trace():
     for _ in range(3):
         losses.append(step(0.0))
     assert step.trace_count == 1
+
+
+def test_a_function_traced_for_many_shapes_checks_no_more_on_each_call():
+    holder, parts = types.SimpleNamespace(part=Weight(1.0)), []
+    parts += [holder.part, Weight(2.0)]
+    step = nnx.jit(lambda x: x + holder.part.w + sum([part.w for part in parts]))
+
+    def checks(x):
+        step(x)
+        with mock.patch.object(Route, "follow", autospec=True, side_effect=Route.follow) as follow:
+            step(x)
+        return follow.call_count
+
+    assert checks(jnp.zeros(1)) == [checks(jnp.zeros(n)) for n in range(2, 6)][-1] > 0

@@ -5,8 +5,8 @@ constants of the program *are* those arrays, so they can be recognized among the
 Modules that the function reaches by name (`routes`), then of whoever holds the array. These cells become *hidden*
 arguments, gathered on every call like the others, so the program sees their current values and is compiled once.
 
-A program is traced again if what it captured is no longer where it was: a name on the route was bound to another
-Module, a list or dict on it has gained or lost Modules, the structure of a Module changed, or a Module is gone. An
+A program is traced again if what it captured is no longer where it was: a name on any way to it was bound to another
+Module, a list or dict on the way has gained or lost Modules, the structure of a Module changed, or a Module is gone. An
 array stays a constant, and its cell is *watched*, if it cannot become an argument (it is a constant of `jax.jit` in the
 body of a loop), if nothing says which of several holders the function read it from, or if no name leads to it. The
 program is traced again once such a cell changes.
@@ -53,7 +53,7 @@ class Root:
         self.module = weakref.ref(module, lambda _: when_gone())
         self.route = route
         self.structure: GraphKey = flat.key
-        self._cells = cells
+        self.cells = cells
         self._flat = weakref.ref(flat)
 
     def is_current(self, functions: Sequence[Any]) -> bool:
@@ -62,7 +62,7 @@ class Root:
             return False
         flat = flat_of(module)
         if flat is not self._flat():  # something changed, but maybe nothing that matters
-            if flat.key is not self.structure or any(flat.dicts[i] is not values for i, values in self._cells.items()):
+            if flat.key is not self.structure or any(flat.dicts[i] is not values for i, values in self.cells.items()):
                 return False
             self._flat = weakref.ref(flat)
         return True
@@ -128,15 +128,15 @@ class Captured:
         self.dicts: list[dict[str, Any]] = []
         self.names: list[str] = []
         self._numbers: dict[tuple[int, str], int] = {}
-        self._roots: list[Root] = []
-        self._rosters: list[Roster] = []
-        self._ways: list[tuple[Route, Route]] = []  # two that lead to one object, on the way to a Module
+        # By what they look at: the program is traced for other shapes, too, and mostly finds the same again.
+        self._checks: dict[Any, Any] = {}
+        self._ways: dict[tuple[Route, Route], None] = {}  # pairs that lead to one object, on the way to a Module
         self._watched: list[tuple[Place, Any]] = []  # with a weak reference to the array, a constant of the program
         self._rules_read: list[tuple[Any, list[Any]]] = []  # Modules and their arrays, weakly
         self._when_gone = when_gone
 
     def __bool__(self) -> bool:
-        return bool(self._roots or self._rosters or self._watched)
+        return bool(self._checks or self._watched)
 
     def values(self) -> list[Any]:
         """Returns the hidden arguments."""
@@ -144,7 +144,7 @@ class Captured:
 
     def is_current(self, functions: Sequence[Any]) -> bool:
         """Whether the program still reads what it read when it was traced, given its functions."""
-        if not all([watch.is_current(functions) for watch in (*self._roots, *self._rosters)]) or self.changed():
+        if not all([check.is_current(functions) for check in self._checks.values()]) or self.changed():
             return False
         if not all([one.follow(functions) is other.follow(functions) for one, other in self._ways]):
             return False
@@ -169,9 +169,8 @@ class Captured:
             is_hidden = key in outer and len(places) == 1 and first.route is not None and not has_name
             if is_hidden:
                 self._hide(first)
-            if (key in inner or not is_hidden) and not is_tracer(
-                wanted[key]
-            ):  # both, if it is read on the outside and inside a program
+            # Both, if it is read on the outside and inside a program.
+            if (key in inner or not is_hidden) and not is_tracer(wanted[key]):
                 self._watched += [(ways[0], _reference(wanted[key])) for ways in places]
             for place in itertools.chain(*places):
                 if place.route is not None or len(places) == 1:
@@ -184,14 +183,14 @@ class Captured:
             self._rules_read = [(weakref.ref(m), [*map(weakref.ref, _arrays(m))]) for m, _ in reach.modules]
         for module, route in read.modules:  # of which the function may have read static attributes
             held.setdefault(id(module), (module, route, {}))
-        self._roots += [Root(*values, self._when_gone) for values in held.values()]
+        for module, route, cells in held.values():
+            root = self._checks.setdefault(id(module), Root(module, route, cells, self._when_gone))
+            root.cells.update(cells)
         leading = read.leading_to([module for module, _, _ in held.values()])
-        self._ways += read.other_ways(leading)
-        self._rosters += [
-            Roster(container, route)
-            for container, route in read.containers
-            if (_modules_in(container) if id(container) in leading else _is_vacant(container))
-        ]
+        self._ways.update(dict.fromkeys(read.other_ways(leading)))
+        for container, route in read.containers:
+            if _modules_in(container) if id(container) in leading else _is_vacant(container):
+                self._checks.setdefault(route, Roster(container, route))
         return len(self.names) > before
 
     def inputs(self, hidden: Sequence[Any]) -> dict[Any, Any]:
