@@ -1,6 +1,7 @@
 """A Module that a function reaches by two ways is followed on both, and a list on the way is watched as it fills."""
 
 import itertools
+import operator
 import types
 from unittest import mock
 
@@ -34,6 +35,17 @@ class ByName:
 
     def read(self):
         return getattr(self, f"part_{0}").w
+
+
+class ByMethodCaller:
+    def __init__(self, part):
+        self.part = part
+
+    def read(self):
+        return operator.methodcaller("_get_it")(self).w
+
+    def _get_it(self):
+        return self.part
 
 
 class ByMethod:
@@ -104,6 +116,7 @@ WAYS = {
     "module": in_attribute(Around, "inner"),
     "name": in_object(ByName, "part_0"),
     "method": in_object(ByMethod, "part"),
+    "methodcaller": in_object(ByMethodCaller, "part"),
     "class": in_class,
     "list": in_container(lambda part: [part], 0),
     "dict": in_container(lambda part: {"one": part}, "one"),

@@ -45,7 +45,11 @@ _METHODS = (types.FunctionType, property, functools.cached_property, classmethod
 _LEAD_NOWHERE = (*_METHODS, types.MemberDescriptorType, types.GetSetDescriptorType)
 _WRAPPED = ("__wrapped__", "fget", "func", "fwd", "bwd", "jvp")  # the last three are rules of a custom derivative
 _NOT_CALLED = ("__init__", "__new__", "__dict__")  # where an object is used; they mention all its attributes
-_READ_ANY_NAME = {"getattr", "vars", "attrgetter", "__dict__", "__getattribute__"}
+# A function that mentions one of these may read attributes whose names its code does not show.
+_READ_ANY_NAME = {
+    *("getattr", "vars", "attrgetter", "methodcaller", "getmembers", "__dict__", "__getattribute__"),
+    *("asdict", "astuple", "eval", "exec"),
+}
 _LIBRARIES = {"_pytest", "builtins", "functools", "jax", "jaxlib", "nnx", "numpy", "optax", "typing"}
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
